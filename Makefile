@@ -1,0 +1,43 @@
+# The two commands that matter: `make demo` and `make test`. Both need Python 3.11 or newer and make, nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow check format bench setup clean
+
+demo: setup
+	$(BIN)/quorumark demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+# what must be tidy before anything is tested
+check: setup
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: setup
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+# full sizes: several minutes; the JSON that is committed comes from here
+bench: setup
+	$(BIN)/quorumark bench field --json benchmarks/results/field.json
+	$(BIN)/quorumark bench shamir --json benchmarks/results/shamir.json
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "quorumark needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,dev,torch]"
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

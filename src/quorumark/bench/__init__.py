@@ -1,0 +1,73 @@
+"""Benchmarks that compare: every figure is a ratio to something timed in the same process, interleaved.
+
+Machines are shared and noisy, so seconds say little; the ratio of two medians, taken in turns, says more. All
+benchmarks of the project write the same rows (`Row`), as a JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["Row", "compare", "write_rows"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: `ratio` is our time over theirs, `seconds` our median.
+
+    `size` is the number of elements we worked on. Where the other side worked on fewer, `against` says on how
+    many, and the ratio is per unit of work.
+    """
+
+    name: str
+    against: str
+    size: int
+    threads: int
+    ratio: float
+    seconds: float
+
+
+def compare(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    *,
+    name: str,
+    against: str,
+    size: int,
+    threads: int = 1,
+    work: float = 1.0,
+    their_work: float = 1.0,
+    repeats: int = 9,
+) -> Row:
+    """Times both in turns after one untimed call each; the row holds the ratio of the medians per unit of work."""
+    ours()
+    theirs()
+    our_times, their_times = [], []
+    for _ in range(max(5, repeats)):
+        our_times.append(_seconds(ours))
+        their_times.append(_seconds(theirs))
+    mine, other = statistics.median(our_times), statistics.median(their_times)
+    return Row(name, against, size, threads, (mine / work) / (other / their_work), mine)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def write_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    """The rows as a JSON list; the whole file, or the old one stays."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,48 @@
+"""The command line: thin. Commands import what they need when they run, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from quorumark import __version__
+from quorumark.cli import bench, demo, layout
+from quorumark.errors import QuorumarkError
+
+app = typer.Typer(
+    help="Shared, provable ownership of a jointly trained model.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"quorumark {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", help="Show the version.", callback=_version, is_eager=True),
+) -> None: ...
+
+
+app.command("demo")(demo.demo)
+app.command("layout")(layout.layout)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Runs a command; an error of ours becomes one sentence and exit code 2."""
+    try:
+        app()
+    except QuorumarkError as error:
+        typer.echo(f"quorumark: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("quorumark: interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,64 @@
+"""`quorumark bench …`"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quorumark.bench import Row
+
+app = typer.Typer(
+    help="Benchmarks: ratios to memcpy and to the alternatives, measured in one run.", no_args_is_help=True
+)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the rows as a JSON list to this file.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Smaller sizes: under 30 seconds, noisier.")]
+
+
+@app.command("field")
+def field(json: Json = None, quick: Quick = False) -> None:
+    """Arithmetic mod 2^61−1: against memcpy, one thread, galois and Python ints."""
+    from quorumark.bench import field as bench
+
+    _run("Field arithmetic mod 2^61−1", bench.rows(quick), json)
+
+
+@app.command("shamir")
+def shamir(json: Json = None, quick: Quick = False) -> None:
+    """Sharing: against the paper's torch code, galois and Python ints."""
+    from quorumark.bench import shamir as bench
+
+    _run("Shamir sharing", bench.rows(quick), json)
+
+
+def _run(title: str, rows: Iterator[Row], json: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from quorumark.bench import write_rows
+    from quorumark.errors import InputError
+
+    if json is not None and not json.parent.is_dir():
+        raise InputError("--json", "must name a file in a folder that exists", str(json))
+    console, done = Console(), []
+    table = Table("ours", "against", "size", "threads", "ratio", "which is", "ms", title=title, title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    with console.status("measuring …") as status:
+        for row in rows:
+            done.append(row)
+            speed = f"{1 / row.ratio:,.1f}× faster" if row.ratio < 1 else f"{row.ratio:.2f}× slower"
+            size, seconds = f"{row.size:,}", f"{1e3 * row.seconds:,.1f}"
+            table.add_row(row.name, row.against, size, str(row.threads), f"{row.ratio:.3g}", speed, seconds)
+            status.update(f"measured: {row.name} against {row.against}")
+    console.print(table)
+    console.print(
+        "ratio = our time over theirs: the median of at least five runs each, in turns; per element where sizes differ"
+    )
+    if json is not None:
+        write_rows(done, json)
+        console.print(f"{len(done)} rows written to {json}")

@@ -1,0 +1,10 @@
+"""`quorumark demo`"""
+
+from __future__ import annotations
+
+
+def demo() -> None:
+    """Deal a key to five hospitals, lose two shares, get it back with three, fail with two."""
+    from quorumark.demo import run
+
+    run()

@@ -1,0 +1,115 @@
+"""The demo: five hospitals share a key that no two of them know, lose two shares, and still have it.
+
+It runs the real thing at the size of a small real model. As the project grows, so does the demo.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from quorumark import field, shamir
+from quorumark.layout import ModelLayout
+
+HOSPITALS = ("Avon", "Birch", "Cedar", "Delta", "Elm")
+THRESHOLD = 3
+
+
+def run(console: Console | None = None) -> None:
+    """Deals, loses and reconstructs a key, and prints what happened."""
+    console = console or Console()
+    started = time.perf_counter()
+    members = len(HOSPITALS)
+    points = {name: point for point, name in enumerate(HOSPITALS, start=1)}
+
+    model = _small_cnn()
+    layout = ModelLayout.of(model)
+    d = layout.coordinates
+    console.print(
+        f"[bold]quorumark demo[/bold]: {members} hospitals, any {THRESHOLD} of them can act together.\n"
+        f"Their model has {layout.size:,} weights; {d:,} of them can carry a mark.\n"
+    )
+
+    key = _random_signs(d)
+    shares = shamir.share(field.from_signed(key), THRESHOLD, members)
+    held = {name: shares[points[name] - 1] for name in HOSPITALS}
+    table = Table("what was done", "result", "what it means", title_justify="left")
+
+    strongest = max(abs(_z(_centred(held[name]), key)) for name in HOSPITALS)
+    table.add_row(
+        f"a secret key of {d:,} signs is dealt, one share each",
+        f"{shares[0].nbytes / 2**20:.1f} MiB a share",
+        "the key is deleted afterwards",
+    )
+    table.add_row(
+        "each share alone is compared with the key", f"|z| ≤ {strongest:.1f}", "noise: one share says nothing"
+    )
+
+    for lost in ("Birch", "Elm"):
+        del held[lost]
+    found = field.to_signed(shamir.reconstruct(_at(held, points), THRESHOLD))
+    agree = int((found == key).sum())
+    table.add_row("Birch and Elm lose theirs; three are left", f"{agree:,} of {d:,} signs", _verdict(agree == d))
+
+    del held["Delta"]
+    guess = shamir.reconstruct(_at(held, points), len(held))  # the best that two can do: a line through two points
+    agree = int((np.sign(_centred(guess)) == key).sum())
+    table.add_row(
+        "Avon and Cedar try it alone", f"{100 * agree / d:.1f} % of the signs", "as good as tossing coins: two cannot"
+    )
+
+    # ⟨weights, key⟩ without anybody seeing the key: each member answers with one number, one of them with a lie.
+    weights = np.round(layout.flatten(model)[layout.carrying()] * 100).astype(np.int64)
+    suspect = field.from_signed(weights)
+    answers = {points[name]: field.dot(suspect, shares[points[name] - 1]) for name in HOSPITALS}
+    answers[points["Delta"]] = (answers[points["Delta"]] + 1) % field.P
+    opened = shamir.decode(answers, THRESHOLD)
+    value = int(field.to_signed(np.array([opened.value], np.uint64))[0])
+    liars = ", ".join(HOSPITALS[point - 1] for point in opened.wrong)
+    table.add_row(
+        "all five test the model; Delta lies by 1",
+        f"{value:+,}, liar: {liars}",
+        _verdict(value == int(weights @ key)) + ", key never seen",
+    )
+    console.print(table)
+    console.print(f"\nDone in {time.perf_counter() - started:.1f} s. Next: docs/protocol.md says how it works and why.")
+
+
+def _small_cnn() -> dict[str, NDArray[np.float32]]:
+    """The weights of a small convolutional network at random initialisation (public: nothing about it is secret)."""
+    shapes = {
+        "conv1.weight": (32, 1, 3, 3), "conv1.bias": (32,),
+        "conv2.weight": (64, 32, 3, 3), "conv2.bias": (64,),
+        "dense.weight": (128, 64 * 5 * 5), "dense.bias": (128,),
+        "output.weight": (10, 128), "output.bias": (10,),
+    }  # fmt: skip
+    generator = np.random.default_rng(2026)
+    scale = {name: 1 / np.sqrt(np.prod(shape[1:])) for name, shape in shapes.items()}
+    return {name: (generator.standard_normal(s) * scale[name]).astype(np.float32) for name, s in shapes.items()}
+
+
+def _random_signs(count: int) -> NDArray[np.int64]:
+    """±1 from the operating system's randomness: one bit each of uniform elements."""
+    return 2 * (field.random(count) & np.uint64(1)).astype(np.int64) - 1
+
+
+def _centred(x: field.Vector) -> NDArray[np.float64]:
+    """Field elements as real numbers in (−1, 1)."""
+    return field.to_signed(x) / (field.P / 2)
+
+
+def _z(values: NDArray[np.float64], key: NDArray[np.int64]) -> float:
+    """How many standard deviations the correlation with the key is away from chance."""
+    return float(values @ key / np.linalg.norm(values))
+
+
+def _at(held: dict[str, field.Vector], points: dict[str, int]) -> dict[int, field.Vector]:
+    return {points[name]: vector for name, vector in held.items()}
+
+
+def _verdict(right: bool) -> str:
+    return "exactly right" if right else "WRONG"

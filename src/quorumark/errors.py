@@ -1,0 +1,64 @@
+"""Every error that quorumark raises on purpose.
+
+    QuorumarkError              caught once, by the command line, which exits with 2
+    ├── InputError              an argument breaks a rule: names argument, rule and what was received
+    │   └── EncodingError       a number that fixed point cannot hold: NaN, infinity, overflow
+    ├── ShareError              shares that do not fit together
+    │   └── DecodingError       more wrong shares than the honest ones can correct
+    ├── LayoutError             tensors that do not fit the model's layout
+    └── MissingDependencyError  a part that needs an extra which is not installed
+
+A text that people read: one sentence that says what is wrong, and the remedy where there is one.
+No message ever holds a key, a share or a seed. (A number that is *refused* as a field element is shown:
+it is not one.)
+"""
+
+from __future__ import annotations
+
+
+class QuorumarkError(Exception):
+    """Base of everything that quorumark raises on purpose."""
+
+
+class InputError(QuorumarkError, ValueError):
+    """An argument breaks a rule.
+
+    Attributes:
+        argument: the argument's name, as the caller knows it.
+        rule: what must hold.
+        received: what came instead, already as text.
+    """
+
+    def __init__(self, argument: str, rule: str, received: object) -> None:
+        self.argument = argument
+        self.rule = rule
+        self.received = str(received)
+        super().__init__(f"{argument} {rule}, but got {self.received}")
+
+
+class EncodingError(InputError):
+    """A number that the fixed-point code cannot hold: NaN, infinity or overflow; `index` says which."""
+
+    def __init__(self, argument: str, rule: str, received: object, index: int) -> None:
+        self.index = index
+        super().__init__(argument, rule, received)
+
+
+class ShareError(QuorumarkError):
+    """Shares that do not fit together: not on one polynomial, or of different sharings."""
+
+
+class DecodingError(ShareError):
+    """More wrong shares than the honest ones can correct."""
+
+
+class LayoutError(QuorumarkError):
+    """Tensors that do not fit the model's layout."""
+
+
+class MissingDependencyError(QuorumarkError, ImportError):
+    """A part of quorumark needs an optional package that is not installed."""
+
+    def __init__(self, package: str, extra: str | None, purpose: str) -> None:
+        remedy = f"pip install 'quorumark[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{purpose} needs the package {package!r}: {remedy}")

@@ -1,0 +1,93 @@
+"""Spreads a kernel over all cores: the kernels release the GIL, so plain threads are enough.
+
+One pool per process, made when first needed, forgotten in a forked child (a fork copies no threads).
+The thread count changes speed only, never a result.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from quorumark.errors import InputError
+
+SMALLEST_PART = 1 << 15  # below this many elements a second thread costs more than it saves
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_threads = _available_cores()
+_inside = threading.local()
+
+
+def _forget_pool() -> None:
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def threads() -> int:
+    """How many threads the field's functions use: at first, the cores of this process."""
+    return _threads
+
+
+def set_threads(count: int) -> None:
+    """Use `count` threads from now on, in this process."""
+    global _pool, _threads
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError("count", "must be a whole number of threads, at least 1", repr(count))
+    with _lock:
+        if count != _threads and _pool is not None:
+            _pool.shutdown(wait=False)
+            _pool = None
+        _threads = count
+
+
+def _shared_pool() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(_threads, thread_name_prefix="quorumark-field")
+        return _pool
+
+
+def _run_part(work: Callable[[int, int], object], start: int, stop: int) -> object:
+    _inside.worker = True  # a kernel called from a part runs in that part's thread: no deadlock on a full pool
+    try:
+        return work(start, stop)
+    finally:
+        _inside.worker = False
+
+
+def spread(
+    work: Callable[[int, int], object], length: int, *, smallest: int = SMALLEST_PART, step: int = 8
+) -> list[object]:
+    """Calls work(start, stop) for parts that cover [0, length), at multiples of `step`; returns what they return."""
+    parts = min(_threads, max(1, length // smallest))
+    if parts == 1 or getattr(_inside, "worker", False):
+        return [work(0, length)]
+    size = -(-length // parts)
+    size += -size % step
+    bounds = [(start, min(start + size, length)) for start in range(0, length, size)]
+    pool = _shared_pool()
+    futures = [pool.submit(_run_part, work, start, stop) for start, stop in bounds[1:]]
+    try:
+        first = work(*bounds[0])
+    finally:
+        # also after an error: no part may still be writing when the caller sees it
+        done = [future.exception() for future in futures]
+    for error in done:
+        if error is not None:
+            raise error
+    return [first, *(future.result() for future in futures)]

@@ -1,0 +1,31 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+try:  # the GPU test runs where hypothesis is not installed
+    from hypothesis import HealthCheck, settings
+
+    # derandomize: the same examples in every run, so that a failure is a failure for everybody
+    settings.register_profile(
+        "quorumark", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("quorumark")
+except ImportError:
+    pass
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The project's folder."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """For commands: plain output of a known width."""
+    return {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}

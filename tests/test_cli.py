@@ -1,0 +1,86 @@
+"""The commands, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quorumark.layout import ModelLayout, write_safetensors
+
+
+def run(environment: dict[str, str], *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+
+
+def test_demo_tells_its_story(environment: dict[str, str]) -> None:
+    done = run(environment, "demo")
+    assert done.returncode == 0, done.stderr
+    text = re.sub(r"\s+", " ", done.stdout)
+    assert "224,800 of 224,800 signs" in text
+    assert "liar: Delta" in text
+    assert text.count("exactly right") == 2
+    assert "WRONG" not in text
+    percent = re.search(r"([\d.]+) % of the signs", text)
+    assert percent
+    assert 48 < float(percent[1]) < 52  # 19 standard deviations either way
+
+
+@pytest.mark.parametrize("name", ["field", "shamir"])
+def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rows.json"
+    done = run(environment, "bench", name, "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert len(rows) > 10
+    for row in rows:
+        assert list(row) == ["name", "against", "size", "threads", "ratio", "seconds"]
+        assert row["ratio"] > 0
+        assert row["seconds"] > 0
+        assert row["size"] > 0
+        assert row["threads"] >= 1
+        assert row["name"].split()[0] in done.stdout
+    assert f"{len(rows)} rows written" in done.stdout
+
+
+def test_layout_shows_what_carries(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors({"w": np.ones((20, 30), np.float32), "wte": np.ones((9, 9), np.float32)}, path)
+    done = run(environment, "layout", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "600 of 681 numbers carry" in done.stdout
+    assert ModelLayout.of(path).digest() in done.stdout
+    printed = run(environment, "layout", str(path), "--max-coordinates", "50", "--exclude", "none", "--json").stdout
+    layout = ModelLayout.from_bytes(printed.strip().encode())
+    assert (layout.coordinates, layout.carrier_size) == (50, 681)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["layout", "nowhere.safetensors"], "cannot read 'nowhere.safetensors'"),
+        (
+            ["bench", "field", "--quick", "--json", "no/such/folder/rows.json"],
+            "--json must name a file in a folder that exists",
+        ),
+        (["nonsense"], "No such command"),
+        (["layout"], "Missing argument"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_2(environment: dict[str, str], arguments: list[str], text: str) -> None:
+    done = run(environment, *arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version(environment: dict[str, str]) -> None:
+    done = run(environment, "--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("quorumark 0.")

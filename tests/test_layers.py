@@ -1,0 +1,123 @@
+"""The house: a room imports only from rooms before it, and heavy packages only where they are needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# From the ground up. A module may import only modules on earlier lines (and its own package).
+ORDER = [
+    "quorumark.errors",
+    "quorumark.field",
+    "quorumark.shamir",
+    "quorumark.codec",
+    "quorumark.layout",
+    "quorumark.demo",
+    "quorumark.bench",
+    "quorumark.cli",
+]
+CORE = {"cryptography", "llvmlite", "numba", "numpy", "rich", "safetensors", "typer"}
+OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
+    "torch": {"quorumark.field._cuda", "quorumark.layout", "quorumark.bench.peers"},
+    "triton": {"quorumark.field._cuda"},
+    "galois": {"quorumark.bench.peers"},
+}
+
+
+def _room(module: str) -> str | None:
+    return next((room for room in ORDER if module == room or module.startswith(room + ".")), None)
+
+
+def _modules(root: Path) -> dict[str, Path]:
+    source = root / "src"
+    return {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((source / "quorumark").rglob("*.py"))
+    }
+
+
+def _imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at the top level) for every import statement."""
+    tree = ast.parse(path.read_text())
+    nested = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) not in nested) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: write imports in full"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(name, id(node) not in nested) for name in names]
+    return found
+
+
+def test_every_module_has_its_room(root: Path) -> None:
+    homeless = [m for m in _modules(root) if m != "quorumark" and _room(m) is None]
+    assert not homeless, f"add these to ORDER: {homeless}"
+
+
+def test_imports_point_one_way(root: Path) -> None:
+    wrong = []
+    for module, path in _modules(root).items():
+        here = _room(module)
+        for name, _ in _imports(path):
+            there = _room(name)
+            if here and there and ORDER.index(there) > ORDER.index(here):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_packages_outside_the_core_are_where_they_belong(root: Path) -> None:
+    standard = sys.stdlib_module_names
+    wrong = []
+    for module, path in _modules(root).items():
+        for name, at_top in _imports(path):
+            package = name.partition(".")[0]
+            if package in standard or package in CORE or package == "quorumark":
+                continue
+            if module not in OPTIONAL.get(package, set()) or (at_top and module != "quorumark.field._cuda"):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def _python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["field", "shamir", "codec", "layout"])
+def test_the_mathematics_imports_without_cryptography_torch_or_flower(module: str) -> None:
+    _python(
+        "import sys\n"
+        "for name in ('cryptography', 'torch', 'triton', 'flwr', 'safetensors', 'rich', 'typer'): sys.modules[name] = None\n"
+        f"import quorumark.{module}\n"
+        "import numpy as np\n"
+        "from quorumark import field, errors\n"
+        "x = np.arange(1, 20, dtype=np.uint64)\n"
+        "assert field.dot(x, field.inv(x)) == 19\n"
+        "try: field.random(3)\n"
+        "except errors.MissingDependencyError as error: assert 'cryptography' in str(error)\n"
+        "else: raise SystemExit('random numbers from nowhere')\n"
+    )
+
+
+def test_help_is_quick() -> None:
+    """No numpy, numba or cryptography for a help text."""
+    loaded = _python(
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from quorumark.cli import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'numpy', 'numba', 'torch', 'cryptography'}))\n"
+    )
+    assert loaded.strip() == "[]"

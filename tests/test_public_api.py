@@ -1,0 +1,34 @@
+"""The public surface: a change here is a change for users, and is written down in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import quorumark
+from quorumark import codec, errors, field, layout, shamir
+
+PUBLIC = {
+    field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
+    "inv_sqrt matmul mul neg random scalar_inv scale set_threads sub threads to_signed",
+    shamir: "CompressedShare Decoded check_degree decode lagrange lagrange_matrix reconstruct share share_chunks "
+    "share_compressed",
+    codec: "FRACTION_BITS LIMIT decode encode encode_axpy",
+    layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
+}
+
+
+def test_public_names() -> None:
+    for module, names in PUBLIC.items():
+        assert sorted(module.__all__) == sorted(names.split())
+        for name in module.__all__:
+            assert hasattr(module, name)
+
+
+def test_every_error_is_ours() -> None:
+    found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert all(issubclass(e, errors.QuorumarkError) for e in found)
+    assert all(e.__name__ in (errors.__doc__ or "") for e in found), "the tree at the top of errors.py is complete"
+
+
+def test_constants() -> None:
+    assert field.P == 2305843009213693951
+    assert (codec.FRACTION_BITS, codec.LIMIT) == (40, 524288.0)
+    assert quorumark.__version__
