@@ -31,7 +31,7 @@ def ints(values: object) -> list[int]:
 
 
 def evaluate(coefficients: Sequence[int], x: int) -> int:
-    return sum(c * x**j for j, c in enumerate(coefficients)) % P
+    return sum(c * pow(x, j, P) for j, c in enumerate(coefficients)) % P
 
 
 def interpolate(points: Sequence[tuple[int, int]], at: int) -> int:

@@ -228,7 +228,7 @@ def test_stream_is_aes_ctr_word_for_word_from_anywhere(start: int, count: int) -
         assert ints(masked) == [(v + sign * e) % P for v, e in zip(ints(vector), expected, strict=True)]
     raw = np.empty(count, np.uint64)
     stream.words(raw, start=start)
-    assert [w & P for w in ints(raw)] == [e for e in expected]
+    assert [w & P for w in ints(raw)] == expected
 
 
 def test_streams_are_separated_by_purpose_context_and_its_boundaries() -> None:

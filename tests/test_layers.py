@@ -22,7 +22,7 @@ ORDER = [
 ]
 CORE = {"cryptography", "llvmlite", "numba", "numpy", "rich", "safetensors", "typer"}
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
-    "torch": {"quorumark.field._cuda", "quorumark.layout", "quorumark.bench.peers"},
+    "torch": {"quorumark.field._cuda", "quorumark.layout", "quorumark.bench.field", "quorumark.bench.peers"},
     "triton": {"quorumark.field._cuda"},
     "galois": {"quorumark.bench.peers"},
 }
@@ -99,7 +99,8 @@ def _python(script: str) -> str:
 def test_the_mathematics_imports_without_cryptography_torch_or_flower(module: str) -> None:
     _python(
         "import sys\n"
-        "for name in ('cryptography', 'torch', 'triton', 'flwr', 'safetensors', 'rich', 'typer'): sys.modules[name] = None\n"
+        "for name in ('cryptography', 'torch', 'triton', 'flwr', 'safetensors', 'rich', 'typer'):\n"
+        "    sys.modules[name] = None\n"
         f"import quorumark.{module}\n"
         "import numpy as np\n"
         "from quorumark import field, errors\n"
@@ -118,6 +119,7 @@ def test_help_is_quick() -> None:
         "from typer.testing import CliRunner\n"
         "from quorumark.cli import app\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
-        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'numpy', 'numba', 'torch', 'cryptography'}))\n"
+        "heavy = {'numpy', 'numba', 'torch', 'cryptography'}\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & heavy))\n"
     )
     assert loaded.strip() == "[]"

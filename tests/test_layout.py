@@ -121,12 +121,13 @@ def test_canonical_bytes_are_read_back_and_nothing_else_is() -> None:
     for tensor in stray_alias["tensors"]:
         if "of" in tensor:
             tensor["of"] = "nobody"
-    for bad in (
+    spoiled: list[Any] = [
         {**body, "format": "quorumark-layout/v2"}, {**body, "extra": 1}, {"tensors": []}, [], flipped, no_role,
         integer_carrier, stray_alias, {**body, "max_coordinates": 0}, {**body, "max_coordinates": "7"},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for bad in spoiled:
         text = json.dumps(bad, sort_keys=True, separators=(",", ":")).encode()
-        with pytest.raises((LayoutError, InputError)):
+        with pytest.raises(LayoutError):
             ModelLayout.from_bytes(text)
     for raw in (b"", b"{", data + b" ", data.replace(b",", b", "), b"\xff"):
         with pytest.raises(LayoutError):
@@ -164,7 +165,7 @@ def test_torch_models_come_back_bit_for_bit() -> None:
 
 
 def test_float64_models_keep_their_precision() -> None:
-    model = {"w": RNG.standard_normal((3, 3)), "b": RNG.standard_normal(3).astype(np.float32)}
+    model: dict[str, Any] = {"w": RNG.standard_normal((3, 3)), "b": RNG.standard_normal(3).astype(np.float32)}
     layout = ModelLayout.of(model)
     assert layout.dtype == np.float64
     back = layout.unflatten(layout.flatten(model), model)
@@ -205,7 +206,7 @@ def test_the_sample_looks_random_is_public_and_depends_on_the_model() -> None:
     layout = ModelLayout.of(model, max_coordinates=100_000)
     places = layout.carrying()
     assert isinstance(places, np.ndarray)
-    assert np.array_equal(places, ModelLayout.from_bytes(layout.to_bytes()).carrying())
+    assert (places == ModelLayout.from_bytes(layout.to_bytes()).carrying()).all()
     # each of a stratum's three places is hit a third of the time: within 6 standard deviations, fixed seed
     hits = np.bincount(places % 3, minlength=3)
     assert np.abs(hits - 100_000 / 3).max() < 6 * math.sqrt(100_000 * 2 / 9)

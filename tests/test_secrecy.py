@@ -86,8 +86,7 @@ def _features(threshold: int, modulus: int) -> dict[str, Callable[[NDArray[np.ui
     def combined(shares: NDArray[np.uint64]) -> NDArray[Any]:
         # pretend that the degree were t−2: Lagrange on the t−1 shares would give the secret
         weights = _lagrange_over(list(range(1, threshold)), modulus)
-        total = sum(w * row.astype(object) for w, row in zip(weights, shares, strict=False)) % modulus
-        return (total * 64 // modulus).astype(int)
+        return top(sum(w * row.astype(object) for w, row in zip(weights, shares, strict=False)) % modulus)
 
     return {
         "first share, high bits": lambda s: top(s[0]),

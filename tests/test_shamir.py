@@ -253,7 +253,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "t a float": (lambda: shamir.share(S, 2.0, 3), ["threshold", "whole number", "2.0"]),  # type: ignore[arg-type]
     "K = 0": (lambda: shamir.share(S, 2, 0), ["members", "at least 1", "0"]),
     "secret value": (lambda: shamir.share(array([P]), 2, 3), ["secret", "[0, p)", f"{P} at index 0"]),
-    "secret dtype": (lambda: shamir.share(S.astype(np.float64), 2, 3), ["secret", "uint64", "float64"]),  # type: ignore[arg-type]
+    "secret dtype": (lambda: shamir.share(S.astype(np.float64), 2, 3), ["secret", "uint64", "float64"]),
     "secret empty": (lambda: shamir.share(S[:0], 2, 3), ["secret", "non-empty", "(0,)"]),
     "secret 2-D": (lambda: shamir.share(S.reshape(1, 3), 2, 3), ["secret", "1-D", "(1, 3)"]),
     "out shape": (lambda: shamir.share(S, 2, 3, out=np.zeros((3, 2), np.uint64)), ["out", "(3, 3)", "(3, 2)"]),
@@ -268,7 +268,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "too few": (lambda: shamir.reconstruct({1: S, 2: S}, 3), ["shares", "at least t = 3", "2"]),
     "lengths": (lambda: shamir.reconstruct({1: S, 2: S[:2]}, 2), ["shares", "same length", "3 and 2 (point 2)"]),
     "share value": (lambda: shamir.reconstruct({1: S, 2: array([P, 0, 0])}, 2), ["shares[2]", "[0, p)", str(P)]),
-    "share dtype": (lambda: shamir.reconstruct({1: S, 2: S.astype(int)}, 2), ["shares[2]", "uint64", "int64"]),  # type: ignore[dict-item]
+    "share dtype": (lambda: shamir.reconstruct({1: S, 2: S.astype(int)}, 2), ["shares[2]", "uint64", "int64"]),
     "zero share": (lambda: shamir.reconstruct({0: S, 2: S}, 2), ["shares", "not include 0"]),
     "decode value": (lambda: shamir.decode({1: 1, 2: P}, 2), ["shares[2]", "[0, p)", str(P)]),
     "decode too few": (lambda: shamir.decode({1: 1}, 2), ["shares", "at least t = 2", "1"]),

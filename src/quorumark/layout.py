@@ -163,7 +163,7 @@ class ModelLayout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The flat vector's type: float32, which holds every half-precision type too, or float64 if the model uses it."""
+        """The flat vector's type: float32, which holds the half-precision types too, or float64 if the model does."""
         return np.dtype(np.float64 if any(spec.dtype == "F64" for spec in self.tensors) else np.float32)
 
     def spans(self, role: Role | None = None) -> Iterator[tuple[TensorSpec, slice]]:

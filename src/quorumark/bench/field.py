@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from quorumark import codec, field
 from quorumark.bench import Row, compare
 from quorumark.bench.peers import galois_field
+from quorumark.errors import InputError, MissingDependencyError
 from quorumark.field import P
 
 FULL_SIZE = 11_200_000  # ResNet-18's parameters, the size that the paper works at
@@ -26,7 +28,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
         yield from _against_memcpy(size, repeats)
         yield from _against_others(size // 10, repeats)
         if before > 1:
-            yield from _against_one_thread(size // 10, before, repeats)
+            yield from _against_one_thread(size // 4, before, repeats)
     finally:
         field.set_threads(before)
 
@@ -109,6 +111,55 @@ def _against_one_thread(size: int, threads: int, repeats: int) -> Iterator[Row]:
             threads=threads,
             repeats=repeats,
         )
+
+
+def cuda_rows() -> Iterator[Row]:
+    """The same kernels on a CUDA device, against a copy within its memory. `threads` is 1: the host's."""
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependencyError("torch", "torch", "the benchmark on a GPU") from None
+    if not torch.cuda.is_available():
+        raise InputError("--cuda", "needs a CUDA device", "none")
+    size = 10 * FULL_SIZE  # several times the GPU's cache
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, y = (torch.randint(1, P, (size,), dtype=torch.int64, device="cuda", generator=generator) for _ in range(2))
+    copy = torch.empty_like(x)
+    squares = field.mul(x, x)
+    small, wide = x[: 17 * 16].reshape(17, 16), y[: FULL_SIZE // 16 * 16].reshape(16, -1)
+    product = torch.empty((17, wide.shape[1]), dtype=torch.int64, device="cuda")
+    kernels: dict[str, tuple[int, Callable[[], object]]] = {
+        "add": (size, lambda: field.add(x, y, out=y, checked=False)),
+        "mul": (size, lambda: field.mul(x, y, out=y, checked=False)),
+        "axpy": (size, lambda: field.axpy(P // 3, x, y, out=y, checked=False)),
+        "axpy, checked": (size, lambda: field.axpy(P // 3, x, y, out=y)),
+        "dot": (size, lambda: field.dot(x, y, checked=False)),
+        "inverse": (size, lambda: field.inv(x, out=y, checked=False)),
+        "inverse square root": (size, lambda: field.inv_sqrt(squares, out=y, checked=False)),
+        "matmul 17×16×n": (wide.shape[1], lambda: field.matmul(small, wide, out=product, checked=False)),
+    }
+    for name, (count, kernel) in kernels.items():
+        yield compare(
+            _synchronised(torch, kernel),
+            _synchronised(torch, lambda: copy.copy_(x)),
+            name=name,
+            against="device memcpy",
+            size=count,
+            work=count,
+            their_work=size,
+            repeats=11,
+        )
+
+
+def _synchronised(torch: Any, kernel: Callable[[], object]) -> Callable[[], object]:
+    """Ten launches and a wait: what the device takes, not what the launch takes."""
+
+    def call() -> None:
+        for _ in range(10):
+            kernel()
+        torch.cuda.synchronize()
+
+    return call
 
 
 def _with_threads(count: int, kernel: Callable[[], object]) -> Callable[[], object]:

@@ -67,7 +67,7 @@ def python_sharing(secrets: list[int], threshold: int, members: int) -> Callable
     def call() -> object:
         shares = []
         for secret in secrets:
-            coefficients = [secret, *(random.getrandbits(61) for _ in range(threshold - 1))]  # noqa: S311
+            coefficients = [secret, *(random.getrandbits(61) for _ in range(threshold - 1))]
             row = []
             for x in range(1, members + 1):
                 value = 0

@@ -38,7 +38,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
 
 def _streamed(secret: field.Vector, threshold: int, members: int) -> Callable[[], object]:
     """Shares the whole vector in chunks into one matrix, as a dealer writes files: K·d words never exist at once."""
-    chunk = min(secret.size, max(4096, (1 << 21) // members))
+    chunk = min(secret.size, (1 << 18) // members // 8 * 8)  # 2 MiB of shares at a time, to be sealed or written
     out = np.zeros((members, chunk), np.uint64)
 
     def call() -> None:
@@ -70,7 +70,7 @@ def _case(members: int, threshold: int, quick: bool) -> Iterator[Row]:
             their_work=few,
             repeats=5,
         )
-    sample = secret[: size // 20]
+    sample = field.random(100_000 if quick else 500_000)
     yield compare(
         lambda: shamir.share_compressed(sample, threshold, members),
         lambda: shamir.share(sample, threshold, members),

@@ -20,11 +20,18 @@ Quick = Annotated[bool, typer.Option("--quick", help="Smaller sizes: under 30 se
 
 
 @app.command("field")
-def field(json: Json = None, quick: Quick = False) -> None:
+def field(
+    json: Json = None,
+    quick: Quick = False,
+    cuda: Annotated[bool, typer.Option("--cuda", help="The kernels for CUDA, on this machine's GPU.")] = False,
+) -> None:
     """Arithmetic mod 2^61−1: against memcpy, one thread, galois and Python ints."""
     from quorumark.bench import field as bench
 
-    _run("Field arithmetic mod 2^61−1", bench.rows(quick), json)
+    if cuda:
+        _run("Field arithmetic mod 2^61−1 on a GPU", bench.cuda_rows(), json)
+    else:
+        _run("Field arithmetic mod 2^61−1", bench.rows(quick), json)
 
 
 @app.command("shamir")
@@ -45,13 +52,16 @@ def _run(title: str, rows: Iterator[Row], json: Path | None) -> None:
     if json is not None and not json.parent.is_dir():
         raise InputError("--json", "must name a file in a folder that exists", str(json))
     console, done = Console(), []
-    table = Table("ours", "against", "size", "threads", "ratio", "which is", "ms", title=title, title_justify="left")
+    if not console.is_terminal:
+        console.width = 120  # a file or a pipe has no width of its own
+    table = Table("ours", "against", "size", "threads", "ratio", "that is", "ms", title=title, title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
+        column.no_wrap = True
     with console.status("measuring …") as status:
         for row in rows:
             done.append(row)
-            speed = f"{1 / row.ratio:,.1f}× faster" if row.ratio < 1 else f"{row.ratio:.2f}× slower"
+            speed = f"{1 / row.ratio:,.1f}× less" if row.ratio < 1 else f"{row.ratio:.2f}× the time"
             size, seconds = f"{row.size:,}", f"{1e3 * row.seconds:,.1f}"
             table.add_row(row.name, row.against, size, str(row.threads), f"{row.ratio:.3g}", speed, seconds)
             status.update(f"measured: {row.name} against {row.against}")

@@ -173,8 +173,11 @@ def dot(x: Any, y: Any, checked: bool) -> int:
     low, high = (torch.empty(blocks, dtype=torch.int64, device=x.device) for _ in range(2))
     _dot[(blocks,)](x, y, low, high, x.numel(), BLOCK=_BLOCK)
     # each partial sum is below 2^42, so int64 holds the total of 2^21 blocks at a time
-    totals = [sum(int(part.sum()) for part in half.split(1 << 20)) for half in (low, high)]
-    return (totals[0] + (totals[1] << 32)) % P
+    total = 0
+    for part in range(0, blocks, 1 << 20):
+        below, above = (int(half[part : part + (1 << 20)].sum()) for half in (low, high))
+        total += below + (above << 32)
+    return total % P
 
 
 def inv(x: Any, out: Any, checked: bool) -> Any:

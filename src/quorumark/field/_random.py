@@ -135,7 +135,7 @@ class Stream:
 
 def _fill(encryptor: Any, words: NDArray[np.uint64]) -> None:
     """The next words of the key stream: CTR mode adds it to its input, so the input is zeros."""
-    encryptor.update_into(_ZEROS[: words.nbytes], memoryview(words).cast("B"))
+    encryptor.update_into(_ZEROS[: words.nbytes], words.data.cast("B"))
 
 
 def _check_position(start: int) -> None:

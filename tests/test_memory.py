@@ -1,0 +1,43 @@
+"""Sharing streams: 11.2 million coordinates for 128 members are 11.5 GB of shares, and must never exist at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+import numpy as np
+from quorumark import field, shamir
+
+d, members, threshold = int(sys.argv[1]), 128, 64
+secret = field.random(d)
+seen = 0
+for start, shares in shamir.share_chunks(secret, threshold, members):
+    part = slice(start, start + shares.shape[1])
+    if start == 0 or part.stop == d:
+        chosen = {x: shares[x - 1] for x in range(33, 97)}
+        assert (shamir.reconstruct(chosen, threshold) == secret[part]).all()
+    seen += shares.shape[1]
+assert seen == d
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+def _peak_gib(d: int) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(d)], capture_output=True, text=True, check=True, timeout=600
+    )
+    return float(done.stdout)
+
+
+def test_sharing_streams_in_bounded_memory() -> None:
+    """An eighth of the full size already is 1.4 GB of shares; a stream needs far less."""
+    assert _peak_gib(1_400_000) < 0.75
+
+
+@pytest.mark.slow
+def test_sharing_of_a_resnet_among_128_peaks_below_one_and_a_half_gib() -> None:
+    assert _peak_gib(11_200_000) < 1.5
