@@ -36,16 +36,17 @@ def rows(quick: bool = False) -> Iterator[Row]:
         field.set_threads(before)
 
 
-def _streamed(secret: field.Vector, threshold: int, members: int) -> Callable[[], object]:
-    """Shares the whole vector in chunks into one matrix, as a dealer writes files: K·d words never exist at once."""
-    chunk = min(secret.size, (1 << 18) // members // 8 * 8)  # 2 MiB of shares at a time, to be sealed or written
-    out = np.zeros((members, chunk), np.uint64)
+def _streamed(secret: field.Vector, threshold: int, members: int, words: int = 1 << 18) -> Callable[[], object]:
+    """Shares the whole vector in chunks into one matrix, as a dealer writes files: K·d words never exist at once.
+
+    `words` of shares at a time: by default 2 MiB, which stay in the cache until they are sealed or written.
+    """
+    chunk = min(secret.size, words // members // 8 * 8)
+    buffers = {width: np.zeros((members, width), np.uint64) for width in {chunk, secret.size % chunk or chunk}}
 
     def call() -> None:
         for part in field.chunks(secret.size, chunk):
-            width = part.stop - part.start
-            target = out if width == chunk else np.empty((members, width), np.uint64)
-            shamir.share(secret[part], threshold, members, out=target)
+            shamir.share(secret[part], threshold, members, out=buffers[part.stop - part.start])
 
     return call
 
@@ -95,7 +96,7 @@ def _case(members: int, threshold: int, quick: bool) -> Iterator[Row]:
 def _threads_bring(threads: int, quick: bool) -> Iterator[Row]:
     members, threshold = 32, 16
     secret = field.random(int((_QUICK_WORK if quick else 1e9) / (members * threshold)))
-    call = _streamed(secret, threshold, members)
+    call = _streamed(secret, threshold, members, words=1 << 21)  # enough for each thread to be worth starting
 
     def with_threads(count: int) -> Callable[[], object]:
         def run() -> object:
