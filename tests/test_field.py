@@ -311,7 +311,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "stream start": (lambda: field.Stream(bytes(32), "p").elements(1, start=-1), ["start", "at least 0", "-1"]),
     "stream purpose": (lambda: field.Stream(bytes(32), ""), ["purpose", "''"]),
     "stream context": (lambda: field.Stream(bytes(32), "p", "c"), ["context[0]", "bytes", "str"]),  # type: ignore[arg-type]
-    "mask target": (lambda: field.Stream(bytes(32), "p").add_to(np.zeros(3)), ["vector", "uint64", "float64"]),  # type: ignore[arg-type]
+    "mask target": (lambda: field.Stream(bytes(32), "p").add_to(np.zeros(3)), ["vector", "uint64", "float64"]),
 }
 
 
@@ -361,6 +361,12 @@ def test_a_read_only_output_is_refused() -> None:
     out = np.frombuffer(x.tobytes(), np.uint64)
     with pytest.raises(InputError, match="writable"):
         field.add(x, x, out=out)
+
+
+def test_torch_tensors_on_the_cpu_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InputError, match="operands must be numpy arrays of uint64 or CUDA tensors of int64, but got a"):
+        field.add(torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
 
 
 def test_unchecked_calls_give_the_same_on_field_elements() -> None:

@@ -128,7 +128,7 @@ def test_large_vectors_and_lazy_sums() -> None:
     ("call", "text"),
     [
         (lambda g: field.add(g, g.int()), "y must be a CUDA tensor of int64"),
-        (lambda g: field.add(g.cpu(), g), "x must be a CUDA tensor of int64"),
+        (lambda g: field.add(g.cpu(), g), "operands must be numpy arrays of uint64 or CUDA tensors"),
         (lambda g: field.add(g, np.zeros(3, np.uint64)), "y must be a CUDA tensor like the other operands"),
         (lambda g: field.add(g, g[:2]), "x and y must have the same shape"),
         (lambda g: field.neg(g[:0]), "x must not be empty"),
@@ -150,7 +150,19 @@ def test_bad_input(call: Any, text: str) -> None:
     assert ints(g) == [1, 2, 3]
 
 
-def test_random_elements_reach_the_gpu() -> None:
+@pytest.mark.parametrize("count", [1, 1000, (1 << 22) + 3])
+def test_the_stream_is_the_same_on_the_gpu(count: int) -> None:
     pytest.importorskip("cryptography")
-    x = field.random(1000)
-    assert ints(field.add(gpu(x), gpu(x))) == [int(v) for v in field.add(x, x)]
+    stream = field.Stream(bytes(range(32)), "gpu")
+    expected = stream.elements(count, start=5)
+    out = torch.zeros(count, dtype=torch.int64, device="cuda")
+    assert stream.elements(count, start=5, out=out) is out
+    assert (out.cpu().numpy().view(np.uint64) == expected).all()
+    stream.add_to(out, start=5)
+    assert (out.cpu().numpy().view(np.uint64) == field.add(expected, expected)).all()
+    stream.add_to(out, start=5, negate=True)
+    assert (out.cpu().numpy().view(np.uint64) == expected).all()
+    with pytest.raises(InputError, match="contiguous 1-D tensor"):
+        stream.add_to(out.reshape(1, -1))
+    with pytest.raises(InputError, match=f"exactly count = {count + 1}"):
+        stream.elements(count + 1, out=out)

@@ -22,8 +22,14 @@ ORDER = [
 ]
 CORE = {"cryptography", "llvmlite", "numba", "numpy", "rich", "safetensors", "typer"}
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
-    "torch": {"quorumark.field._cuda", "quorumark.layout", "quorumark.bench.field", "quorumark.bench.peers"},
-    "triton": {"quorumark.field._cuda"},
+    "torch": {
+        "quorumark.field._triton",
+        "quorumark.field._random",
+        "quorumark.layout",
+        "quorumark.bench.field",
+        "quorumark.bench.peers",
+    },
+    "triton": {"quorumark.field._triton"},
     "galois": {"quorumark.bench.peers"},
 }
 
@@ -84,7 +90,7 @@ def test_packages_outside_the_core_are_where_they_belong(root: Path) -> None:
             package = name.partition(".")[0]
             if package in standard or package in CORE or package == "quorumark":
                 continue
-            if module not in OPTIONAL.get(package, set()) or (at_top and module != "quorumark.field._cuda"):
+            if module not in OPTIONAL.get(package, set()) or (at_top and module != "quorumark.field._triton"):
                 wrong.append(f"{module} imports {name}")
     assert not wrong
 

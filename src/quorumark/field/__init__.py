@@ -201,7 +201,8 @@ def matmul(a: Any, b: Any, out: Any = None, *, checked: bool = True) -> Any:
 
 def random(count: int) -> Vector:
     """`count` uniform elements that nobody can repeat, from the operating system by way of AES-256-CTR."""
-    return Stream.fresh("random elements").elements(count)
+    elements: Vector = Stream.fresh("random elements").elements(count)
+    return elements
 
 
 def from_signed(values: Any) -> Vector:
@@ -254,14 +255,20 @@ def chunks(length: int, size: int = 1 << 20) -> Iterator[slice]:
 
 
 def _on_cuda(x: Any) -> bool:
-    """Whether x is a torch tensor (which must then be on a GPU), without importing torch."""
-    return type(x).__module__.partition(".")[0] == "torch"
+    """Whether x is a torch tensor, which must then be on a GPU; without importing torch."""
+    if type(x).__module__.partition(".")[0] != "torch":
+        return False
+    if not x.is_cuda:
+        raise InputError(
+            "operands", "must be numpy arrays of uint64 or CUDA tensors of int64", f"a tensor on {x.device}"
+        )
+    return True
 
 
 def _cuda() -> Any:
-    from quorumark.field import _cuda as module  # Triton is imported only when a tensor comes in
+    from quorumark.field import _triton  # imported only when a CUDA tensor comes in
 
-    return module
+    return _triton
 
 
 def check_scalar(name: str, a: Any) -> np.uint64:

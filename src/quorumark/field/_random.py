@@ -7,6 +7,7 @@ as 0: at distance 2^-61 from uniform, and any chunk can be computed alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 _CHUNK = 1 << 15  # words per call of the cipher: 256 KiB of key stream stay in the second-level cache
+_DEVICE_CHUNK = 1 << 22
 _ZEROS = memoryview(bytes(8 * _CHUNK))
 
 
@@ -96,17 +98,24 @@ class Stream:
         for begin in range(0, out.size, _CHUNK):
             _fill(encryptor, out[begin : begin + _CHUNK])
 
-    def elements(self, count: int, start: int = 0, out: Vector | None = None) -> Vector:
-        """Elements `start`, …, `start`+`count`−1 of the stream, on all cores."""
+    def elements(self, count: int, start: int = 0, out: Any = None) -> Any:
+        """Elements `start`, …, `start`+`count`−1 of the stream, on all cores.
+
+        `out` may be a CUDA tensor: the cipher runs on the CPU all the same, and chunks are copied over.
+        """
         _check_position(start)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise InputError("count", "must be a whole number, at least 1", repr(count))
         if out is None:
             out = np.empty(count, np.uint64)
-        _check_target(out)
-        if out.size != count:
-            raise InputError("out", f"must hold exactly count = {count} elements", f"{out.size}")
-        target = out
+        length = _check_target(out)
+        if length != count:
+            raise InputError("out", f"must hold exactly count = {count} elements", f"{length}")
+        if not isinstance(out, np.ndarray):
+            for piece, chunk in self._on_device(out, start):
+                piece.copy_(chunk)
+            return out
+        target: Vector = out
 
         def part(begin: int, end: int) -> None:
             self._each_chunk(target[begin:end], start + begin, _cpu.reduce_words)
@@ -114,15 +123,30 @@ class Stream:
         _parallel.spread(part, count)
         return out
 
-    def add_to(self, vector: Vector, start: int = 0, *, negate: bool = False) -> None:
+    def add_to(self, vector: Any, start: int = 0, *, negate: bool = False) -> None:
         """vector ± the stream, in place and without storing the stream (a mask costs one pass)."""
         _check_position(start)
-        _check_target(vector, "vector")
+        length = _check_target(vector, "vector")
+        if not isinstance(vector, np.ndarray):
+            from quorumark.field import _triton
+
+            for piece, chunk in self._on_device(vector, start):
+                (_triton.sub if negate else _triton.add)(piece, chunk, piece, False)
+            return
 
         def part(begin: int, end: int) -> None:
             self._each_chunk(vector[begin:end], start + begin, lambda words, out: _cpu.add_words(words, out, negate))
 
-        _parallel.spread(part, vector.size)
+        _parallel.spread(part, length)
+
+    def _on_device(self, tensor: Any, start: int) -> Iterator[tuple[Any, Any]]:
+        """Parts of a CUDA tensor with the stream's elements for them, on its device."""
+        import torch
+
+        for begin in range(0, tensor.numel(), _DEVICE_CHUNK):
+            part = tensor[begin : begin + _DEVICE_CHUNK]
+            chunk = self.elements(part.numel(), start + begin)
+            yield part, torch.from_numpy(chunk.view(np.int64)).to(tensor.device)
 
     def _each_chunk(self, vector: Vector, start: int, kernel: Any) -> None:
         encryptor = self._encryptor(start)
@@ -143,7 +167,12 @@ def _check_position(start: int) -> None:
         raise InputError("start", "must be a whole number, at least 0", repr(start))
 
 
-def _check_target(out: Any, name: str = "out") -> None:
+def _check_target(out: Any, name: str = "out") -> int:
+    """The length of a vector that can be written: on the CPU, or on a GPU."""
+    if getattr(out, "is_cuda", False):
+        from quorumark.field import _triton
+
+        return _triton.check_vector(out, name)
     if (
         not isinstance(out, np.ndarray)
         or out.dtype != np.uint64
@@ -154,3 +183,4 @@ def _check_target(out: Any, name: str = "out") -> None:
     ):
         received = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
         raise InputError(name, "must be a writable, contiguous, non-empty 1-D uint64 vector", received)
+    return out.size

@@ -139,6 +139,14 @@ def check(x: Any, name: str) -> None:
     _check_range(name, x)
 
 
+def check_vector(x: Any, name: str) -> int:
+    """The length of a contiguous 1-D vector."""
+    _tensor(name, x)
+    if x.ndim != 1 or not x.is_contiguous():
+        raise InputError(name, "must be a contiguous 1-D tensor", f"shape {tuple(x.shape)}")
+    return int(x.numel())
+
+
 def add(x: Any, y: Any, out: Any, checked: bool) -> Any:
     return _run("add", {"x": x, "y": y}, out, checked)
 
