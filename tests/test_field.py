@@ -129,7 +129,7 @@ def test_powers_in_place() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_thread_count_changes_no_bit(count: int) -> None:
-    size = 300_001
+    size = 3_000_001
     stream = field.Stream(bytes(32), "threads")
     field.set_threads(1)
     x, y = stream.elements(size), stream.elements(size, start=size)
@@ -151,7 +151,7 @@ def test_thread_count_changes_no_bit(count: int) -> None:
 
 
 def test_calls_from_many_threads_at_once() -> None:
-    x, y = field.random(200_000), field.random(200_000)
+    x, y = field.random(1_200_000), field.random(1_200_000)
     expected = field.mul(x, y)
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: field.mul(x, y), range(24)))
@@ -165,7 +165,7 @@ def test_a_forked_child_can_compute() -> None:
         "warnings.simplefilter('ignore')\n"
         "from quorumark import field\n"
         "field.set_threads(2)\n"
-        "x = field.random(200_000); y = field.mul(x, x)\n"
+        "x = field.random(1_200_000); y = field.mul(x, x)\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    os._exit(0 if (field.mul(x, x) == y).all() else 1)\n"

@@ -70,7 +70,7 @@ def test_two_sharings_of_one_secret_are_unrelated_and_add_up() -> None:
 
 def test_threads_share_correctly_across_their_borders() -> None:
     before = field.threads()
-    secret = field.random(50_001)
+    secret = field.random(500_001)
     try:
         for count in (1, 2, 3):
             field.set_threads(count)

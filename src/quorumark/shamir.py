@@ -105,8 +105,8 @@ def _share_into(secret: Vector, threshold: int, out: Vector) -> None:
             stream.words(used, start=start * (threshold - 1))
             _cpu.newton_shares(secret[start:stop], used, threshold, members, out, start)
 
-    work = threshold * members  # additions per element
-    _parallel.spread(part, secret.size, smallest=max(64, _parallel.SMALLEST_PART // work))
+    additions = threshold * members  # per element, each a quarter of a multiplication
+    _parallel.spread(part, secret.size, smallest=max(64, 4 * _parallel.SMALLEST_WORK // additions))
 
 
 # --- Lagrange ---------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ __all__ = [
 P = (1 << 61) - 1
 """The field's prime, 2^61 − 1."""
 
+_SMALLEST_POWERS = _parallel.SMALLEST_WORK // 70  # 70 multiplications per element
+
 Vector: TypeAlias = NDArray[np.uint64]
 """Field elements on the CPU. Functions also take CUDA tensors of int64; see the module's text."""
 
@@ -136,7 +138,7 @@ def inv(x: Any, out: Any = None, *, checked: bool = True) -> Any:
     if not a.all():
         where = int(np.flatnonzero(a == 0)[0])
         raise InputError("x", "must not hold 0, which has no inverse", f"0 at index {where}")
-    return _elementwise(_cpu.inverse, {"x": x}, out, checked=False)
+    return _elementwise(_cpu.inverse, {"x": x}, out, checked=False, smallest=_SMALLEST_POWERS)
 
 
 def inv_sqrt(x: Any, out: Any = None, *, checked: bool = True) -> Any:
@@ -149,7 +151,9 @@ def inv_sqrt(x: Any, out: Any = None, *, checked: bool = True) -> Any:
         return _cuda().inv_sqrt(x, out, checked)
     (a,) = _operands({"x": x}, checked)
     result = np.empty(a.size, np.uint64)  # not `out`: nothing is written there if x holds a non-square
-    wrong = _parallel.spread(lambda begin, end: _cpu.inverse_sqrt(a[begin:end], result[begin:end]), a.size)
+    wrong = _parallel.spread(
+        lambda begin, end: _cpu.inverse_sqrt(a[begin:end], result[begin:end]), a.size, smallest=_SMALLEST_POWERS
+    )
     if any(wrong):
         roots = mul(mul(result, result, checked=False), a, checked=False)
         where = int(np.flatnonzero(roots != 1)[0])
@@ -195,7 +199,7 @@ def matmul(a: Any, b: Any, out: Any = None, *, checked: bool = True) -> Any:
             _cpu.matmul(low, high, block, result)
             target[:, start:stop] = result[:m, : stop - start]
 
-    _parallel.spread(part, n, smallest=max(64, _parallel.SMALLEST_PART // (m * k)))
+    _parallel.spread(part, n, smallest=max(64, _parallel.SMALLEST_WORK // (m * k)))
     return out
 
 
@@ -334,7 +338,14 @@ def _output(out: Any, named: dict[str, Any]) -> Vector:
     return flat
 
 
-def _elementwise(kernel: Any, named: dict[str, Any], out: Any, checked: bool, first: np.uint64 | None = None) -> Any:
+def _elementwise(
+    kernel: Any,
+    named: dict[str, Any],
+    out: Any,
+    checked: bool,
+    first: np.uint64 | None = None,
+    smallest: int = _parallel.SMALLEST_PART,
+) -> Any:
     """Runs kernel([first,] x, y, …, out) over all cores."""
     operands = _operands(named, checked)
     target = _output(out, named)
@@ -343,5 +354,5 @@ def _elementwise(kernel: Any, named: dict[str, Any], out: Any, checked: bool, fi
     def part(begin: int, end: int) -> None:
         kernel(*leading, *(x[begin:end] for x in operands), target[begin:end])
 
-    _parallel.spread(part, target.size)
+    _parallel.spread(part, target.size, smallest=smallest)
     return target.reshape(next(iter(named.values())).shape) if out is None else out
