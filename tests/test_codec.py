@@ -137,6 +137,7 @@ def test_the_limit_is_on_the_weighted_value() -> None:
         (lambda: codec.decode(array([P])), f"x must hold values in [0, p) for p = 2^61−1, but got {P} at index 0"),
         (lambda: codec.decode(array([1]), np.float16), "dtype must be float32 or float64, but got float16"),
         (lambda: codec.decode(np.array([], np.uint64)), "x must not be empty"),
+        (lambda: codec.decode(array([1]), out=np.zeros(1)), "out must be a contiguous float32 array of shape (1,)"),
     ],
 )
 def test_bad_input_is_refused(call: Any, text: str) -> None:

@@ -53,9 +53,8 @@ def _python_scheme(modulus: int, coefficient_bits: int) -> Scheme:
     return scheme
 
 
-def assert_hides(scheme: Scheme, modulus: int = P) -> None:
+def assert_hides(scheme: Scheme, modulus: int = P, size: int = 40_000) -> None:
     """Fails if t−1 shares of two secrets look different, or one share is not uniform where it must be."""
-    size = 40_000
     for members, threshold in ((2, 2), (5, 3), (9, 4)):
         low = scheme(np.zeros(size, np.uint64), threshold, members)
         high = scheme(np.full(size, modulus // 2, np.uint64), threshold, members)
@@ -113,6 +112,12 @@ def test_our_shares_hide_the_secret() -> None:
 
 def test_our_compressed_shares_hide_the_secret() -> None:
     assert_hides(_ours_compressed)
+
+
+@pytest.mark.slow
+def test_our_shares_hide_the_secret_from_a_million_samples() -> None:
+    assert_hides(_ours, size=1_000_000)
+    assert_hides(_ours_compressed, size=1_000_000)
 
 
 def test_the_test_passes_shamir_by_the_book() -> None:

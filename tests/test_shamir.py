@@ -213,6 +213,19 @@ def test_decoding_at_128_of_64() -> None:
     assert shamir.decode(shares, 64) == shamir.Decoded(coefficients[0], tuple(wrong), 64)
 
 
+@pytest.mark.slow
+def test_a_thousand_members() -> None:
+    secret = field.random(200)
+    shares = shamir.share(secret, 500, 1000)
+    chosen = random.Random(2).sample(range(1, 1001), 500)
+    assert (shamir.reconstruct({x: shares[x - 1] for x in chosen}, 500) == secret).all()
+    answers = {x: int(shares[x - 1, 0]) for x in range(1, 1001)}
+    wrong = sorted(random.Random(3).sample(range(1, 1001), 250))
+    for x in wrong:
+        answers[x] = (answers[x] + 1) % P
+    assert shamir.decode(answers, 500) == shamir.Decoded(int(secret[0]), tuple(wrong), 500)
+
+
 # --- the degree check -------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,9 @@ def encode_axpy(
     return target.reshape(values.shape) if out is None else out
 
 
-def decode(x: Vector, dtype: DTypeLike = np.float32, *, checked: bool = True) -> NDArray[Any]:
+def decode(
+    x: Vector, dtype: DTypeLike = np.float32, out: NDArray[Any] | None = None, *, checked: bool = True
+) -> NDArray[Any]:
     """The numbers that field elements stand for, as float32 or float64, rounded once."""
     if np.dtype(dtype) not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise InputError("dtype", "must be float32 or float64", np.dtype(dtype))
@@ -75,10 +77,15 @@ def decode(x: Vector, dtype: DTypeLike = np.float32, *, checked: bool = True) ->
         field.check(x)
     elif not isinstance(x, np.ndarray) or x.dtype != np.uint64:
         raise InputError("x", "must be a uint64 vector", getattr(x, "dtype", type(x).__name__))
-    flat = np.ascontiguousarray(x).reshape(-1)
-    out = np.empty(flat.size, dtype)
-    _parallel.spread(lambda b, e: _cpu.decode(flat[b:e], 1 / _SCALE, out[b:e]), flat.size)
-    return out.reshape(x.shape)
+    if out is None:
+        out = np.empty(x.shape, dtype)
+    elif out.dtype != np.dtype(dtype) or out.shape != x.shape or not out.flags.c_contiguous:
+        raise InputError(
+            "out", f"must be a contiguous {np.dtype(dtype)} array of shape {x.shape}", f"{out.dtype} {out.shape}"
+        )
+    flat, target = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
+    _parallel.spread(lambda b, e: _cpu.decode(flat[b:e], 1 / _SCALE, target[b:e]), flat.size)
+    return out
 
 
 def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float]:

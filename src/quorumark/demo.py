@@ -22,6 +22,8 @@ THRESHOLD = 3
 def run(console: Console | None = None) -> None:
     """Deals, loses and reconstructs a key, and prints what happened."""
     console = console or Console()
+    if not console.is_terminal:
+        console.width = 120  # a file or a pipe has no width of its own
     started = time.perf_counter()
     members = len(HOSPITALS)
     points = {name: point for point, name in enumerate(HOSPITALS, start=1)}
@@ -41,9 +43,9 @@ def run(console: Console | None = None) -> None:
 
     strongest = max(abs(_z(_centred(held[name]), key)) for name in HOSPITALS)
     table.add_row(
-        f"a secret key of {d:,} signs is dealt, one share each",
+        f"a secret key of {d:,} signs is dealt",
         f"{shares[0].nbytes / 2**20:.1f} MiB a share",
-        "the key is deleted afterwards",
+        "one share for each hospital",
     )
     table.add_row(
         "each share alone is compared with the key", f"|z| ≤ {strongest:.1f}", "noise: one share says nothing"

@@ -40,6 +40,7 @@ def _against_memcpy(size: int, repeats: int) -> Iterator[Row]:
     x, y, z = field.random(size), field.random(size), field.random(size)
     copy, out = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
     weights = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    decoded = np.zeros(size, np.float32)
     stream = field.Stream(bytes(32), "benchmark")
     a = P // 3
     kernels: dict[str, Callable[[], object]] = {
@@ -55,7 +56,8 @@ def _against_memcpy(size: int, repeats: int) -> Iterator[Row]:
         "check": lambda: field.check(x),
         "encode": lambda: codec.encode(weights, 0.2, out=out),
         "encode+axpy": lambda: codec.encode_axpy(weights, 0.2, a, x, out=out, checked=False),
-        "decode": lambda: codec.decode(x, checked=False),
+        "decode": lambda: codec.decode(x, out=decoded, checked=False),
+        "decode, new output": lambda: codec.decode(x, checked=False),
         "random elements": lambda: stream.elements(size, out=out),
         "mask (random elements, added)": lambda: stream.add_to(out),
     }

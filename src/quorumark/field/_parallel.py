@@ -26,6 +26,7 @@ def _available_cores() -> int:
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
+_pool_size = 0
 _threads = _available_cores()
 _inside = threading.local()
 
@@ -46,21 +47,18 @@ def threads() -> int:
 
 def set_threads(count: int) -> None:
     """Use `count` threads from now on, in this process."""
-    global _pool, _threads
+    global _threads
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise InputError("count", "must be a whole number of threads, at least 1", repr(count))
-    with _lock:
-        if count != _threads and _pool is not None:
-            _pool.shutdown(wait=False)
-            _pool = None
-        _threads = count
+    _threads = count
 
 
 def _shared_pool() -> ThreadPoolExecutor:
-    global _pool
+    """A pool of at least as many threads as are in use; a smaller one is let go, and ends when nobody uses it."""
+    global _pool, _pool_size
     with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(_threads, thread_name_prefix="quorumark-field")
+        if _pool is None or _pool_size < _threads:
+            _pool, _pool_size = ThreadPoolExecutor(_threads, thread_name_prefix="quorumark-field"), _threads
         return _pool
 
 
