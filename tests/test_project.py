@@ -1,0 +1,84 @@
+"""The project's own files keep their word: pins, figures, no traces of the machine they were made on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_every_direct_dependency_is_pinned(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    names = {re.split(r"[\[<>=~! ]", d)[0].lower() for d in wanted} - {"quorumark"}
+    pinned = {
+        line.split("==")[0].lower()
+        for line in (root / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    assert {n.replace("_", "-") for n in names} <= {p.replace("_", "-") for p in pinned}
+
+
+def _rows(root: Path, name: str) -> dict[tuple[str, str], Any]:
+    rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
+    return {(row["name"], row["against"].split(",")[0]): row for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [
+        ("y += a·x mod 2^61−1", "axpy"),
+        ("element by element product, in place", "mul"),
+        ("inner product", "dot"),
+        ("weights to fixed point, plus a·x", "encode+axpy"),
+        ("field elements to float32", "decode"),
+        ("AES-256-CTR mask, added", "mask (random elements, added)"),
+    ],
+)
+def test_the_readmes_kernel_figures_are_the_measured_ones(root: Path, text: str, kernel: str) -> None:
+    ratio = _rows(root, "field")[kernel, "memcpy"]["ratio"]
+    assert f"| {text} | {ratio:.2f} |" in (root / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["(5,3)", "(32,16)", "(128,64)"])
+def test_the_readmes_sharing_figures_are_the_measured_ones(root: Path, case: str) -> None:
+    rows = _rows(root, "shamir")
+    peers = ("the paper's torch Horner", "galois", "Python ints")
+    figures = [f"{1 / rows[f'share {case}', peer]['ratio']:,.0f}×" for peer in peers]
+    assert f"| {case.replace(',', ', ')} | {' | '.join(figures)} |" in (root / "README.md").read_text()
+
+
+def test_the_readmes_gpu_figure_is_the_measured_one(root: Path) -> None:
+    ratio = _rows(root, "field-cuda")["axpy", "device memcpy"]["ratio"]
+    assert f"({ratio:.2f} times a device copy" in (root / "README.md").read_text()
+
+
+def test_the_readmes_example_runs(root: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert example
+    printed: list[str] = []
+    exec(example[1], {"print": lambda *values: printed.append(" ".join(map(str, values)))})  # noqa: S102
+    assert printed == ["18432 of 18496", "(2,)"]
+
+
+def test_links_in_the_documentation_lead_somewhere(root: Path) -> None:
+    for page in [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "benchmarks").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_no_traces_of_the_machine(root: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = root / name
+        if path.is_file() and path.suffix not in {".png"}:
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"/(root|home|work|tmp)/[a-z]", text), name
