@@ -8,8 +8,8 @@ from quorumark import codec, errors, field, layout, shamir
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
     "inv_sqrt matmul mul neg random scalar_inv scale set_threads sub threads to_signed",
-    shamir: "CompressedShare Decoded check_degree decode lagrange lagrange_matrix reconstruct share share_chunks "
-    "share_compressed",
+    shamir: "CompressedShare Decoded check_degree compressed_block decode generated_block is_generated lagrange "
+    "lagrange_matrix reconstruct share share_chunks share_compressed",
     codec: "FRACTION_BITS LIMIT decode encode encode_axpy",
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
 }

@@ -6,6 +6,11 @@
     ├── ShareError              shares that do not fit together
     │   └── DecodingError       more wrong shares than the honest ones can correct
     ├── LayoutError             tensors that do not fit the model's layout
+    ├── RecordError             a card, terms or manifest that is damaged, unknown or contradicts itself
+    ├── SignatureError          a signature that does not hold: names whose
+    ├── MessageError            a message that is refused: names the sender and the step
+    ├── CeremonyError           a key ceremony that cannot go on: says why, and who, where that is known
+    ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     └── MissingDependencyError  a part that needs an extra which is not installed
 
 A text that people read: one sentence that says what is wrong, and the remedy where there is one.
@@ -54,6 +59,26 @@ class DecodingError(ShareError):
 
 class LayoutError(QuorumarkError):
     """Tensors that do not fit the model's layout."""
+
+
+class RecordError(QuorumarkError):
+    """A card, terms or manifest that is damaged, of an unknown version, or contradicts itself."""
+
+
+class SignatureError(QuorumarkError):
+    """A signature that does not hold."""
+
+
+class MessageError(QuorumarkError):
+    """A message that is refused; the text names its sender and its step."""
+
+
+class CeremonyError(QuorumarkError):
+    """A key ceremony that cannot go on; the text says why, and who, where that is known."""
+
+
+class KeystoreError(QuorumarkError):
+    """A sealed file that cannot be opened or written."""
 
 
 class MissingDependencyError(QuorumarkError, ImportError):

@@ -30,7 +30,10 @@ __all__ = [
     "CompressedShare",
     "Decoded",
     "check_degree",
+    "compressed_block",
     "decode",
+    "generated_block",
+    "is_generated",
     "lagrange",
     "lagrange_matrix",
     "reconstruct",
@@ -247,6 +250,18 @@ def compressed_block(secret: Vector, index: int, seeds: Mapping[int, bytes], thr
     weights = np.array([_lagrange([0, *generated], point) for point in others], np.uint64)
     values = field.matmul(weights, known, checked=False)
     return dict(zip(others, values, strict=True))
+
+
+def is_generated(point: int, index: int, threshold: int, members: int) -> bool:
+    """Whether a member's values in block `index` of a compressed sharing are generator output."""
+    return point in _generated_points(index, threshold, members)
+
+
+def generated_block(seed: bytes, point: int, index: int, size: int) -> Vector:
+    """Those values."""
+    out = np.empty(size, np.uint64)
+    _generated(seed, point, index, out)
+    return out
 
 
 def _generated_points(index: int, threshold: int, members: int) -> list[int]:

@@ -1,0 +1,382 @@
+"""The documents that members sign and keep: canonical bytes, versions, digests (docs/format.md).
+
+Every record is JSON with a `format` field that names its version. A reader refuses versions that it does not know, and
+fields that it does not know unless their name starts with "x-": those may be ignored. Numbers are whole; fractions are
+decimal texts, so that no reader rounds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.errors import InputError, RecordError
+
+__all__ = [
+    "KEY_KINDS",
+    "SETUP_KINDS",
+    "Card",
+    "Genesis",
+    "Manifest",
+    "Member",
+    "Terms",
+    "canonical",
+    "digest",
+    "parse",
+]
+
+KEY_KINDS = ("rademacher", "gaussian")
+SETUP_KINDS = ("dealer", "dkg")
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces, UTF-8. Floats are refused: they have no one spelling."""
+    _refuse_floats(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _refuse_floats(value: Any) -> None:
+    if isinstance(value, float):
+        raise InputError("value", "must not be a float: write it as a text", repr(value))
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise InputError("key", "must be a text", repr(key))
+            _refuse_floats(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _refuse_floats(inner)
+
+
+def digest(domain: str, *parts: bytes) -> bytes:
+    """SHA-256 over a domain and length-prefixed parts: no two lists of parts collide."""
+    hashed = hashlib.sha256(b"quorumark/v1")
+    for part in (domain.encode(), *parts):
+        hashed.update(len(part).to_bytes(8, "big"))
+        hashed.update(part)
+    return hashed.digest()
+
+
+def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
+    """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise RecordError(f"this is not {what}: not JSON ({error})") from None
+    if not isinstance(body, dict) or not isinstance(body.get("format"), str):
+        raise RecordError(f"this is not {what}: it names no format")
+    if body["format"] != expected:
+        raise RecordError(f"this is not {what} that this release reads: format {body['format']!r}, not {expected!r}")
+    return body
+
+
+def _take(body: Mapping[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
+    """Exactly these fields; others only if their name starts with x-."""
+    missing = [name for name in names if name not in body]
+    unknown = [name for name in body if name not in names and name != "format" and not name.startswith("x-")]
+    if missing or unknown:
+        problem = f"it lacks {missing[0]!r}" if missing else f"it has the unknown critical field {unknown[0]!r}"
+        raise RecordError(f"this is not {what} that can be used: {problem}")
+    return {name: body[name] for name in names}
+
+
+def _check(good: bool, what: str, rule: str) -> None:
+    if not good:
+        raise RecordError(f"{what} {rule}")
+
+
+def _is_hex(value: object, size: int) -> bool:
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * size}}}", value) is not None
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable() and value == value.strip()
+
+
+# --- members ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    """A member's public face: its name and public keys, signed by itself (`identity.Identity.card` makes one)."""
+
+    FORMAT: ClassVar[str] = "quorumark-member/v1"
+
+    name: str
+    ed25519: str
+    x25519: str
+    signature: str
+
+    def __post_init__(self) -> None:
+        _check(_is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
+        _check(_is_hex(self.ed25519, 32) and _is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
+        _check(_is_hex(self.signature, 64), "a card's signature", "must be 64 bytes in hex")
+
+    def signed_bytes(self) -> bytes:
+        """What the signature covers."""
+        return canonical({"format": self.FORMAT, "name": self.name, "ed25519": self.ed25519, "x25519": self.x25519})
+
+    def to_bytes(self) -> bytes:
+        return canonical({"format": self.FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        what = "a member's card"
+        return cls(**_take(parse(data, cls.FORMAT, what), [f.name for f in fields(cls)], what))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member as the consortium knows it: at a point, with keys, weighing in with its number of examples."""
+
+    point: int
+    name: str
+    ed25519: str
+    x25519: str
+    examples: int
+
+    def __post_init__(self) -> None:
+        _check(_is_count(self.point, 1), "a member's point", "must be a whole number, at least 1")
+        _check(_is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
+        _check(_is_hex(self.ed25519, 32) and _is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
+        _check(_is_count(self.examples, 1), "a member's number of examples", "must be a whole number, at least 1")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+# --- terms ------------------------------------------------------------------------------------------------
+
+DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03"}
+DEFAULT_STATISTIC = "balanced-anchor/v1"
+DEFAULT_POLICY = {"z": "6"}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Everything that is fixed before the key exists. Setup messages are bound to the terms' digest."""
+
+    FORMAT: ClassVar[str] = "quorumark-terms/v1"
+
+    name: str
+    threshold: int
+    roster: tuple[Member, ...]
+    layout: str
+    coordinates: int
+    anchor: str
+    created: str
+    key: str = "rademacher"
+    setup: str = "dkg"
+    leaf: int = 1024
+    strength: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_STRENGTH))
+    statistic: str = DEFAULT_STATISTIC
+    policy: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_POLICY))
+
+    def __post_init__(self) -> None:
+        members = len(self.roster)
+        _check(_is_name(self.name), "a consortium's name", "must be 1 to 100 printable characters")
+        _check(members >= 2, "a consortium", "must have at least two members")
+        _check(_is_count(self.threshold, 2), "the threshold", "must be a whole number, at least 2")
+        _check(self.threshold <= members, "the threshold", f"must not exceed the {members} members")
+        points = [member.point for member in self.roster]
+        _check(points == list(range(1, members + 1)), "the roster", f"must list the points 1..{members} in order")
+        for what in ("name", "ed25519", "x25519"):
+            values = [getattr(member, what) for member in self.roster]
+            _check(len(set(values)) == members, "the roster", f"must not give two members one {what}")
+        _check(_is_hex(self.layout, 32), "the layout's digest", "must be 32 bytes in hex")
+        _check(_is_hex(self.anchor, 32), "the anchor's digest", "must be 32 bytes in hex")
+        _check(_is_count(self.coordinates, 1), "coordinates", "must be a whole number, at least 1")
+        _check(_is_count(self.leaf, 1), "leaf", "must be a whole number, at least 1")
+        _check(self.key in KEY_KINDS, "key", f"must be one of {', '.join(KEY_KINDS)}, not {self.key!r}")
+        _check(self.setup in SETUP_KINDS, "setup", f"must be one of {', '.join(SETUP_KINDS)}, not {self.setup!r}")
+        _check(_is_name(self.statistic), "statistic", "must be a text")
+        time = re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", self.created) if isinstance(self.created, str) else None
+        _check(time is not None, "created", "must be a time in UTC like 2026-01-31T12:00:00Z")
+        for what in ("strength", "policy"):
+            value = getattr(self, what)
+            sound = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
+            _check(sound, what, "must map texts to texts")
+
+    @property
+    def members(self) -> int:
+        return len(self.roster)
+
+    def member(self, point: int) -> Member:
+        """The member at a point."""
+        if point not in range(1, self.members + 1):
+            raise RecordError(f"the consortium {self.name!r} has no member at point {point}")
+        return self.roster[point - 1]
+
+    def point_of(self, ed25519: str) -> int:
+        """Where the holder of a key sits."""
+        for member in self.roster:
+            if member.ed25519 == ed25519:
+                return member.point
+        raise RecordError(f"this identity is not a member of the consortium {self.name!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        body["roster"] = [member.as_dict() for member in self.roster]
+        return body | {"strength": dict(self.strength), "policy": dict(self.policy)}
+
+    def to_bytes(self) -> bytes:
+        return canonical({"format": self.FORMAT, **self.as_dict()})
+
+    def digest(self) -> bytes:
+        return digest("terms", self.to_bytes())
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
+        what = "a consortium's terms"
+        taken = _take(body, [f.name for f in fields(cls)], what)
+        _check(isinstance(taken["roster"], list), "the roster", "must be a list")
+        names = [f.name for f in fields(Member)]
+        taken["roster"] = tuple(Member(**_take(entry, names, "a member's entry")) for entry in taken["roster"])
+        return cls(**taken)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
+
+
+# --- the manifest -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Genesis:
+    """What the key in use hangs on for ever: the first terms, the setup's session and the Merkle roots of all shares.
+
+    The sign whitening comes from here, so nobody could have fitted the key to a model that existed before.
+    """
+
+    terms: str
+    layout: str
+    anchor: str
+    statistic: str
+    session: str
+    roots: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for what in ("terms", "layout", "anchor", "session"):
+            _check(_is_hex(getattr(self, what), 32), f"genesis {what}", "must be 32 bytes in hex")
+        _check(all(_is_hex(root, 32) for root in self.roots), "genesis roots", "must be 32 bytes in hex each")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"roots": list(self.roots)}
+
+    def whitening(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Where the public signs σ are −1, for coordinates start … start+count−1: the key in use is σ ⊙ τ_raw.
+
+        Bit i of the stream SHAKE-128(seed ‖ block as 8 bytes), 65,536 coordinates a block, least significant bit of
+        each byte first; seed = digest("sign whitening", canonical genesis).
+        """
+        seed = digest("sign whitening", canonical(self.as_dict()))
+        out = np.empty(count, np.bool_)
+        done = 0
+        while done < count:
+            block, offset = divmod(start + done, _WHITENING_BLOCK)
+            stream = hashlib.shake_128(seed + block.to_bytes(8, "big")).digest(_WHITENING_BLOCK // 8)
+            bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")
+            taken = bits[offset : offset + count - done]
+            out[done : done + taken.size] = taken
+            done += taken.size
+        return out
+
+
+_WHITENING_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The consortium as all members signed it: terms, genesis, the current roots and epoch, and what came before.
+
+    A change of any of it is a new manifest that names its predecessor; genesis never changes.
+    """
+
+    FORMAT: ClassVar[str] = "quorumark-manifest/v1"
+
+    terms: Terms
+    genesis: Genesis
+    roots: tuple[str, ...]
+    epoch: int = 0
+    commitment: Mapping[str, str] | None = None
+    predecessor: str | None = None
+    signatures: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
+        _check(all(_is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
+        _check(_is_count(self.epoch), "epoch", "must be a whole number, at least 0")
+        first = self.predecessor is None
+        _check(first or _is_hex(self.predecessor, 32), "predecessor", "must be a digest or null")
+        _check(first == (self.epoch == 0), "epoch", "must be 0 in the first manifest and later in its successors")
+        if first:
+            mine = (self.terms.digest().hex(), self.terms.layout, self.terms.anchor, self.terms.statistic, self.roots)
+            theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
+            _check(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
+        if self.commitment is not None:
+            sound = self.commitment.keys() == {"hash", "nonce"} and all(
+                _is_hex(v, 32) for v in self.commitment.values()
+            )
+            _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex")
+
+    def body(self) -> dict[str, Any]:
+        """Everything but the signatures."""
+        return {
+            "terms": self.terms.as_dict(),
+            "genesis": self.genesis.as_dict(),
+            "roots": list(self.roots),
+            "epoch": self.epoch,
+            "commitment": None if self.commitment is None else dict(self.commitment),
+            "predecessor": self.predecessor,
+        }
+
+    def digest(self) -> bytes:
+        """What members sign and pin."""
+        return digest("manifest", canonical({"format": self.FORMAT, **self.body()}))
+
+    def to_bytes(self) -> bytes:
+        signatures = {str(point): signature for point, signature in sorted(self.signatures.items())}
+        return canonical({"format": self.FORMAT, **self.body(), "signatures": signatures})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        what = "a consortium's manifest"
+        names = ["terms", "genesis", "roots", "epoch", "commitment", "predecessor", "signatures"]
+        taken = _take(parse(data, cls.FORMAT, what), names, what)
+        for name, kind in (("terms", dict), ("genesis", dict), ("roots", list), ("signatures", dict)):
+            _check(isinstance(taken[name], kind), name, "has the wrong shape")
+        genesis = _take(taken["genesis"], [f.name for f in fields(Genesis)], "a genesis")
+        _check(isinstance(genesis["roots"], list), "genesis roots", "must be a list")
+        signatures = {}
+        for point, signature in taken["signatures"].items():
+            _check(point.isdecimal() and str(int(point)) == point, "signatures", "must be named by points")
+            _check(_is_hex(signature, 64), "signatures", "must be 64 bytes in hex")
+            signatures[int(point)] = signature
+        return cls(
+            Terms.from_dict(taken["terms"]),
+            Genesis(**{**genesis, "roots": tuple(genesis["roots"])}),
+            tuple(taken["roots"]),
+            taken["epoch"],
+            taken["commitment"],
+            taken["predecessor"],
+            signatures,
+        )
+
+    def with_signature(self, point: int, signature: bytes) -> Self:
+        return replace(self, signatures={**self.signatures, point: signature.hex()})
+
+    def sign_bytes(self) -> bytes:
+        """What each member's signature covers."""
+        return self.digest()

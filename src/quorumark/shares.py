@@ -1,0 +1,157 @@
+"""A member's share as a sealed file, dense or compressed, read and written piece by piece (docs/format.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from quorumark import field
+from quorumark.errors import KeystoreError
+from quorumark.field import Vector
+from quorumark.keystore import SealedReader, SealedWriter, Unlock
+from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
+from quorumark.records import Terms
+from quorumark.shamir import generated_block, is_generated
+
+__all__ = ["ShareFile", "ShareInfo", "share_root", "write_share"]
+
+KIND = "share"
+
+
+@dataclass(frozen=True)
+class ShareInfo:
+    """What a share file says of itself in the open."""
+
+    consortium: str
+    session: str
+    epoch: int
+    point: int
+    threshold: int
+    members: int
+    length: int
+    leaf: int
+    block: int  # coordinates per block of a compressed share; 0: every value is stored
+
+    @classmethod
+    def of(cls, terms: Terms, session: str, epoch: int, point: int, block: int) -> ShareInfo:
+        numbers = terms.threshold, terms.members, terms.coordinates, terms.leaf
+        return cls(terms.digest().hex(), session, epoch, point, *numbers, block)
+
+    @classmethod
+    def from_about(cls, about: Mapping[str, Any], path: str) -> ShareInfo:
+        if about.keys() != {f.name for f in fields(cls)}:
+            raise KeystoreError(f"{path!r} is a share of another release: its description has other fields")
+        info = cls(**about)
+        numbers = [info.epoch, info.point, info.threshold, info.members, info.length, info.leaf, info.block]
+        texts = [info.consortium, info.session]
+        sound = all(isinstance(n, int) and n >= 0 for n in numbers) and all(isinstance(t, str) for t in texts)
+        if not sound or not (1 <= info.point <= info.members and 2 <= info.threshold <= info.members):
+            raise KeystoreError(f"{path!r} describes an impossible share")
+        if info.length < 1 or info.leaf < 1:
+            raise KeystoreError(f"{path!r} describes an impossible share")
+        return info
+
+    def parts(self) -> Iterator[tuple[int, slice, bool]]:
+        """(index, place, whether it is generated) of each block; a dense share is read in pieces of 65,536."""
+        for index, part in enumerate(field.chunks(self.length, self.block or 1 << 16)):
+            yield index, part, bool(self.block) and is_generated(self.point, index, self.threshold, self.members)
+
+
+def write_share(
+    path: str | os.PathLike[str],
+    unlock: Unlock,
+    info: ShareInfo,
+    salt: Vector,
+    others_salts: Vector,
+    seed: bytes,
+    stored: Iterable[Vector],
+) -> None:
+    """Seals a share: its salt, its shares of all members' salts (K×5), its seed, and what is not generated."""
+    expected = sum(part.stop - part.start for _, part, generated in info.parts() if not generated)
+    if salt.shape != (SALT_ELEMENTS,) or others_salts.shape != (info.members, SALT_ELEMENTS) or len(seed) != 32:
+        raise KeystoreError("a share needs its salt, its shares of all salts and a seed")
+    written = 0
+    with SealedWriter(path, unlock, KIND, asdict(info)) as file:
+        for vector in (salt, others_salts.reshape(-1)):
+            file.write(vector.astype("<u8").tobytes())
+        file.write(seed)
+        for vector in stored:
+            field.check(vector, "share")
+            file.write(vector.astype("<u8", copy=False).tobytes())
+            written += vector.size
+        if written != expected:
+            raise KeystoreError(f"this share must store {expected} values, but got {written}")
+
+
+class ShareFile:
+    """A sealed share, opened. Its values are decrypted while they are read."""
+
+    def __init__(self, path: str | os.PathLike[str], unlock: Unlock) -> None:
+        self._reader = SealedReader(path, unlock, KIND)
+        self._path = os.fspath(path)
+        self.info = ShareInfo.from_about(self._reader.about, self._path)
+        content = self._reader.chunks()
+        head = b""
+        while len(head) < self._head_size():
+            piece = next(content, b"")
+            if not piece:
+                raise KeystoreError(f"{self._path!r} ends too early")
+            head += piece
+        words = np.frombuffer(head[: self._head_size() - 32], "<u8").astype(np.uint64)
+        field.check(words, "salts")
+        self.salt = words[:SALT_ELEMENTS]
+        self.others_salts = words[SALT_ELEMENTS:].reshape(self.info.members, SALT_ELEMENTS)
+        self._seed = head[self._head_size() - 32 : self._head_size()]
+
+    def __repr__(self) -> str:
+        return f"ShareFile({self._path!r}, point {self.info.point}, values hidden)"
+
+    def _head_size(self) -> int:
+        return 8 * SALT_ELEMENTS * (1 + self.info.members) + 32
+
+    def pieces(self) -> Iterator[Vector]:
+        """The share's elements in order, block by block."""
+        pending, skip = bytearray(), self._head_size()
+        content = self._reader.chunks()
+
+        def take(size: int) -> bytes:
+            nonlocal skip
+            while len(pending) < skip + size:
+                piece = next(content, b"")
+                if not piece:
+                    raise KeystoreError(f"{self._path!r} ends too early")
+                pending.extend(piece)
+            data = bytes(pending[skip : skip + size])
+            del pending[: skip + size]
+            skip = 0
+            return data
+
+        for index, part, generated in self.info.parts():
+            size = part.stop - part.start
+            if generated:
+                yield generated_block(self._seed, self.info.point, index, size)
+            else:
+                values = np.frombuffer(take(8 * size), "<u8").astype(np.uint64)
+                field.check(values, "share")
+                yield values
+        if len(pending) > skip or any(content):
+            raise KeystoreError(f"{self._path!r} holds more than a share")
+
+    def vector(self) -> Vector:
+        """The whole share in memory."""
+        return np.concatenate(list(self.pieces()))
+
+    def root(self) -> bytes:
+        """The Merkle root of what the file holds."""
+        return share_root(self.pieces(), self.salt, self.info.leaf, self.info.length)
+
+
+def share_root(pieces: Iterable[Vector], salt: Vector, leaf: int, length: int) -> bytes:
+    tree = Tree(salt_seed(salt), leaf, length)
+    for piece in pieces:
+        tree.update(piece)
+    return tree.root()

@@ -1,0 +1,175 @@
+"""Sealed files: flipped bits, cuts, wrong keys, crashes, modes, memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quorumark import keystore
+from quorumark.errors import InputError, KeystoreError
+from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed
+
+
+@pytest.fixture
+def unlock(tmp_path: Path) -> Unlock:
+    Unlock.new_key_file(tmp_path / "key")
+    return Unlock.key_file(tmp_path / "key")
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5])
+def test_content_comes_back(tmp_path: Path, unlock: Unlock, size: int) -> None:
+    content = os.urandom(size)
+    path = tmp_path / "file"
+    with SealedWriter(path, unlock, "test", {"shown": "yes"}) as file:
+        for start in range(0, size, 100_000):
+            file.write(content[start : start + 100_000])
+    assert read_sealed(path, unlock, "test") == content
+    assert SealedReader(path, None).about == {"shown": "yes"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    if size > 50:
+        assert content[:50] not in path.read_bytes()
+
+
+def test_a_passphrase_opens_and_another_does_not(tmp_path: Path, unlock: Unlock) -> None:
+    path = tmp_path / "file"
+    write_sealed(path, Unlock.passphrase("correct horse"), "test", b"content")
+    assert read_sealed(path, Unlock.passphrase("correct horse"), "test") == b"content"
+    with pytest.raises(KeystoreError, match="passphrase or key file is wrong"):
+        read_sealed(path, Unlock.passphrase("correct house"), "test")
+    with pytest.raises(KeystoreError, match="sealed under a passphrase"):
+        read_sealed(path, unlock, "test")
+    with pytest.raises(KeystoreError, match="holds 'test', not 'share'"):
+        read_sealed(path, Unlock.passphrase("correct horse"), "share")
+
+
+def test_every_kind_of_damage_is_found(tmp_path: Path, unlock: Unlock) -> None:
+    path, content = tmp_path / "file", os.urandom(2 * CHUNK + 100)
+    write_sealed(path, unlock, "test", content)
+    data = path.read_bytes()
+    start = 4 + int.from_bytes(data[:4], "big")
+    sealed = CHUNK + 16
+    first, second = data[start : start + sealed], data[start + sealed : start + 2 * sealed]
+    damaged = {
+        "a flipped bit in chunk 0": _flip(data, start + 10),
+        "a flipped bit in chunk 1": _flip(data, start + sealed + 10),
+        "a flipped bit in the last chunk": _flip(data, len(data) - 1),
+        "a flipped bit in the header": data.replace(b'"kind":"test"', b'"kind":"tesu"'),
+        "cut by one byte": data[:-1],
+        "cut at a chunk's end": data[: start + 2 * sealed],
+        "cut after the first chunk": data[: start + sealed],
+        "cut in the header": data[: start - 5],
+        "empty": b"",
+        "something added": data + b"\0",
+        "chunks swapped": data[:start] + second + first + data[start + 2 * sealed :],
+        "a chunk twice": data[: start + sealed] + data[start:],
+        "a huge header": b"\xff\xff\xff\xff" + data[4:],
+    }  # fmt: skip
+    for what, spoiled in damaged.items():
+        path.write_bytes(spoiled)
+        with pytest.raises(KeystoreError) as caught:
+            SealedReader(path, unlock).read()
+        assert str(path) in str(caught.value), what
+
+
+def _flip(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+def test_no_chunk_is_carried_over_from_another_file(tmp_path: Path, unlock: Unlock) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for path in (a, b):
+        write_sealed(path, unlock, "test", os.urandom(CHUNK + 1))
+    first, second = a.read_bytes(), b.read_bytes()
+    start = 4 + int.from_bytes(first[:4], "big")
+    a.write_bytes(first[: start + CHUNK + 16] + second[start + CHUNK + 16 :])
+    with pytest.raises(KeystoreError, match="at chunk 1"):
+        read_sealed(a, unlock, "test")
+
+
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path, unlock: Unlock) -> None:
+    path = tmp_path / "file"
+    write_sealed(path, unlock, "test", b"old")
+
+    def interrupted() -> None:
+        with SealedWriter(path, unlock, "test") as file:
+            file.write(os.urandom(3 * CHUNK))
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        interrupted()
+    assert read_sealed(path, unlock, "test") == b"old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "key"]
+
+
+def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path, unlock: Unlock) -> None:
+    path = tmp_path / "file"
+    write_sealed(path, unlock, "test", b"old")
+    script = (
+        "import sys, time\n"
+        "from quorumark.keystore import SealedWriter, Unlock\n"
+        "with SealedWriter(sys.argv[1], Unlock.key_file(sys.argv[2]), 'test') as file:\n"
+        "    file.write(bytes(5_000_000)); file._file.flush(); print('half', flush=True); time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(path), str(tmp_path / "key")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"half\n"
+        process.send_signal(signal.SIGKILL)
+    assert read_sealed(path, unlock, "test") == b"old"
+    write_sealed(path, unlock, "test", b"new")
+    assert read_sealed(path, unlock, "test") == b"new"
+
+
+def test_key_files_must_be_private_long_and_there(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(KeystoreError, match="cannot read the key file"):
+        Unlock.key_file(path)
+    Unlock.new_key_file(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(KeystoreError, match="exists already"):
+        Unlock.new_key_file(path)
+    path.chmod(0o644)
+    with pytest.raises(KeystoreError, match="open to others"):
+        Unlock.key_file(path)
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(KeystoreError, match="at least 32 random bytes"):
+        Unlock.key_file(path)
+
+
+def test_secrets_show_nowhere() -> None:
+    unlock = Unlock.passphrase("correct horse battery")
+    assert "horse" not in repr(unlock)
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(unlock)
+    with pytest.raises(InputError) as caught:
+        Unlock.passphrase("hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_strangers_header_cannot_ask_for_endless_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    monkeypatch.setattr(keystore, "SCRYPT_COST", 1 << 10)
+    write_sealed(path, Unlock.passphrase("correct horse"), "test", b"content")
+    path.write_bytes(path.read_bytes().replace(b'"n":1024', b'"n":1073741824'))
+    data = path.read_bytes()
+    length = int.from_bytes(data[:4], "big") + len("1073741824") - len("1024")
+    path.write_bytes(length.to_bytes(4, "big") + data[4:])
+    started = time.monotonic()
+    with pytest.raises(KeystoreError, match="more scrypt work than is allowed"):
+        read_sealed(path, Unlock.passphrase("correct horse"), "test")
+    assert time.monotonic() - started < 5
+
+
+def test_unwritable_places_are_named(tmp_path: Path, unlock: Unlock) -> None:
+    with pytest.raises(KeystoreError, match="cannot write"):
+        write_sealed(tmp_path / "no" / "such" / "file", unlock, "test", b"")
+    with pytest.raises(KeystoreError, match="cannot read"):
+        read_sealed(tmp_path / "missing", unlock, "test")
