@@ -56,7 +56,7 @@ def test_layout_shows_what_carries(environment: dict[str, str], tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "600 of 681 numbers carry" in done.stdout
     assert ModelLayout.of(path).digest() in done.stdout
-    printed = run(environment, "layout", str(path), "--max-coordinates", "50", "--exclude", "none", "--json").stdout
+    printed = run(environment, "layout", str(path), "--max-coordinates", "50", "--carry-embeddings", "--json").stdout
     layout = ModelLayout.from_bytes(printed.strip().encode())
     assert (layout.coordinates, layout.carrier_size) == (50, 681)
 
@@ -71,6 +71,7 @@ def test_layout_shows_what_carries(environment: dict[str, str], tmp_path: Path) 
         ),
         (["nonsense"], "No such command"),
         (["layout"], "Missing argument"),
+        (["layout", "."], "cannot read '.': it is no regular file"),
     ],
 )
 def test_errors_are_one_sentence_and_exit_2(environment: dict[str, str], arguments: list[str], text: str) -> None:
@@ -78,6 +79,43 @@ def test_errors_are_one_sentence_and_exit_2(environment: dict[str, str], argumen
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_names_are_shown_as_they_are(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "[red]odd.safetensors"
+    name = "blk[/x].[bold]" + "very_long_name." * 9 + "weight"
+    write_safetensors({name: np.ones((2, 2), np.float32)}, path)
+    done = run(environment, "layout", str(path))
+    assert done.returncode == 0, done.stderr
+    joined = re.sub(r"[\s│]+", "", done.stdout)
+    assert name in joined.replace("F322×24carrier", "")
+    assert "[red]odd.safetensors" in joined
+
+
+def test_it_runs_where_nothing_can_be_cached(environment: dict[str, str]) -> None:
+    """A container with a read-only file system: numba finds no place for its cache, and compiles anew."""
+    script = (
+        "from numba.core import caching\n"
+        "def nowhere(*_): raise RuntimeError('cannot cache function: no locator available')\n"
+        "caching.FunctionCache.__init__ = nowhere\n"
+        "from quorumark import field\n"
+        "import numpy as np\n"
+        "x = np.array([5, 7], np.uint64)\n"
+        "assert field.mul(x, x).tolist() == [25, 49]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_plain_terminals_and_closed_pipes(environment: dict[str, str]) -> None:
+    ascii_only = run({**environment, "PYTHONIOENCODING": "ascii"}, "demo")
+    assert ascii_only.returncode == 0, ascii_only.stderr
+    piped = subprocess.run(
+        f"{sys.executable} -m quorumark demo | head -1", shell=True, capture_output=True, text=True, env=environment,
+        check=False,
+    )  # fmt: skip
+    assert piped.stdout.startswith("quorumark demo")
+    assert "Traceback" not in piped.stderr
 
 
 def test_version(environment: dict[str, str]) -> None:

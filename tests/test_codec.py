@@ -96,8 +96,8 @@ def test_a_weighted_sum_is_an_average() -> None:
         (math.nan, "must be finite, but got nan at index 2"),
         (math.inf, "must be finite, but got inf at index 2"),
         (-math.inf, "must be finite, but got -inf at index 2"),
-        (2.0**19, "must not exceed 524288 in size, to fit into fixed point, but got 524288 at index 2"),
-        (-1e30, "must not exceed 524288 in size, to fit into fixed point, but got -1e+30 at index 2"),
+        (2.0**19, "must be below 524288 in size to fit into fixed point, but got 524288 at index 2"),
+        (-1e30, "must be below 524288 in size to fit into fixed point, but got -1e+30 at index 2"),
     ],
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

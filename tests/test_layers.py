@@ -21,10 +21,12 @@ ORDER = [
     "quorumark.keystore",
     "quorumark.merkle",
     "quorumark.shares",
+    "quorumark.home",
     "quorumark.setup",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",
+    "quorumark.__main__",
 ]
 CORE = {"cryptography", "llvmlite", "numba", "numpy", "rich", "safetensors", "typer"}
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
@@ -37,6 +39,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.keystore",
         "quorumark.merkle",
         "quorumark.shares",
+        "quorumark.home",
         "quorumark.setup",
         "quorumark.bench.field",
         "quorumark.bench.peers",

@@ -100,7 +100,7 @@ def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float
     flat = np.ascontiguousarray(values).reshape(-1)
     bound = _largest(float(abs(weight)), flat.dtype)
     if not all(_parallel.spread(lambda b, e: _cpu.within(flat[b:e], bound), flat.size)):
-        raise _refusal(flat, bound, name)
+        raise _refusal(flat, bound, weight, name)
     return flat, float(weight) * _SCALE
 
 
@@ -113,12 +113,12 @@ def _largest(weight: float, dtype: np.dtype[Any]) -> Any:
     return rounded if rounded <= bound else np.nextafter(rounded, dtype.type(0))
 
 
-def _refusal(flat: NDArray[Any], bound: Any, name: str) -> EncodingError:
+def _refusal(flat: NDArray[Any], bound: Any, weight: float, name: str) -> EncodingError:
     where = int(np.flatnonzero(~(np.abs(flat) <= bound))[0])
     value = float(flat[where])
     if not np.isfinite(value):
         return EncodingError(name, "must be finite", f"{value} at index {where}", where)
-    rule = f"must not exceed {float(bound):g} in size, to fit into fixed point"
+    rule = f"must be below {LIMIT / abs(weight):g} in size to fit into fixed point"
     return EncodingError(name, rule, f"{value:g} at index {where}", where)
 
 

@@ -22,8 +22,6 @@ THRESHOLD = 3
 def run(console: Console | None = None) -> None:
     """Deals, loses and reconstructs a key, and prints what happened."""
     console = console or Console()
-    if not console.is_terminal:
-        console.width = 120  # a file or a pipe has no width of its own
     started = time.perf_counter()
     members = len(HOSPITALS)
     points = {name: point for point, name in enumerate(HOSPITALS, start=1)}
@@ -32,7 +30,7 @@ def run(console: Console | None = None) -> None:
     layout = ModelLayout.of(model)
     d = layout.coordinates
     console.print(
-        f"[bold]quorumark demo[/bold]: {members} hospitals, any {THRESHOLD} of them can act together.\n"
+        f"quorumark demo: {members} hospitals, any {THRESHOLD} of them can act together.\n"
         f"Their model has {layout.size:,} weights; {d:,} of them can carry a mark.\n"
     )
 
@@ -73,12 +71,12 @@ def run(console: Console | None = None) -> None:
     value = int(field.to_signed(np.array([opened.value], np.uint64))[0])
     liars = ", ".join(HOSPITALS[point - 1] for point in opened.wrong)
     table.add_row(
-        "all five test the model; Delta lies by 1",
+        "all five add up weights × key; Delta lies by 1",
         f"{value:+,}, liar: {liars}",
-        _verdict(value == int(weights @ key)) + ", key never seen",
+        _verdict(value == int(weights @ key)) + ", from shares alone",
     )
     console.print(table)
-    console.print(f"\nDone in {time.perf_counter() - started:.1f} s. Next: docs/protocol.md says how it works and why.")
+    console.print(f"\nDone in {time.perf_counter() - started:.1f} s.")
 
 
 def _small_cnn() -> dict[str, NDArray[np.float32]]:

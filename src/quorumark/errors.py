@@ -84,6 +84,5 @@ class KeystoreError(QuorumarkError):
 class MissingDependencyError(QuorumarkError, ImportError):
     """A part of quorumark needs an optional package that is not installed."""
 
-    def __init__(self, package: str, extra: str | None, purpose: str) -> None:
-        remedy = f"pip install 'quorumark[{extra}]'" if extra else f"pip install {package}"
-        super().__init__(f"{purpose} needs the package {package!r}: {remedy}")
+    def __init__(self, package: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}: pip install {package}")

@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from quorumark.field import derive_key
-from quorumark.records import Card, Terms, canonical, digest, parse
+from quorumark.records import Card, Manifest, Terms, canonical, digest, parse
 
-__all__ = ["Header", "Identity", "exchange", "open_message", "verify", "verify_card"]
+__all__ = ["Header", "Identity", "exchange", "open_message", "verify", "verify_card", "verify_manifest"]
 
 _RAW = serialization.Encoding.Raw
 _PUBLIC = serialization.PublicFormat.Raw
@@ -211,3 +211,18 @@ def _split(data: bytes, terms: Terms, expected: Header) -> tuple[bytes, dict[str
     if shown.keys() != allowed.keys() or canonical(shown) != prefix:
         raise MessageError(f"{refuse} has a header with unknown fields or another spelling")
     return prefix, shown, rest[:64], rest[64:]
+
+
+def verify_manifest(manifest: Manifest) -> None:
+    """Every member's signature must be there and hold; a SignatureError names who is missing or wrong."""
+    missing = [m.name for m in manifest.terms.roster if m.point not in manifest.signatures]
+    if missing:
+        raise SignatureError(f"the manifest of {manifest.terms.name!r} lacks the signature of {', '.join(missing)}")
+    strangers = manifest.signatures.keys() - {m.point for m in manifest.terms.roster}
+    if strangers:
+        raise SignatureError(
+            f"the manifest of {manifest.terms.name!r} is signed for points that are nobody's: {strangers}"
+        )
+    for member in manifest.terms.roster:
+        signature = manifest.signatures[member.point]
+        verify(member.ed25519, "manifest", manifest.sign_bytes(), signature, member.name)

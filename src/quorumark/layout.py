@@ -36,7 +36,7 @@ from quorumark.field import Vector
 __all__ = ["DEFAULT_EXCLUDE", "ModelLayout", "TensorSpec", "read_safetensors", "write_safetensors"]
 
 FORMAT = "quorumark-layout/v1"
-DEFAULT_EXCLUDE = ("*embed*", "*wte*", "*wpe*")
+DEFAULT_EXCLUDE = ("*emb*", "*Emb*", "*EMB*", "*wte*", "*wpe*")
 """Embeddings: rows that a training set never touches would show the bare mark."""
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -125,7 +125,8 @@ class ModelLayout:
     def __post_init__(self) -> None:
         if not any(spec.role == "carrier" for spec in self.tensors):
             raise LayoutError(
-                "no tensor can carry the mark: none is floating-point, has two dimensions and is included"
+                "no tensor can carry the mark: none is floating-point, has two dimensions or more, and is named by "
+                "include but not by exclude"
             )
         if self.tensors != _in_order(self.tensors):
             raise LayoutError("the tensors of a layout must be in its fixed order, each name once")
@@ -310,6 +311,9 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """The tensors of a `.safetensors` file as read-only views of the file: nothing is loaded until it is used."""
     from safetensors import safe_open
 
+    if not Path(path).is_file():
+        problem = "it is no regular file" if Path(path).exists() else "there is no such file"
+        raise LayoutError(f"cannot read {os.fspath(path)!r}: {problem}")
     try:
         with safe_open(path, framework="numpy") as file:  # the library checks the header: offsets, sizes, overlaps
             names = list(file.keys())
@@ -321,7 +325,9 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
-        raise LayoutError(f"{os.fspath(path)!r} is not a sound safetensors file: {error}") from None
+        raise LayoutError(
+            f"{os.fspath(path)!r} is not a sound safetensors file ({error}); save the model as one"
+        ) from None
     tensors: dict[str, NDArray[Any]] = {}
     for name in names:
         entry = header[name]
@@ -363,6 +369,8 @@ def write_safetensors(tensors: Mapping[str, Any], path: str | os.PathLike[str]) 
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
+    except OSError as error:
+        raise LayoutError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -121,7 +121,7 @@ def cuda_rows() -> Iterator[Row]:
     try:
         import torch
     except ImportError:
-        raise MissingDependencyError("torch", "torch", "the benchmark on a GPU") from None
+        raise MissingDependencyError("torch", "the benchmark on a GPU") from None
     if not torch.cuda.is_available():
         raise InputError("--cuda", "needs a CUDA device", "none")
     size = 10 * FULL_SIZE  # several times the GPU's cache

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable
 from typing import Any
 
 from quorumark.field import P
+
+
+def missing() -> list[str]:
+    """The peers' packages that are not installed."""
+    return [name for name in ("galois", "torch") if importlib.util.find_spec(name) is None]
 
 
 def galois_field() -> Any:

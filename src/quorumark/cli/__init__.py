@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 import typer
@@ -38,8 +40,14 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Runs a command; an error of ours becomes one sentence and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows ? for a box character
     try:
         app()
+    except BrokenPipeError:  # `quorumark … | head`: nobody reads on, and there is nothing more to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except QuorumarkError as error:
         typer.echo(f"quorumark: {error}", err=True)
         sys.exit(2)

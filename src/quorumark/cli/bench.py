@@ -43,21 +43,21 @@ def shamir(json: Json = None, quick: Quick = False) -> None:
 
 
 def _run(title: str, rows: Iterator[Row], json: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    from quorumark.bench import write_rows
+    from quorumark.bench import peers, write_rows
+    from quorumark.cli.console import make_console
     from quorumark.errors import InputError
 
     if json is not None and not json.parent.is_dir():
         raise InputError("--json", "must name a file in a folder that exists", str(json))
-    console, done = Console(), []
-    if not console.is_terminal:
-        console.width = 120  # a file or a pipe has no width of its own
+    console, done = make_console(), []
     table = Table("ours", "against", "size", "threads", "ratio", "that is", "ms", title=title, title_justify="left")
     for column in table.columns[2:]:
         column.justify = "right"
         column.no_wrap = True
+    for column in table.columns[:2]:
+        column.overflow = "fold"
     with console.status("measuring …") as status:
         for row in rows:
             done.append(row)
@@ -69,6 +69,8 @@ def _run(title: str, rows: Iterator[Row], json: Path | None) -> None:
     console.print(
         "ratio = our time over theirs: the median of at least five runs each, in turns; per element where sizes differ"
     )
+    for package in peers.missing():
+        console.print(f"not compared with {package}: the package is not installed")
     if json is not None:
         write_rows(done, json)
         console.print(f"{len(done)} rows written to {json}")

@@ -14,7 +14,19 @@ from numba import njit
 
 from quorumark.field import _vector as v
 
-_KERNEL: dict[str, Any] = {"nogil": True, "cache": True}
+
+def _kernel(function: Any) -> Any:
+    """Compiles when first called, and keeps the result on disk where numba finds a place for it.
+
+    In a container where neither the package's folder nor the home can be written, and NUMBA_CACHE_DIR names no other,
+    kernels are compiled anew in each process.
+    """
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # "cannot cache function: no locator available"
+        return njit(nogil=True)(function)
+
+
 _GROUP = 64  # columns whose shares are gathered before they are written out
 _BLOCK = 256  # elements that a power chain works on at a time: 4 buffers of 2 KiB stay in the first-level cache
 
@@ -33,7 +45,7 @@ def _store_tail(array: Any, start: int, value: Any, buffer: Any) -> None:
         array[start + i] = buffer[i]
 
 
-@njit(**_KERNEL)
+@_kernel
 def add(x: Any, y: Any, out: Any) -> None:
     full = out.size - out.size % 8
     for i in range(0, full, 8):
@@ -43,7 +55,7 @@ def add(x: Any, y: Any, out: Any) -> None:
         _store_tail(out, full, v.addmod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
 
 
-@njit(**_KERNEL)
+@_kernel
 def sub(x: Any, y: Any, out: Any) -> None:
     full = out.size - out.size % 8
     for i in range(0, full, 8):
@@ -53,7 +65,7 @@ def sub(x: Any, y: Any, out: Any) -> None:
         _store_tail(out, full, v.submod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
 
 
-@njit(**_KERNEL)
+@_kernel
 def mul(x: Any, y: Any, out: Any) -> None:
     full = out.size - out.size % 8
     for i in range(0, full, 8):
@@ -63,7 +75,7 @@ def mul(x: Any, y: Any, out: Any) -> None:
         _store_tail(out, full, v.mulmod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
 
 
-@njit(**_KERNEL)
+@_kernel
 def scale(a: Any, x: Any, out: Any) -> None:
     """out = a·x for one field element a."""
     factor = v.splat(a)
@@ -82,7 +94,7 @@ def _muladd(x: Any, y: Any, z: Any) -> Any:
     return v.canon(v.fold(v.add64(lazy, z)))
 
 
-@njit(**_KERNEL)
+@_kernel
 def axpy(a: Any, x: Any, y: Any, out: Any) -> None:
     """out = y + a·x for one field element a."""
     factor = v.splat(a)
@@ -94,7 +106,7 @@ def axpy(a: Any, x: Any, y: Any, out: Any) -> None:
         _store_tail(out, full, _muladd(factor, _load_tail(x, full, b), _load_tail(y, full, c)), b)
 
 
-@njit(**_KERNEL)
+@_kernel
 def muladd(a: Any, x: Any, y: Any, out: Any) -> None:
     """out = y + a ⊙ x for a vector a."""
     full = out.size - out.size % 8
@@ -106,7 +118,7 @@ def muladd(a: Any, x: Any, y: Any, out: Any) -> None:
         _store_tail(out, full, value, b)
 
 
-@njit(**_KERNEL)
+@_kernel
 def dot(x: Any, y: Any, sums: Any) -> None:
     """sums[4, 8] with Σ x·y = Σ_lanes (s0 + s1·2^32 + s2·2^64 + s3·2^96): exact, for up to 2^31 elements.
 
@@ -135,7 +147,7 @@ def dot(x: Any, y: Any, sums: Any) -> None:
     v.store(sums, 24, s3)
 
 
-@njit(**_KERNEL)
+@_kernel
 def maximum(x: Any) -> Any:
     """The largest word, to find what is not a field element in one pass."""
     best = v.splat(np.uint64(0))
@@ -186,7 +198,7 @@ def _power(x: Any, e: Any, saved: Any) -> None:
             n += 1
 
 
-@njit(**_KERNEL)
+@_kernel
 def inverse(x: Any, out: Any) -> None:
     """out = x^(p−2) = (x^(2^59−1))^4·x, since p − 2 = 4·(2^59 − 1) + 1. Zero stays zero."""
     block, e, saved = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
@@ -200,7 +212,7 @@ def inverse(x: Any, out: Any) -> None:
         out[start : start + n] = e[:n]
 
 
-@njit(**_KERNEL)
+@_kernel
 def inverse_sqrt(x: Any, out: Any) -> int:
     """out = x^((p−3)/4) = x^(2^59−1), and how many elements it is not an inverse root of (x·out² ≠ 1)."""
     block, e, saved = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
@@ -225,7 +237,7 @@ def _reduce_lazy(low: Any, middle: Any, high: Any) -> Any:
     return v.fold(v.add64(v.add64(v.fold(low), spread), v.fold(v.shl1(high))))
 
 
-@njit(**_KERNEL)
+@_kernel
 def matmul(low: Any, high: Any, b: Any, out: Any) -> None:
     """out[m, n] = A·B for a small A = high·2^31 + low and a wide B[k, n], two rows of A at a time.
 
@@ -259,7 +271,7 @@ def matmul(low: Any, high: Any, b: Any, out: Any) -> None:
             v.store(result, (row + 1) * n + column, v.canon(odd))
 
 
-@njit(**_KERNEL)
+@_kernel
 def newton_shares(secret: Any, words: Any, threshold: int, members: int, out: Any, first: int) -> None:
     """out[k, first : first+n] = f(k+1) for f(x) = secret + Σ_j r_j·C(x, j), by additions only.
 
@@ -326,7 +338,7 @@ def _newton_steps(table: Any, threshold: int, members: int, out: Any, at: int, s
         at += stride
 
 
-@njit(**_KERNEL)
+@_kernel
 def reduce_words(words: Any, out: Any) -> None:
     """Random 64-bit words to field elements: the low 61 bits, with p counted as 0."""
     full = out.size - out.size % 8
@@ -337,7 +349,7 @@ def reduce_words(words: Any, out: Any) -> None:
         _store_tail(out, full, v.zero_where_p(v.low61(_load_tail(words, full, buffer))), buffer)
 
 
-@njit(**_KERNEL)
+@_kernel
 def add_words(words: Any, out: Any, negate: bool) -> None:
     """out ± element(word), fused: the key stream is never stored as elements."""
     full = out.size - out.size % 8
@@ -353,7 +365,7 @@ def add_words(words: Any, out: Any, negate: bool) -> None:
         out[i] = total if total < np.uint64(v.P) else total - np.uint64(v.P)
 
 
-@njit(**_KERNEL)
+@_kernel
 def within(values: Any, limit: float) -> bool:
     """Whether every |value| is at most the limit; NaN and infinity are not."""
     fine = True
@@ -370,7 +382,7 @@ def _encode_tail(values: Any, start: int, scale: float) -> Any:
     return v.encode(buffer, 0, scale)
 
 
-@njit(**_KERNEL)
+@_kernel
 def encode(values: Any, scale: float, out: Any) -> None:
     """out = round(values·scale), negative numbers as p − |·|."""
     full = out.size - out.size % 8
@@ -380,7 +392,7 @@ def encode(values: Any, scale: float, out: Any) -> None:
         _store_tail(out, full, _encode_tail(values, full, scale), np.zeros(8, np.uint64))
 
 
-@njit(**_KERNEL)
+@_kernel
 def encode_axpy(values: Any, scale: float, a: Any, x: Any, out: Any) -> None:
     """out = round(values·scale) + a·x."""
     factor = v.splat(a)
@@ -393,7 +405,7 @@ def encode_axpy(values: Any, scale: float, a: Any, x: Any, out: Any) -> None:
         _store_tail(out, full, value, buffer)
 
 
-@njit(**_KERNEL)
+@_kernel
 def decode(x: Any, scale: float, out: Any) -> None:
     """out = lift(x)·scale in out's own precision, where lift(x) = x − p above p/2."""
     full = out.size - out.size % 8

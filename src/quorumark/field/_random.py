@@ -31,7 +31,7 @@ def _cryptography() -> Any:
         from cryptography.hazmat.primitives import ciphers, hashes
         from cryptography.hazmat.primitives.kdf import hkdf
     except ImportError as error:  # the field's arithmetic works without it, its randomness does not
-        raise MissingDependencyError("cryptography", None, "randomness from AES-256-CTR") from error
+        raise MissingDependencyError("cryptography", "randomness from AES-256-CTR") from error
     return ciphers, hashes, hkdf
 
 

@@ -15,7 +15,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise MissingDependencyError("triton", "torch", "field arithmetic on CUDA tensors") from error
+    raise MissingDependencyError("triton", "field arithmetic on CUDA tensors") from error
 
 P = (1 << 61) - 1
 _P = tl.constexpr(P)

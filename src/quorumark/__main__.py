@@ -1,0 +1,5 @@
+"""`python -m quorumark`"""
+
+from quorumark.cli import main
+
+main()

@@ -1,0 +1,155 @@
+"""A member's folder: its identity, and for each consortium the terms, the manifest and the sealed share.
+
+    HOME/member.json                     the card: public, to be sent to the others
+    HOME/identity.sealed                 the private keys
+    HOME/consortia/ID/terms.json         ID: the first 16 digits of the terms' digest
+    HOME/consortia/ID/ceremony.sealed    while a ceremony runs
+    HOME/consortia/ID/manifest.json      once it is finished
+    HOME/consortia/ID/share.sealed
+
+Folders have mode 0700. Nothing in it needs a network or a server.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+from quorumark.errors import KeystoreError, RecordError
+from quorumark.identity import Identity, verify_manifest
+from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed
+from quorumark.records import Card, Manifest, Terms
+from quorumark.shares import ShareFile
+
+__all__ = ["ConsortiumFolder", "Home"]
+
+_LARGEST_RECORD = 1 << 26
+
+
+def read_file(path: Path, what: str) -> bytes:
+    """A small public file."""
+    try:
+        if path.stat().st_size > _LARGEST_RECORD:
+            raise RecordError(f"{str(path)!r} is too large to be {what}")
+        return path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"cannot read {what} from {str(path)!r}: {error.strerror}") from None
+
+
+class Home:
+    """A member's folder on its own machine."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], name: str, unlock: Unlock) -> Home:
+        """Makes the folder with a new identity; refuses to touch one that is there."""
+        home = cls(path)
+        if (home.path / "identity.sealed").exists():
+            raise KeystoreError(f"{str(home.path)!r} already holds an identity")
+        identity = Identity.generate(name)
+        home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        home.path.chmod(0o700)
+        write_sealed(home.path / "identity.sealed", unlock, "identity", identity.to_secret_bytes(), {"name": name})
+        write_private(home.path / "member.json", identity.card().to_bytes())
+        return home
+
+    def card(self) -> Card:
+        return Card.from_bytes(read_file(self.path / "member.json", "a member's card"))
+
+    def identity(self, unlock: Unlock) -> Identity:
+        path = self.path / "identity.sealed"
+        name = str(SealedReader(path, None, "identity").about.get("name"))
+        return Identity.from_secret_bytes(name, read_sealed(path, unlock, "identity"))
+
+    def consortium(self, terms: Terms) -> ConsortiumFolder:
+        """This member's place for one consortium, made if need be."""
+        folder = self.path / "consortia" / terms.digest().hex()[:16]
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / "terms.json").exists():
+            write_private(folder / "terms.json", terms.to_bytes())
+        return ConsortiumFolder(folder)
+
+    def consortia(self) -> list[ConsortiumFolder]:
+        base = self.path / "consortia"
+        return [ConsortiumFolder(p) for p in sorted(base.iterdir())] if base.is_dir() else []
+
+    def only_consortium(self, which: str | None = None) -> ConsortiumFolder:
+        """The consortium by the start of its id, or the only one there is."""
+        found = [c for c in self.consortia() if which is None or c.path.name.startswith(which)]
+        if len(found) != 1:
+            known = ", ".join(c.path.name for c in self.consortia()) or "none"
+            raise RecordError(f"name one consortium of {str(self.path)!r} by its id (there: {known})")
+        return found[0]
+
+    # --- backup ---
+
+    def backup(self, target: str | os.PathLike[str]) -> int:
+        """All of it in one tar file. Secrets stay sealed as they are; how many files went in."""
+        buffer = io.BytesIO()
+        names = sorted(p for p in self.path.rglob("*") if p.is_file() and not p.name.endswith(".partial"))
+        if not names:
+            raise KeystoreError(f"there is nothing to back up in {str(self.path)!r}")
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            for path in names:
+                archive.add(path, arcname=str(path.relative_to(self.path)), recursive=False)
+        write_private(target, buffer.getvalue())
+        return len(names)
+
+    @classmethod
+    def restore(cls, source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Home:
+        """A home from its backup, into a folder that does not hold one yet."""
+        home = cls(path)
+        if home.path.exists() and any(home.path.iterdir()):
+            raise KeystoreError(f"{str(home.path)!r} is not empty: restore into a new folder")
+        try:
+            with tarfile.open(source, mode="r") as archive:
+                members = archive.getmembers()
+                if not all(m.isfile() and not m.name.startswith(("/", "..")) for m in members):
+                    raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
+                if "identity.sealed" not in {m.name for m in members}:
+                    raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
+                home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for entry in members:
+                    target = home.path / entry.name
+                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    content = archive.extractfile(entry)
+                    write_private(target, content.read() if content else b"")
+        except (OSError, tarfile.TarError) as error:
+            raise KeystoreError(f"cannot restore {os.fspath(source)!r}: {error}") from None
+        return home
+
+
+class ConsortiumFolder:
+    """One consortium in a member's home."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.share_path = path / "share.sealed"
+        self.ceremony_path = path / "ceremony.sealed"
+        self.manifest_path = path / "manifest.json"
+
+    def terms(self) -> Terms:
+        return Terms.from_bytes(read_file(self.path / "terms.json", "a consortium's terms"))
+
+    def manifest(self) -> Manifest:
+        """The signed manifest, checked."""
+        manifest = Manifest.from_bytes(read_file(self.manifest_path, "a consortium's manifest"))
+        verify_manifest(manifest)
+        return manifest
+
+    def share(self, unlock: Unlock) -> ShareFile:
+        return ShareFile(self.share_path, unlock)
+
+    def verify_share(self, unlock: Unlock) -> ShareFile:
+        """Opens the share and checks every bit of it against the manifest."""
+        manifest, share = self.manifest(), self.share(unlock)
+        info = share.info
+        if info.consortium != manifest.terms.digest().hex() or info.epoch != manifest.epoch:
+            raise KeystoreError(f"{str(self.share_path)!r} belongs to another consortium or epoch than the manifest")
+        if share.root().hex() != manifest.roots[info.point - 1]:
+            raise KeystoreError(f"{str(self.share_path)!r} is not the share that the manifest's root commits to")
+        return share
