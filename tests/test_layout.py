@@ -334,7 +334,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="cannot write .*nowhere"):
+    with pytest.raises(LayoutError, match=r"cannot write .*nowhere"):
         write_safetensors({"w": np.ones((2, 2), np.float32)}, tmp_path / "nowhere" / "model.safetensors")
 
 

@@ -59,16 +59,16 @@ class Unlock:
     @classmethod
     def key_file(cls, path: str | os.PathLike[str]) -> Unlock:
         """The content of a file that nobody else may read; 32 random bytes or more."""
-        try:
-            mode = stat.S_IMODE(Path(path).stat().st_mode)
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise KeystoreError(f"cannot read the key file {os.fspath(path)!r}: {error.strerror}") from None
-        if mode & 0o077:
-            raise KeystoreError(f"the key file {os.fspath(path)!r} is open to others: chmod 600 {os.fspath(path)}")
+        content = _read_private(path, "key file")
         if len(content) < KEY_BYTES:
             raise KeystoreError(f"the key file {os.fspath(path)!r} must hold at least {KEY_BYTES} random bytes")
         return cls("file", content)
+
+    @classmethod
+    def passphrase_file(cls, path: str | os.PathLike[str]) -> Unlock:
+        """A passphrase from the first line of a file that nobody else may read."""
+        content = _read_private(path, "passphrase file")
+        return cls.passphrase(content.decode(errors="replace").partition("\n")[0])
 
     @staticmethod
     def new_key_file(path: str | os.PathLike[str]) -> None:
@@ -127,6 +127,18 @@ class Unlock:
         except (KeyError, TypeError, ValueError):
             raise KeystoreError(f"{path!r} has a damaged header") from None
         return derive_key(secret, "sealed file", salt)
+
+
+def _read_private(path: str | os.PathLike[str], what: str) -> bytes:
+    """A file that only its owner can read."""
+    try:
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise KeystoreError(f"cannot read the {what} {os.fspath(path)!r}: {error.strerror}") from None
+    if mode & 0o077:
+        raise KeystoreError(f"the {what} {os.fspath(path)!r} is open to others: chmod 600 {os.fspath(path)}")
+    return content
 
 
 def write_private(path: str | os.PathLike[str], content: bytes) -> None:

@@ -326,10 +326,11 @@ class Manifest:
             theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
             _check(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
         if self.commitment is not None:
-            sound = self.commitment.keys() == {"hash", "nonce"} and all(
-                _is_hex(v, 32) for v in self.commitment.values()
-            )
-            _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex")
+            names = {"hash", "nonce"} | ({"norm"} if self.terms.key == "gaussian" else set())
+            sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
+            sound = sound and all(_is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
+            sound = sound and str(self.commitment.get("norm", "0")).isdecimal()
+            _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
     def body(self) -> dict[str, Any]:
         """Everything but the signatures."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
 from quorumark.records import Terms
 from quorumark.shamir import generated_block, is_generated
 
-__all__ = ["ShareFile", "ShareInfo", "share_root", "write_share"]
+__all__ = ["ShareFile", "ShareInfo", "ShareWriter", "share_root"]
 
 KIND = "share"
 
@@ -61,30 +62,47 @@ class ShareInfo:
             yield index, part, bool(self.block) and is_generated(self.point, index, self.threshold, self.members)
 
 
-def write_share(
-    path: str | os.PathLike[str],
-    unlock: Unlock,
-    info: ShareInfo,
-    salt: Vector,
-    others_salts: Vector,
-    seed: bytes,
-    stored: Iterable[Vector],
-) -> None:
-    """Seals a share: its salt, its shares of all members' salts (K×5), its seed, and what is not generated."""
-    expected = sum(part.stop - part.start for _, part, generated in info.parts() if not generated)
-    if salt.shape != (SALT_ELEMENTS,) or others_salts.shape != (info.members, SALT_ELEMENTS) or len(seed) != 32:
-        raise KeystoreError("a share needs its salt, its shares of all salts and a seed")
-    written = 0
-    with SealedWriter(path, unlock, KIND, asdict(info)) as file:
-        for vector in (salt, others_salts.reshape(-1)):
-            file.write(vector.astype("<u8").tobytes())
-        file.write(seed)
-        for vector in stored:
-            field.check(vector, "share")
-            file.write(vector.astype("<u8", copy=False).tobytes())
-            written += vector.size
-        if written != expected:
-            raise KeystoreError(f"this share must store {expected} values, but got {written}")
+class ShareWriter:
+    """Seals a share piece by piece: `with ShareWriter(…) as file: file.write(values)`, only what is not generated.
+
+    It holds the member's salt, its shares of all members' salts (K×5) and its seed, then the values. If the block ends
+    with an error, or too few values came, nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        unlock: Unlock,
+        info: ShareInfo,
+        salt: Vector,
+        others_salts: Vector,
+        seed: bytes = bytes(32),
+    ) -> None:
+        if salt.shape != (SALT_ELEMENTS,) or others_salts.shape != (info.members, SALT_ELEMENTS) or len(seed) != 32:
+            raise KeystoreError("a share needs its salt, its shares of all salts and a seed")
+        self._expected = sum(part.stop - part.start for _, part, generated in info.parts() if not generated)
+        self._written = 0
+        self._head = salt.astype("<u8").tobytes() + others_salts.astype("<u8").tobytes() + seed
+        self._file = SealedWriter(path, unlock, KIND, asdict(info))
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        self._file.write(self._head)
+        return self
+
+    def write(self, values: Vector) -> None:
+        field.check(values, "share")
+        self._file.write(values.astype("<u8", copy=False).tobytes())
+        self._written += values.size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._written != self._expected:
+            error = KeystoreError(f"this share must store {self._expected} values, but got {self._written}")
+            self._file.__exit__(type(error), error, None)
+            raise error
+        self._file.__exit__(kind, error, trace)
 
 
 class ShareFile:
@@ -140,6 +158,13 @@ class ShareFile:
                 yield values
         if len(pending) > skip or any(content):
             raise KeystoreError(f"{self._path!r} holds more than a share")
+
+    def copy_to(self, path: str | os.PathLike[str], unlock: Unlock) -> None:
+        """The same share, sealed anew under another secret."""
+        with ShareWriter(path, unlock, self.info, self.salt, self.others_salts, self._seed) as file:
+            for (_, _, generated), piece in zip(self.info.parts(), self.pieces(), strict=True):
+                if not generated:
+                    file.write(piece)
 
     def vector(self) -> Vector:
         """The whole share in memory."""

@@ -9,7 +9,7 @@ import sys
 import typer
 
 from quorumark import __version__
-from quorumark.cli import bench, demo, layout
+from quorumark.cli import bench, consortium, demo, key, layout, member, setup, share
 from quorumark.errors import QuorumarkError
 
 app = typer.Typer(
@@ -33,6 +33,11 @@ def _options(
 ) -> None: ...
 
 
+app.add_typer(member.app, name="member")
+app.add_typer(consortium.app, name="consortium")
+app.add_typer(setup.app, name="setup")
+app.add_typer(share.app, name="share")
+app.add_typer(key.app, name="key")
 app.command("demo")(demo.demo)
 app.command("layout")(layout.layout)
 app.add_typer(bench.app, name="bench")

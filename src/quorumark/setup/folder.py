@@ -26,7 +26,7 @@ from quorumark.home import Home
 from quorumark.keystore import Unlock, read_sealed, write_private, write_sealed
 from quorumark.records import Manifest, Terms, canonical
 from quorumark.setup.dkg import STEPS, DkgMember, openers, relay_sum
-from quorumark.shares import ShareInfo, write_share
+from quorumark.shares import ShareInfo, ShareWriter
 
 __all__ = ["Progress", "advance"]
 
@@ -141,9 +141,8 @@ class _Run:
         if member.share is None:
             raise CeremonyError("this member has no share yet")
         info = ShareInfo.of(self._terms, member.session, 0, member.point, block=0)
-        write_share(
-            self._place.share_path, self._unlock, info, member.salt, member.others_salts, bytes(32), [member.share]
-        )
+        with ShareWriter(self._place.share_path, self._unlock, info, member.salt, member.others_salts) as file:
+            file.write(member.share)
         write_private(self._place.manifest_path, manifest.to_bytes())
         self._place.ceremony_path.unlink()
         self._note("share and manifest kept")

@@ -1,0 +1,41 @@
+"""`quorumark key …`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, unlock
+from quorumark.cli.share import Which
+
+app = typer.Typer(help="The key itself: only where it must be revealed.", no_args_is_help=True)
+
+
+@app.command("reconstruct")
+def reconstruct(
+    share: Annotated[list[Path], typer.Option(help="A share that another member handed over; once for each.")],
+    out: Annotated[Path, typer.Option(help="Where to write the key: numpy, int32, the raw entries before whitening.")],
+    understood: Annotated[
+        bool,
+        typer.Option("--i-understand-this-reveals-the-key", help="Afterwards one person can prove, forge and remove."),
+    ] = False,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Reconstruct the key from t shares, this member's among them, and check it against what was committed to."""
+    from quorumark.errors import InputError
+    from quorumark.home import Home
+    from quorumark.setup.reveal import reconstruct_key
+
+    if not understood:
+        raise InputError("--i-understand-this-reveals-the-key", "must be given", "nothing")
+    if out.exists():
+        raise InputError("--out", "must not exist yet", str(out))
+    opened = unlock(key_file, passphrase_file)
+    member = Home(home)
+    checked = reconstruct_key(member, member.only_consortium(consortium), opened, share, out)
+    typer.echo(f"the key is in {out} (mode 0600): {checked}")

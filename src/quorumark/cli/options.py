@@ -1,0 +1,39 @@
+"""Options that many commands share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quorumark.keystore import Unlock
+
+HomeOption = Annotated[Path, typer.Option("--home", help="This member's folder.", show_default=True)]
+DEFAULT_HOME = Path("~/.quorumark").expanduser()
+KeyFile = Annotated[Path | None, typer.Option(help="A file that opens this member's secrets (mode 0600).")]
+PassphraseFile = Annotated[Path | None, typer.Option(help="A file whose first line is the passphrase (mode 0600).")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def unlock(key_file: Path | None, passphrase_file: Path | None, *, new: bool = False) -> Unlock:
+    """What opens the member's secrets: a key file, a passphrase from a file, or one that is asked for.
+
+    Never from the command line or the environment, where other processes can see it.
+    """
+    from quorumark.errors import InputError
+    from quorumark.keystore import Unlock
+
+    if key_file is not None and passphrase_file is not None:
+        raise InputError("--key-file and --passphrase-file", "exclude each other", "both")
+    if key_file is not None:
+        if new and not key_file.exists():
+            Unlock.new_key_file(key_file)
+        return Unlock.key_file(key_file)
+    if passphrase_file is not None:
+        return Unlock.passphrase_file(passphrase_file)
+    if not sys.stdin.isatty():
+        raise InputError("--key-file or --passphrase-file", "must be given where nobody can be asked", "neither")
+    return Unlock.passphrase(typer.prompt("passphrase", hide_input=True, confirmation_prompt=new))

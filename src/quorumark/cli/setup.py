@@ -1,0 +1,87 @@
+"""`quorumark setup …`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, unlock
+
+app = typer.Typer(help="Make the key: without a dealer (dkg), or with one.", no_args_is_help=True)
+Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
+TermsFile = Annotated[Path, typer.Option("--terms", help="terms.json, as agreed.")]
+
+
+@app.command("dkg")
+def dkg(
+    terms: TermsFile,
+    folder: Folder,
+    home: HomeOption = DEFAULT_HOME,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    openers: Annotated[str | None, typer.Option(help="After a loss: other 2t−1 points, like 1,3,5.")] = None,
+    attempt: Annotated[int, typer.Option(help="With --openers: a new number, the same for all.")] = 0,
+) -> None:
+    """Take the next steps of the dealer-free setup. Run it again whenever others have written; it says what it waits for."""
+    from quorumark.errors import InputError
+    from quorumark.home import Home, read_file
+    from quorumark.records import Terms
+    from quorumark.setup.folder import advance
+
+    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    try:
+        chosen = tuple(int(x) for x in openers.split(",")) if openers else None
+    except ValueError:
+        raise InputError("--openers", "must be points like 1,3,5", repr(openers)) from None
+    opened = unlock(key_file, passphrase_file)
+    progress = advance(Home(home), opened, agreed, folder, chosen=chosen, attempt=attempt, note=typer.echo)
+    if progress.manifest is not None:
+        typer.echo(f"finished: the share is sealed in {home}\nmanifest {progress.manifest.digest().hex()}")
+    else:
+        typer.echo(
+            f"waiting for {', '.join(progress.waiting)} ({progress.step}); run this again when they have written"
+        )
+
+
+@app.command("dealer")
+def dealer(terms: TermsFile, folder: Folder) -> None:
+    """Be the dealer: draw a key, deal it to all members, forget it. Whoever runs this must be trusted to."""
+    from rich.progress import Progress
+
+    from quorumark.cli.console import make_console
+    from quorumark.home import read_file
+    from quorumark.records import Terms
+    from quorumark.setup.dealer import deal
+
+    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    with Progress(console=make_console(), transient=True) as bar:
+        task = bar.add_task("dealing", total=agreed.coordinates)
+        manifest = deal(agreed, folder, lambda done, _: bar.update(task, completed=done))
+    typer.echo(
+        f"dealt to {agreed.members} members in {folder}; the key is gone\n"
+        f"commitment {manifest.commitment['hash'] if manifest.commitment else ''}\n"
+        "each member now runs: quorumark setup accept --folder …"
+    )
+
+
+@app.command("accept")
+def accept_share(
+    folder: Folder,
+    home: HomeOption = DEFAULT_HOME,
+    terms: Annotated[Path | None, typer.Option(help="terms.json, as this member agreed to them.")] = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Take the share that a dealer dealt: check it, seal it, sign. Run it again once all have signed."""
+    from quorumark.home import Home, read_file
+    from quorumark.records import Terms
+    from quorumark.setup.dealer import accept
+
+    agreed = None if terms is None else Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    manifest = accept(Home(home), unlock(key_file, passphrase_file), folder, agreed)
+    if manifest is None:
+        typer.echo("share checked, sealed and signed for; run this again when all members have signed")
+    else:
+        typer.echo(f"finished: the share is sealed in {home}\nmanifest {manifest.digest().hex()}")

@@ -1,0 +1,79 @@
+"""`quorumark share …`"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, unlock
+
+app = typer.Typer(help="This member's share at rest.", no_args_is_help=True)
+Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
+
+
+@app.command("inspect")
+def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
+    """Show what a sealed share says of itself; opens nothing."""
+    from quorumark.home import Home
+    from quorumark.keystore import SealedReader
+    from quorumark.shares import ShareInfo
+
+    place = Home(home).only_consortium(consortium)
+    info = ShareInfo.from_about(SealedReader(place.share_path, None, "share").about, str(place.share_path))
+    if json:
+        typer.echo(jsonlib.dumps(asdict(info)))
+        return
+    kind = f"compressed, blocks of {info.block:,}" if info.block else "dense"
+    typer.echo(
+        f"{place.share_path}: {place.share_path.stat().st_size:,} bytes, {kind}\n"
+        f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} coordinates, epoch {info.epoch}"
+    )
+
+
+@app.command("verify")
+def verify(
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Open the share and check every bit of it against the manifest that all members signed."""
+    from quorumark.home import Home
+
+    place = Home(home).only_consortium(consortium)
+    info = place.verify_share(unlock(key_file, passphrase_file)).info
+    typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
+
+
+@app.command("hand-over")
+def hand_over(
+    to: Annotated[Path, typer.Option(help="The card of the member who will reconstruct the key.")],
+    out: Annotated[Path, typer.Option(help="The file to write, sealed to that member.")],
+    understood: Annotated[
+        bool, typer.Option("--i-understand-this-hands-over-my-share", help="Whoever collects t of these has the key.")
+    ] = False,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Seal a copy of this share to another member, for `key reconstruct`."""
+    from quorumark.errors import InputError
+    from quorumark.home import Home, read_file
+    from quorumark.identity import verify_card
+    from quorumark.keystore import Unlock
+    from quorumark.records import Card
+
+    if not understood:
+        raise InputError("--i-understand-this-hands-over-my-share", "must be given", "nothing")
+    card = Card.from_bytes(read_file(to, "a member's card"))
+    verify_card(card)
+    place = Home(home).only_consortium(consortium)
+    if card.ed25519 not in {member.ed25519 for member in place.terms().roster}:
+        raise InputError("--to", "must be the card of a member of this consortium", card.name)
+    place.verify_share(unlock(key_file, passphrase_file)).copy_to(out, Unlock.to_member(card.x25519))
+    typer.echo(f"a copy of this share, sealed to {card.name}, is in {out}")

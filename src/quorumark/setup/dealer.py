@@ -1,0 +1,154 @@
+"""Setup with a dealer who is trusted to forget the key (the paper's Alg. 1; docs/protocol.md, "Setup").
+
+The dealer draws τ, commits to it, cuts it into compressed shares and seals each to its member's public key, block by
+block: memory is bounded by a block, not by K·d. It learns everything while it runs; where nobody is trusted that far,
+use the dealer-free setup.
+
+    FOLDER/dealing.json          terms, session, roots and commitment: the manifest to be, without signatures
+    FOLDER/share-POINT.sealed    sealed to that member
+    FOLDER/signature-POINT.hex   written by the member once its share is checked and kept
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import field, shamir
+from quorumark.errors import CeremonyError, RecordError, SignatureError
+from quorumark.field import Stream
+from quorumark.home import Home, read_file
+from quorumark.identity import verify, verify_manifest
+from quorumark.keystore import Unlock, write_private
+from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
+from quorumark.records import Genesis, Manifest, Terms, digest
+from quorumark.shares import ShareFile, ShareInfo, ShareWriter
+
+__all__ = ["accept", "check_commitment", "commitment", "deal"]
+
+GAUSSIAN_BITS = 8
+"""Fractional bits of a gaussian key's entries: 32 of the 40 are left for the amplitude."""
+
+
+def commitment(nonce: bytes, terms: Terms) -> hashlib._Hash:
+    """A hash to feed the key's entries to, as 4-byte little-endian numbers: C = SHA-256(domain ‖ ρ ‖ terms ‖ τ_raw)."""
+    return hashlib.sha256(digest("key commitment", nonce, terms.digest()))
+
+
+def _draw(stream: Stream, kind: str, start: int, count: int) -> NDArray[np.int64]:
+    """The key's raw entries: ±1, or standard normal in steps of 2^-8 (Box–Muller on 61-bit uniform numbers)."""
+    if kind == "rademacher":
+        bits = stream.elements(count, start) & np.uint64(1)
+        return 2 * bits.astype(np.int64) - np.int64(1)  # type: ignore[no-any-return]
+    words = stream.elements(2 * count, 2 * start).reshape(2, count)
+    radius, angle = (words.astype(np.float64) + 0.5) / field.P
+    normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
+    return np.round(normal * 2**GAUSSIAN_BITS).astype(np.int64)  # type: ignore[no-any-return]
+
+
+def deal(
+    terms: Terms, folder: str | os.PathLike[str], progress: Callable[[int, int], None] = lambda _done, _of: None
+) -> Manifest:
+    """Draws and deals a key; the manifest to be signed. `progress` hears how many coordinates are done, of how many."""
+    if terms.setup != "dealer":
+        raise CeremonyError(f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'dealer'")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    if (target / "dealing.json").exists():
+        raise CeremonyError(f"{str(target)!r} already holds a dealing")
+    session, nonce = os.urandom(32).hex(), os.urandom(32)
+    points = range(1, terms.members + 1)
+    seeds = {point: os.urandom(32) for point in points}
+    salts = field.random(terms.members * SALT_ELEMENTS)
+    salt_shares = shamir.share(salts, terms.threshold, terms.members)
+    trees = {
+        x: Tree(salt_seed(salts[(x - 1) * SALT_ELEMENTS : x * SALT_ELEMENTS]), terms.leaf, terms.coordinates)
+        for x in points
+    }
+    key, hashed, norm = Stream.fresh("dealer key"), commitment(nonce, terms), 0
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for x in points:
+            info = ShareInfo.of(terms, session, 0, x, shamir.DEFAULT_BLOCK)
+            own = salts[(x - 1) * SALT_ELEMENTS : x * SALT_ELEMENTS]
+            unlock = Unlock.to_member(terms.member(x).x25519)
+            others = salt_shares[x - 1].reshape(terms.members, SALT_ELEMENTS)
+            writer = ShareWriter(target / f"share-{x}.sealed", unlock, info, own, others, seeds[x])
+            files[x] = stack.enter_context(writer)
+        for index, part in enumerate(field.chunks(terms.coordinates, shamir.DEFAULT_BLOCK)):
+            size = part.stop - part.start
+            entries = _draw(key, terms.key, part.start, size)
+            hashed.update(entries.astype("<i4").tobytes())
+            norm += int(entries @ entries)
+            stored = shamir.compressed_block(field.from_signed(entries), index, seeds, terms.threshold)
+            entries.fill(0)  # as far as Python lets us: the key is not kept
+            for x in points:
+                if x in stored:
+                    files[x].write(stored[x])
+                values = stored[x] if x in stored else shamir.generated_block(seeds[x], x, index, size)
+                trees[x].update(values)
+            progress(part.stop, terms.coordinates)
+    committed = {"hash": hashed.hexdigest(), "nonce": nonce.hex()}
+    if terms.key == "gaussian":
+        committed["norm"] = str(norm)  # Σ τ², in units of 2^-16
+    roots = tuple(trees[x].root().hex() for x in points)
+    genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, session, roots)
+    manifest = Manifest(terms, genesis, roots, commitment=committed)
+    write_private(target / "dealing.json", manifest.to_bytes())
+    for path in target.iterdir():
+        path.chmod(0o644)  # for the members; the shares in it are sealed to them
+    return manifest
+
+
+def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Terms | None = None) -> Manifest | None:
+    """A member takes its share: checks it against the dealing, keeps it sealed, signs. The manifest once all signed.
+
+    `terms`, where given, are what this member agreed to; the dealing must be for exactly these. Run it again to finish.
+    """
+    source = Path(folder)
+    manifest = Manifest.from_bytes(read_file(source / "dealing.json", "a dealing"))
+    if manifest.signatures or manifest.predecessor is not None:
+        raise RecordError("a dealing must be a first manifest without signatures")
+    if terms is not None and manifest.terms.digest() != terms.digest():
+        raise RecordError("the dealing is for other terms than this member agreed to")
+    identity = home.identity(unlock)
+    point = manifest.terms.point_of(identity.ed25519)
+    place = home.consortium(manifest.terms)
+    if not place.share_path.exists():
+        sealed = ShareFile(source / f"share-{point}.sealed", Unlock.by_identity(identity))
+        expected = ShareInfo.of(manifest.terms, manifest.genesis.session, 0, point, sealed.info.block)
+        if sealed.info != expected:
+            raise CeremonyError("the dealer's file for this member describes another share than the dealing does")
+        if sealed.root().hex() != manifest.roots[point - 1]:
+            raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
+        sealed.copy_to(place.share_path, unlock)
+    signature = identity.sign("manifest", manifest.sign_bytes()).hex()
+    write_private(source / f"signature-{point}.hex", signature.encode())
+    (source / f"signature-{point}.hex").chmod(0o644)
+    for member in manifest.terms.roster:
+        path = source / f"signature-{member.point}.hex"
+        if path.exists():
+            found = read_file(path, "a signature").decode(errors="replace").strip()
+            verify(member.ed25519, "manifest", manifest.sign_bytes(), found, member.name)
+            manifest = manifest.with_signature(member.point, bytes.fromhex(found))
+    try:
+        verify_manifest(manifest)
+    except SignatureError:
+        return None
+    write_private(place.manifest_path, manifest.to_bytes())
+    return manifest
+
+
+def check_commitment(manifest: Manifest, key: NDArray[np.int64]) -> bool:
+    """Whether a reconstructed raw key is the one that the dealer committed to."""
+    if manifest.commitment is None:
+        raise CeremonyError("this consortium's key was made without a dealer: there is no commitment to check")
+    hashed = commitment(bytes.fromhex(manifest.commitment["nonce"]), manifest.terms)
+    hashed.update(key.astype("<i4").tobytes())
+    return hashed.hexdigest() == manifest.commitment["hash"]

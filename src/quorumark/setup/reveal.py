@@ -1,0 +1,54 @@
+"""Reconstructing the key, where it must be revealed: from t shares, checked against what was committed to."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from quorumark import field, shamir
+from quorumark.errors import CeremonyError, ShareError
+from quorumark.home import ConsortiumFolder, Home
+from quorumark.keystore import Unlock, write_private
+from quorumark.setup.dealer import check_commitment
+from quorumark.shares import ShareFile
+
+__all__ = ["reconstruct_key"]
+
+
+def reconstruct_key(
+    home: Home,
+    place: ConsortiumFolder,
+    unlock: Unlock,
+    handed_over: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+) -> str:
+    """Writes the raw key to `out`; says in words what it was checked against.
+
+    Every share is first checked against its root in the signed manifest, so a wrong one is named by its member.
+    """
+    manifest, identity = place.manifest(), home.identity(unlock)
+    terms = manifest.terms
+    vectors = {}
+    for share in [place.share(unlock), *(ShareFile(path, Unlock.by_identity(identity)) for path in handed_over)]:
+        name = terms.member(share.info.point).name
+        if share.info.consortium != terms.digest().hex() or share.info.epoch != manifest.epoch:
+            raise ShareError(f"the share of {name!r} belongs to another consortium or epoch")
+        if share.root().hex() != manifest.roots[share.info.point - 1]:
+            raise ShareError(f"the share of {name!r} is not the one that its root in the manifest commits to")
+        vectors[share.info.point] = share.vector()
+    if len(vectors) < terms.threshold:
+        raise ShareError(f"the key needs the shares of {terms.threshold} members, but there are {len(vectors)}")
+    key = field.to_signed(shamir.reconstruct(vectors, terms.threshold))
+    if terms.key == "rademacher" and not np.isin(key, (-1, 1)).all():
+        raise CeremonyError("what these shares give are not signs: the setup was faulty")
+    if manifest.commitment is not None and not check_commitment(manifest, key):
+        raise CeremonyError("the reconstructed key is not the one that the dealer committed to")
+    buffer = io.BytesIO()
+    np.save(buffer, key.astype(np.int32))
+    write_private(Path(out), buffer.getvalue())
+    checked = "every share against its root in the signed manifest"
+    return checked + (", the key against the dealer's commitment" if manifest.commitment is not None else "")
