@@ -113,11 +113,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(value: float, text:
     assert ints(out) == [7] * 4
 
 
-def test_the_limit_is_on_the_weighted_value() -> None:
-    big = np.array([2.0**20])
-    assert ints(codec.encode(big, 0.25)) == [2**58]
-    with pytest.raises(EncodingError):
-        codec.encode(big, 0.5)
+def test_the_limit_is_on_the_value_and_on_what_it_becomes() -> None:
+    # an average of values below the limit is below it; a small weight must not let larger ones through
+    with pytest.raises(EncodingError, match="below 524288"):
+        codec.encode(np.array([2.0**20]), 0.25)
+    with pytest.raises(EncodingError, match="below 262144"):
+        codec.encode(np.array([2.0**18]), 2.0)
+    assert ints(codec.encode(np.array([2.0**18]), 1.5)) == [3 * 2**57]
     assert ints(codec.encode(np.array([LARGEST]))) == [round(Fraction(LARGEST) * 2**40)]
     assert ints(codec.encode(np.array([-LARGEST]))) == [P - round(Fraction(LARGEST) * 2**40)]
 
@@ -128,6 +130,8 @@ def test_the_limit_is_on_the_weighted_value() -> None:
         (lambda: codec.encode(np.array([1, 2])), "values must be a numpy array of float32 or float64, but got int64"),
         (lambda: codec.encode([1.0]), "but got list"),
         (lambda: codec.encode(np.array([], np.float32)), "must not be empty"),
+        (lambda: codec.encode(np.ones(2), True), "weight must be a number other than 0"),
+        (lambda: codec.decode(array([1]), out=[1]), "out must be a numpy array, but got list"),  # type: ignore[arg-type]
         (lambda: codec.encode(np.ones(2), 0.0), "weight must be a number other than 0"),
         (lambda: codec.encode(np.ones(2), math.nan), "weight must be a number other than 0"),
         (lambda: codec.encode(np.ones(2), out=np.zeros(3, np.uint64)), "out must be a uint64 array of shape (2,)"),
@@ -150,3 +154,8 @@ def test_partial_overlap_is_refused() -> None:
     x = field.random(10)
     with pytest.raises(InputError, match="overlap"):
         codec.encode_axpy(np.ones(9), 1.0, 1, x[:9], out=x[1:])
+    values = np.arange(1.0, 101.0)
+    with pytest.raises(InputError, match="share memory"):
+        codec.encode(values[:-1], out=values.view(np.uint64)[1:])
+    with pytest.raises(InputError, match="share memory"):
+        codec.decode(x, out=x.view(np.float32)[:10])

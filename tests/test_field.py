@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +22,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from quorumark import field
-from quorumark.errors import InputError, QuorumarkError
+from quorumark.errors import EncodingError, InputError, MissingDependencyError, QuorumarkError
+from quorumark.field import _cpu, _parallel
 from tests.oracle import EDGES, P, array, elements, ints, nonzero, vectors
 
 
@@ -158,6 +161,42 @@ def test_calls_from_many_threads_at_once() -> None:
     assert all((result == expected).all() for result in results)
 
 
+def test_spread_covers_waits_and_passes_errors_on() -> None:
+    field.set_threads(4)
+    done: list[tuple[int, int]] = []
+    _parallel.spread(lambda a, b: done.append((a, b)), 1003, smallest=10)
+    assert sorted(done)[0][0] == 0
+    assert sorted(done)[-1][1] == 1003
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(sorted(done)))
+    assert len(done) == 4
+
+    finished = []
+
+    def part(start: int, _stop: int) -> None:
+        if start == 0:
+            raise InputError("part", "must not fail", "first")
+        time.sleep(0.2)
+        finished.append(start)
+
+    with pytest.raises(InputError, match="first"):
+        _parallel.spread(part, 1003, smallest=10)
+    assert len(finished) == 3  # the other parts were waited for
+
+    def last(_start: int, stop: int) -> None:
+        if stop == 1003:
+            raise InputError("part", "must not fail", "last")
+
+    with pytest.raises(InputError, match="last"):
+        _parallel.spread(last, 1003, smallest=10)
+
+    # a part that spreads again stays in its own thread: a full pool cannot wait for itself
+    inner: list[int] = []
+    _parallel.spread(
+        lambda a, b: _parallel.spread(lambda c, d: inner.append(d - c), b - a, smallest=10), 1003, smallest=10
+    )
+    assert sum(inner) == 1003
+
+
 def test_a_forked_child_can_compute() -> None:
     """The pool's threads do not survive a fork: the child must not wait for them."""
     script = (
@@ -229,6 +268,22 @@ def test_stream_is_aes_ctr_word_for_word_from_anywhere(start: int, count: int) -
     raw = np.empty(count, np.uint64)
     stream.words(raw, start=start)
     assert [w & P for w in ints(raw)] == expected
+
+
+@pytest.mark.parametrize("size", [1, 8, 11])
+def test_words_of_every_kind_become_elements(size: int) -> None:
+    """Words that a stream gives once in 2^61 times: p must count as 0, whatever the top bits are."""
+    special = [P, 2**64 - 1, 0, 2**61, P - 1, 2**63 + P, 1]
+    words = array([special[i % len(special)] for i in range(size)])
+    expected = [(w & P) % P for w in ints(words)]
+    out = np.zeros(size, np.uint64)
+    _cpu.reduce_words(words, out)
+    assert ints(out) == expected
+    for start in (0, 1, P - 1):
+        for negate, sign in ((False, 1), (True, -1)):
+            vector = np.full(size, start, np.uint64)
+            _cpu.add_words(words, vector, negate)
+            assert ints(vector) == [(start + sign * e) % P for e in expected]
 
 
 def test_streams_are_separated_by_purpose_context_and_its_boundaries() -> None:
@@ -309,7 +364,18 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "chunk size": (lambda: field.chunks(5, 0), ["size", "at least 1", "0"]),
     "random count": (lambda: field.random(0), ["count", "at least 1", "0"]),
     "stream start": (lambda: field.Stream(bytes(32), "p").elements(1, start=-1), ["start", "at least 0", "-1"]),
-    "stream purpose": (lambda: field.Stream(bytes(32), ""), ["purpose", "''"]),
+    "stream purpose": (lambda: field.Stream(bytes(32), ""), ["purpose", "names what"]),
+    "stream end": (lambda: field.Stream(bytes(32), "p").elements(6, start=2**129 - 2), ["start", "2^64"]),
+    "mask values": (
+        lambda: field.Stream(bytes(32), "p").add_to(np.full(9, 2**64 - 1, np.uint64)),
+        ["vector", "[0, p)", f"{2**64 - 1} at index 0"],
+    ),
+    "matrix": (lambda: field.add(GOOD, GOOD, out=GOOD.copy().view(np.matrix)), ["out", "uint64 array"]),
+    "masked": (lambda: field.neg(np.ma.array(GOOD)), ["x", "numpy array", "MaskedArray"]),
+    "matmul a": (lambda: field.matmul(array([P]).reshape(1, 1), GOOD.reshape(1, 3)), ["a", "[0, p)", str(P)]),
+    "matmul b": (lambda: field.matmul(array([1]).reshape(1, 1), array([P]).reshape(1, 1)), ["b", "[0, p)", str(P)]),
+    "to signed": (lambda: field.to_signed(array([P])), ["x", "[0, p)", str(P)]),
+    "no dimension": (lambda: field.add(np.array(5, np.uint64), array([5])), ["x and y", "same shape", "() and (1,)"]),
     "stream context": (lambda: field.Stream(bytes(32), "p", "c"), ["context[0]", "bytes", "str"]),  # type: ignore[arg-type]
     "mask target": (lambda: field.Stream(bytes(32), "p").add_to(np.zeros(3)), ["vector", "uint64", "float64"]),
 }
@@ -324,6 +390,37 @@ def test_bad_input_is_refused_by_name_rule_and_value(case: str) -> None:
     assert isinstance(caught.value, ValueError)
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_a_bad_value_is_found_in_every_threads_part() -> None:
+    field.set_threads(4)
+    x = field.random(1_200_000)
+    for where in (0, 400_000, 700_000, len(x) - 1):
+        spoiled = x.copy()
+        spoiled[where] = P
+        with pytest.raises(InputError, match=f"{P} at index {where}"):
+            field.check(spoiled)
+
+
+def test_errors_travel_between_processes() -> None:
+    for error in (
+        InputError("a", "must b", 3),
+        EncodingError("a", "must b", 3, 7),
+        MissingDependencyError("package", "this"),
+    ):
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
+
+
+def test_errors_do_not_show_what_may_be_secret() -> None:
+    with pytest.raises(InputError) as caught:
+        field.from_signed(np.array([-424242, 7, 2**61]))
+    assert "424242" not in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        field.Stream(bytes(32), b"a second secret")  # type: ignore[arg-type]
+    assert "second" not in str(caught.value)
 
 
 def test_nothing_is_written_when_an_operand_is_refused() -> None:
@@ -354,6 +451,9 @@ def test_partial_overlap_is_refused() -> None:
         field.add(x[:-1], x[1:], out=x[1:])
     with pytest.raises(InputError, match="share memory"):
         field.matmul(field.random(4).reshape(2, 2), x.reshape(2, 50), out=x.reshape(2, 50))
+    square = field.random(4).reshape(2, 2)
+    with pytest.raises(InputError, match="share memory"):
+        field.matmul(square, field.random(4).reshape(2, 2), out=square)
 
 
 def test_a_read_only_output_is_refused() -> None:

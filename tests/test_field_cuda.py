@@ -117,6 +117,15 @@ def test_two_dimensions_and_strides() -> None:
     assert (field.add(g[:, ::2], g[:, 1::2]).cpu().numpy().view(np.uint64) == field.add(c[:, ::2], c[:, 1::2])).all()
 
 
+def test_matmul_beyond_32_bits_of_indices() -> None:
+    wide = torch.ones((22, 110_000_000), dtype=torch.int64, device="cuda")
+    wide[21, -1] = 5
+    found = field.matmul(torch.ones((1, 22), dtype=torch.int64, device="cuda"), wide, checked=False)
+    assert found[0, -2:].tolist() == [22, 26]
+    tall = torch.full((70_000, 1), 3, dtype=torch.int64, device="cuda")
+    assert set(ints(field.matmul(tall, torch.full((1, 2), 7, dtype=torch.int64, device="cuda")).unique())) == {21}
+
+
 def test_large_vectors_and_lazy_sums() -> None:
     size = 11_200_000
     top = torch.full((size,), P - 1, dtype=torch.int64, device="cuda")

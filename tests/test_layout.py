@@ -89,6 +89,34 @@ def test_a_torch_module_keeps_buffers_embeddings_and_tied_weights_out() -> None:
     assert roles["head.weight"] == "plain"
 
 
+def test_tied_buffers_stay_buffers_and_tied_views_are_refused() -> None:
+    shared = np.arange(5)
+    model = {"w": np.ones((3, 4), np.float32), "a": shared, "b": shared}
+    layout = ModelLayout.of(model)
+    assert [s.role for s in layout.tensors] == ["carrier", "buffer", "buffer"]
+    assert ModelLayout.from_bytes(layout.to_bytes()) == layout
+    assert (layout.unflatten(layout.flatten(model), model)["b"] == shared).all()
+    weights = np.ones((3, 4), np.float32)
+    for view in (weights.T, weights.reshape(4, 3), weights[1:], weights[:, ::2]):
+        with pytest.raises(LayoutError, match=r"'(embed|head)' and '(embed|head)' share memory"):
+            ModelLayout.of({"embed": weights, "head": view})
+    halves = np.ones((6, 4), np.float32)  # neighbours in one memory are fine
+    assert ModelLayout.of({"a": halves[:3], "b": halves[3:]}).coordinates == 24
+    flat = torch.ones(24)
+    assert ModelLayout.of({"a": flat[:12].reshape(3, 4), "b": flat[12:].reshape(3, 4)}).coordinates == 24
+
+
+def test_specs_that_no_model_has_are_refused() -> None:
+    for spec in (
+        TensorSpec("a", "I64", (2, 2), "carrier"),
+        TensorSpec("a", "F32", (-2, 2), "carrier"),
+        TensorSpec("a", "F32", (2, 2), "king"),  # type: ignore[arg-type]
+        TensorSpec("a", "F32", (0, 2), "carrier"),
+    ):
+        with pytest.raises(LayoutError):
+            ModelLayout((spec,))
+
+
 def test_the_digest_is_stable_and_knows_every_change() -> None:
     model = numpy_model()
     layout = ModelLayout.of(model)
@@ -129,7 +157,9 @@ def test_canonical_bytes_are_read_back_and_nothing_else_is() -> None:
         text = json.dumps(bad, sort_keys=True, separators=(",", ":")).encode()
         with pytest.raises(LayoutError):
             ModelLayout.from_bytes(text)
-    for raw in (b"", b"{", data + b" ", data.replace(b",", b", "), b"\xff"):
+    raws = [b"", b"{", data + b" ", data.replace(b",", b", "), b"\xff", b"[" * 200_000]
+    raws += [data.replace(b'"F32"', b"[]", 1), data.replace(b'"of":"head.weight"', b'"of":[]')]
+    for raw in [*raws, data.replace(b"conv.weight", b"\\ud800")]:
         with pytest.raises(LayoutError):
             ModelLayout.from_bytes(raw)
 
@@ -178,6 +208,8 @@ def test_every_bfloat16_comes_back_and_rounding_is_torchs() -> None:
     like = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     layout = ModelLayout.of({"w": like})
     back = layout.unflatten(layout.flatten({"w": like}), {"w": like})["w"]
+    quiet = layout.unflatten(np.full(2**16, np.uint32(0x7F800001)).view(np.float32), {"w": like})["w"]
+    assert torch.isnan(quiet).all()  # a NaN whose last bits are cut off must not become infinity
     numbers = ~torch.isnan(like)
     assert torch.equal(back.view(torch.int16)[numbers], like.view(torch.int16)[numbers])
     assert torch.isnan(back[~numbers]).all()
@@ -210,6 +242,8 @@ def test_the_sample_looks_random_is_public_and_depends_on_the_model() -> None:
     # each of a stratum's three places is hit a third of the time: within 6 standard deviations, fixed seed
     hits = np.bincount(places % 3, minlength=3)
     assert np.abs(hits - 100_000 / 3).max() < 6 * math.sqrt(100_000 * 2 / 9)
+    # beyond the first 65,536 the stream goes on, it does not begin again
+    assert not np.array_equal(np.diff(places[:1000]), np.diff(places[65536:66536]))
     other = ModelLayout.of({"v": model["w"]}, max_coordinates=100_000).carrying()
     assert 0.3 < np.mean(places == other) < 0.37
 
@@ -321,6 +355,27 @@ def test_a_file_and_a_state_dict_give_one_layout_and_one_vector(tmp_path: Path) 
     back = layout.unflatten(layout.flatten(path), path)
     write_safetensors(back, path)
     assert np.array_equal(layout.flatten(path), layout.flatten(state))
+
+
+def test_other_byte_orders_and_odd_names(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    big = np.array([[1.0, 2.0], [3.0, 4.0]], ">f4")
+    write_safetensors({"w": big}, path)
+    assert read_safetensors(path)["w"].tolist() == big.tolist()
+    layout = ModelLayout.of({"w": big})
+    assert layout.flatten({"w": big}).tolist() == [1, 2, 3, 4]
+    for name in ("__metadata__", 5):
+        with pytest.raises(LayoutError, match="cannot hold"):
+            write_safetensors({name: big}, path)  # type: ignore[dict-item]
+
+
+def test_files_with_many_tensors_need_few_descriptors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors({f"w{i}": np.full((2, 2), i, np.float32) for i in range(1500)}, path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    tensors = read_safetensors(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 5
+    assert tensors["w777"].tolist() == [[777, 777], [777, 777]]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from quorumark import field, shamir
 from quorumark.errors import DecodingError, InputError, QuorumarkError, ShareError
+from quorumark.field import _cpu
 from tests.oracle import EDGES, P, array, elements, evaluate, interpolate, ints
 
 SIZES = [(2, 2), (3, 2), (5, 3), (5, 5), (6, 4), (7, 7), (8, 3), (9, 5), (32, 16), (128, 64), (128, 128), (20, 20)]
@@ -77,7 +79,9 @@ def test_threads_share_correctly_across_their_borders() -> None:
             shares = shamir.share(secret, 3, 5)
             shamir.check_degree({x: shares[x - 1] for x in range(1, 6)}, 3)
             assert (shamir.reconstruct({x: shares[x - 1] for x in (1, 4, 5)}, 3) == secret).all()
-            assert len(np.unique(shares[0])) == secret.size  # no coefficient used twice
+            # no coefficient used twice: with one constant secret, equal words would show as equal shares
+            constant = shamir.share(np.zeros_like(secret), 2, 2)
+            assert len(np.unique(constant[0])) == secret.size
     finally:
         field.set_threads(before)
 
@@ -141,6 +145,52 @@ def test_a_compressed_share_hides_its_seed_and_refuses_missing_values() -> None:
         assert repr(share.seed)[2:-3] not in str(caught.value)
 
 
+def test_every_compressed_sharing_has_seeds_of_its_own() -> None:
+    first, second = (shamir.share_compressed(S, 2, 3) for _ in range(2))
+    assert len({share.seed for share in [*first, *second]}) == 6
+
+
+# --- the kernel, with words of our choice ---
+
+
+@pytest.mark.parametrize(("members", "threshold"), [(2, 2), (3, 2), (5, 3), (6, 6), (13, 5), (32, 16), (128, 64)])
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 63, 64, 65, 130])
+def test_shares_are_the_newton_formula_word_for_word(members: int, threshold: int, size: int) -> None:
+    rng = np.random.default_rng(size)
+    words = rng.integers(0, 2**64, (threshold - 1, size), dtype=np.uint64)
+    words[rng.random(words.shape) < 0.2] = np.uint64(P)  # p counts as 0
+    words[rng.random(words.shape) < 0.2] = np.uint64(2**64 - 1)
+    secret = array([*EDGES, *range(size)][:size])
+    out = np.zeros((members, size + 3), np.uint64)
+    _cpu.newton_shares(secret, words.reshape(-1), threshold, members, out, 2)
+    for c in range(size):
+        for x in (1, 2, 3, 4, members - 1, members):
+            if 1 <= x <= members:
+                total = int(secret[c]) + sum((int(words[j - 1, c]) & P) * math.comb(x, j) for j in range(1, threshold))
+                assert int(out[x - 1, c + 2]) == total % P
+    assert not out[:, :2].any()
+    assert not out[:, size + 2 :].any()
+
+
+def test_every_tile_and_thread_takes_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a known stream, coordinate c of tile [a, b) uses words (t−1)·a + (j−1)·(b−a) + (c−a)."""
+    stream = field.Stream(bytes(32), "known")
+    monkeypatch.setattr(field.Stream, "fresh", classmethod(lambda _cls, _purpose: stream))
+    before = field.threads()
+    try:
+        for count in (1, 3):
+            field.set_threads(count)
+            secret = np.zeros(3_000_000, np.uint64)
+            shares = shamir.share(secret, 2, 2)  # f(x) = r_1·x
+            assert (shares[0] == stream.elements(secret.size)).all()
+            three = shamir.share(secret[:400_000], 3, 3)  # f(1) = r_1, f(2) = 2·r_1 + r_2
+            second = field.sub(three[1], field.add(three[0], three[0]))
+            used = np.sort(np.concatenate([three[0], second]))
+            assert (used == np.sort(stream.elements(800_000))).all()
+    finally:
+        field.set_threads(before)
+
+
 # --- Lagrange ---------------------------------------------------------------------------------------------
 
 
@@ -191,12 +241,29 @@ def test_more_wrong_shares_are_noticed(t: int, spare: int, data: st.DataObject) 
 
 
 def test_colluders_beyond_the_bound_can_frame_the_honest() -> None:
-    """The limit that the docs state: n − t + … liars who agree on a polynomial are taken for the honest ones."""
-    honest, lie = [5, 7, 11], [99, 7, 11]
-    shares = {x: evaluate(lie if x >= 3 else honest, x) for x in range(1, 8)}
+    """The limit that the docs state: ⌈(n−t)/2⌉ + 1 liars set the value and make others look wrong."""
+    shares = {x: evaluate([12345, 67, 89], x) for x in range(1, 8)}
+    for x in (3, 4, 5):  # a multiple of a polynomial that vanishes at two honest points: no honest share is needed
+        shares[x] = (shares[x] + 1000 * (x - 1) * (x - 2)) % P
     decoded = shamir.decode(shares, 3)
-    assert decoded.value == 99
-    assert decoded.wrong == (1, 2)
+    assert (decoded.value, decoded.wrong) == (14345, (6, 7))
+    # who must not be fooled accepts only shares that all agree
+    with pytest.raises(DecodingError, match="do not all agree"):
+        shamir.decode(shares, 3, correct=False)
+
+
+@given(st.integers(2, 5), st.integers(1, 6), st.data())
+def test_without_correction_any_n_minus_t_lies_are_noticed(t: int, spare: int, data: st.DataObject) -> None:
+    """The liars choose a polynomial through t of the honest shares at best: some honest share must disagree."""
+    points = list(range(1, t + spare + 1))
+    honest, lie = (data.draw(st.lists(elements, min_size=t, max_size=t)) for _ in range(2))
+    liars = data.draw(st.lists(st.sampled_from(points), min_size=1, max_size=spare, unique=True))
+    shares = {x: evaluate(lie if x in liars else honest, x) for x in points}
+    if all(shares[x] == evaluate(honest, x) for x in points):
+        assert shamir.decode(shares, t, correct=False).value == honest[0]
+    else:
+        with pytest.raises(DecodingError):
+            shamir.decode(shares, t, correct=False)
 
 
 def test_decoding_with_exactly_t_corrects_nothing_and_says_so() -> None:
@@ -248,6 +315,31 @@ def test_degree_check_finds_and_names_what_does_not_fit(spoil: str) -> None:
         shamir.check_degree({x: vectors[x] for x in (1, 2, 3, 4)}, 3)
 
 
+def test_degree_check_is_not_fooled_by_errors_that_cancel() -> None:
+    """+1 and −1 in two places, near each other or in different chunks: only random weights tell them from nothing."""
+    shares = shamir.share(field.random((1 << 20) + 10), 2, 4)
+    for first, second in ((3, 4), (5, (1 << 20) + 5)):
+        spoiled = shares.copy()
+        spoiled[2, first] = (int(spoiled[2, first]) + 1) % P
+        spoiled[2, second] = (int(spoiled[2, second]) - 1) % P
+        with pytest.raises(ShareError, match="points 3 do not fit"):
+            shamir.check_degree({x: spoiled[x - 1] for x in range(1, 5)}, 2)
+
+
+def test_degree_check_draws_new_weights_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def spy(totals: object, _threshold: int) -> shamir.Decoded:
+        seen.append(totals)
+        return shamir.Decoded(0, (), 0)
+
+    monkeypatch.setattr(shamir, "decode", spy)
+    shares = shamir.share(field.random(10), 2, 3)
+    for _ in range(2):
+        shamir.check_degree({x: shares[x - 1] for x in (1, 2, 3)}, 2)
+    assert seen[0] != seen[1]
+
+
 def test_degree_check_refuses_a_higher_degree() -> None:
     shares = shamir.share(field.random(100), 4, 6)
     vectors = {x: shares[x - 1] for x in range(1, 7)}
@@ -259,11 +351,21 @@ def test_degree_check_refuses_a_higher_degree() -> None:
 # --- bad input --------------------------------------------------------------------------------------------
 
 S = array([1, 2, 3])
+M = np.ones((3, 3), np.uint64)
 BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "t > K": (lambda: shamir.share(S, 4, 3), ["threshold", "members = 3", "4"]),
     "t = 1": (lambda: shamir.share(S, 1, 3), ["threshold", "at least 2", "1"]),
     "t = 0": (lambda: shamir.decode({1: 1}, 0), ["threshold", "at least 2", "0"]),
-    "t a float": (lambda: shamir.share(S, 2.0, 3), ["threshold", "whole number", "2.0"]),  # type: ignore[arg-type]
+    "t a float": (lambda: shamir.share(S, 2.0, 3), ["threshold", "whole number", "float"]),  # type: ignore[arg-type]
+    "arguments swapped": (lambda: shamir.share(3, S, 5), ["threshold", "whole number", "ndarray"]),  # type: ignore[arg-type]
+    "no mapping": (lambda: shamir.decode([1, 2], 2), ["shares", "map points", "list"]),  # type: ignore[arg-type]
+    "no points at all": (lambda: shamir.lagrange(5), ["points", "sequence", "int"]),  # type: ignore[arg-type]
+    "no vectors": (lambda: shamir.share_chunks(5, 2, 3), ["secret", "vectors", "int"]),  # type: ignore[arg-type]
+    "out is the secret": (
+        lambda: shamir.share(M[0], 2, 3, out=M),
+        ["out", "share memory"],
+    ),
+    "seeds": (lambda: shamir.compressed_block(S, 0, {1: bytes(32), 3: bytes(32)}, 2), ["seeds", "1..2"]),
     "K = 0": (lambda: shamir.share(S, 2, 0), ["members", "at least 1", "0"]),
     "secret value": (lambda: shamir.share(array([P]), 2, 3), ["secret", "[0, p)", f"{P} at index 0"]),
     "secret dtype": (lambda: shamir.share(S.astype(np.float64), 2, 3), ["secret", "uint64", "float64"]),

@@ -31,7 +31,7 @@ def encode(values: Any, weight: float = 1.0, out: Vector | None = None, *, name:
     The product is rounded once to float64 and once to fixed point: within 2^-41 + 2^-53·|weight·v|.
     """
     flat, scale = _prepare(values, weight, name)
-    target = np.empty(flat.size, np.uint64) if out is None else _target(out, values.shape)
+    target = np.empty(flat.size, np.uint64) if out is None else _target(out, values)
     _parallel.spread(lambda b, e: _cpu.encode(flat[b:e], scale, target[b:e]), flat.size)
     return target.reshape(values.shape) if out is None else out
 
@@ -62,7 +62,7 @@ def encode_axpy(
     if out is not None and out is not x and np.may_share_memory(out, x):
         raise InputError("out", "must be x itself or not overlap it", "an array that overlaps in part")
     addend = np.ascontiguousarray(x).reshape(-1)
-    target = np.empty(flat.size, np.uint64) if out is None else _target(out, values.shape)
+    target = np.empty(flat.size, np.uint64) if out is None else _target(out, values)
     _parallel.spread(lambda b, e: _cpu.encode_axpy(flat[b:e], scale, factor, addend[b:e], target[b:e]), flat.size)
     return target.reshape(values.shape) if out is None else out
 
@@ -79,6 +79,10 @@ def decode(
         raise InputError("x", "must be a uint64 vector", getattr(x, "dtype", type(x).__name__))
     if out is None:
         out = np.empty(x.shape, dtype)
+    elif not isinstance(out, np.ndarray):
+        raise InputError("out", "must be a numpy array", type(out).__name__)
+    elif np.may_share_memory(out, x) or not out.flags.writeable:
+        raise InputError("out", "must be writable and not share memory with x", "an array that is not")
     elif out.dtype != np.dtype(dtype) or out.shape != x.shape or not out.flags.c_contiguous:
         raise InputError(
             "out", f"must be a contiguous {np.dtype(dtype)} array of shape {x.shape}", f"{out.dtype} {out.shape}"
@@ -95,7 +99,7 @@ def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float
         raise InputError(name, "must be a numpy array of float32 or float64", received)
     if values.size == 0:
         raise InputError(name, "must not be empty", f"shape {values.shape}")
-    if not isinstance(weight, (int, float)) or not 0 < abs(weight) < LIMIT:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < abs(weight) < LIMIT:
         raise InputError("weight", "must be a number other than 0, below 2^19 in size", repr(weight))
     flat = np.ascontiguousarray(values).reshape(-1)
     bound = _largest(float(abs(weight)), flat.dtype)
@@ -105,9 +109,9 @@ def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float
 
 
 def _largest(weight: float, dtype: np.dtype[Any]) -> Any:
-    """The largest v of this type with weight·v < 2^19."""
-    bound = np.float64(min(LIMIT / weight, np.finfo(dtype).max))
-    while bound * weight >= LIMIT:
+    """The largest v of this type with v and weight·v below 2^19: an average of such numbers fits as well."""
+    bound = np.float64(LIMIT / max(weight, 1.0))
+    while bound >= LIMIT or bound * weight >= LIMIT:
         bound = np.nextafter(bound, 0.0)
     rounded = dtype.type(bound)
     return rounded if rounded <= bound else np.nextafter(rounded, dtype.type(0))
@@ -118,11 +122,13 @@ def _refusal(flat: NDArray[Any], bound: Any, weight: float, name: str) -> Encodi
     value = float(flat[where])
     if not np.isfinite(value):
         return EncodingError(name, "must be finite", f"{value} at index {where}", where)
-    rule = f"must be below {LIMIT / abs(weight):g} in size to fit into fixed point"
+    rule = f"must be below {LIMIT / max(abs(weight), 1.0):g} in size to fit into fixed point"
     return EncodingError(name, rule, f"{value:g} at index {where}", where)
 
 
-def _target(out: Any, shape: tuple[int, ...]) -> Vector:
-    field.check_output(out, shape)
+def _target(out: Any, values: NDArray[Any]) -> Vector:
+    field.check_output(out, values.shape)
+    if np.may_share_memory(out, values):
+        raise InputError("out", "must not share memory with the values", "an overlapping array")
     flat: Vector = out.reshape(-1)
     return flat

@@ -40,6 +40,9 @@ class InputError(QuorumarkError, ValueError):
         self.received = str(received)
         super().__init__(f"{argument} {rule}, but got {self.received}")
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[object, ...]]:
+        return type(self), (self.argument, self.rule, self.received)  # so that it travels between processes
+
 
 class EncodingError(InputError):
     """A number that the fixed-point code cannot hold: NaN, infinity or overflow; `index` says which."""
@@ -47,6 +50,9 @@ class EncodingError(InputError):
     def __init__(self, argument: str, rule: str, received: object, index: int) -> None:
         self.index = index
         super().__init__(argument, rule, received)
+
+    def __reduce__(self) -> tuple[type[InputError], tuple[object, ...]]:
+        return type(self), (self.argument, self.rule, self.received, self.index)
 
 
 class ShareError(QuorumarkError):
@@ -85,4 +91,8 @@ class MissingDependencyError(QuorumarkError, ImportError):
     """A part of quorumark needs an optional package that is not installed."""
 
     def __init__(self, package: str, purpose: str) -> None:
+        self.package, self.purpose = package, purpose
         super().__init__(f"{purpose} needs the package {package!r}: pip install {package}")
+
+    def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str]]:
+        return type(self), (self.package, self.purpose)

@@ -16,6 +16,7 @@ bfloat16 needs neither torch nor another package: it is read from its bits.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -99,7 +100,8 @@ class ModelLayout:
             if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
                 raise InputError(argument, "must be a sequence of globs", repr(globs))
         tensors, barred = _open(model)
-        originals = _tied(tensors)
+        include, exclude = tuple(include), tuple(exclude)
+        originals = _tied({n: t for n, t in tensors.items() if _dtype_name(n, t) in _FLOATS})
         chosen = {
             name
             for name, tensor in tensors.items()
@@ -123,7 +125,8 @@ class ModelLayout:
         return cls(_in_order(specs), max_coordinates)
 
     def __post_init__(self) -> None:
-        if not any(spec.role == "carrier" for spec in self.tensors):
+        _check_specs(self.tensors)
+        if not any(spec.role == "carrier" and spec.size for spec in self.tensors):
             raise LayoutError(
                 "no tensor can carry the mark: none is floating-point, has two dimensions or more, and is named by "
                 "include but not by exclude"
@@ -131,8 +134,8 @@ class ModelLayout:
         if self.tensors != _in_order(self.tensors):
             raise LayoutError("the tensors of a layout must be in its fixed order, each name once")
         limit = self.max_coordinates
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise InputError("max_coordinates", "must be a whole number, at least 1, or None", repr(limit))
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= 1 << 31):
+            raise InputError("max_coordinates", "must be a whole number from 1 to 2^31, or None", repr(limit))
 
     # --- what it says ---
 
@@ -206,7 +209,8 @@ class ModelLayout:
 
     def _canonical(self, max_coordinates: int | None) -> bytes:
         tensors = [
-            {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "role": s.role} | ({"of": s.of} if s.of else {})
+            {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "role": s.role}
+            | ({} if s.of is None else {"of": s.of})
             for s in self.tensors
         ]
         body = {"format": FORMAT, "max_coordinates": max_coordinates, "tensors": tensors}
@@ -223,10 +227,10 @@ class ModelLayout:
                 TensorSpec(t["name"], t["dtype"], tuple(t["shape"]), t["role"], t.get("of")) for t in body["tensors"]
             )
             layout = cls(specs, body["max_coordinates"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LayoutError(f"not a layout: {type(error).__name__} ({error})") from None
-        _check_specs(specs)
-        if layout.to_bytes() != data:
+            canonical = layout.to_bytes()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LayoutError(f"not a layout: {type(error).__name__}") from None
+        if canonical != data:
             raise LayoutError("not a layout in canonical form: it has unknown fields or other spelling")
         return layout
 
@@ -237,8 +241,9 @@ class ModelLayout:
         tensors = self._matched(model)
         if out is None:
             out = np.empty(self.size, self.dtype)
-        elif out.dtype != self.dtype or out.shape != (self.size,):
-            raise InputError("out", f"must be a {self.dtype} vector of length {self.size}", f"{out.dtype} {out.shape}")
+        elif not isinstance(out, np.ndarray) or out.dtype != self.dtype or out.shape != (self.size,):
+            received = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+            raise InputError("out", f"must be a {self.dtype} vector of length {self.size}", received)
         for spec, place in self.spans():
             out[place] = _to_float(tensors[spec.name], spec.dtype).reshape(-1)
         return out
@@ -280,7 +285,8 @@ class ModelLayout:
             if spec.role == "buffer":
                 out[name] = tensor.clone() if _is_torch(tensor) else np.array(tensor)
                 continue
-            values = _from_float(vector[places[spec.of or name]], spec.dtype).reshape(spec.shape)
+            original = name if spec.of is None else spec.of
+            values = _from_float(vector[places[original]], spec.dtype).reshape(spec.shape)
             out[name] = _to_torch(values, tensor) if _is_torch(tensor) else values.astype(tensor.dtype, copy=False)
         return out
 
@@ -328,6 +334,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         raise LayoutError(
             f"{os.fspath(path)!r} is not a sound safetensors file ({error}); save the model as one"
         ) from None
+    # one map for the whole file: a map each would need a file descriptor each
+    whole = np.memmap(path, np.uint8, "r")
     tensors: dict[str, NDArray[Any]] = {}
     for name in names:
         entry = header[name]
@@ -335,10 +343,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
             raise LayoutError(f"tensor {name!r} has the type {entry['dtype']}, which is not supported")
         begin, end = entry["data_offsets"]
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if begin == end:
-            tensors[name] = np.empty(shape, dtype)
-        else:
-            tensors[name] = np.memmap(path, dtype, "r", 8 + length + begin, shape)
+        content = whole[8 + length + begin : 8 + length + end]
+        tensors[name] = np.ndarray(shape, dtype, content) if content.size else np.empty(shape, dtype)
     return tensors
 
 
@@ -348,6 +354,9 @@ def write_safetensors(tensors: Mapping[str, Any], path: str | os.PathLike[str]) 
     The safetensors package writes no bfloat16 without torch, so the few lines of the format stand here: 8 bytes of
     header length, the header as JSON, the tensors' bytes, the widest types first so that all of them are aligned.
     """
+    for name in tensors:
+        if not isinstance(name, str) or name == "__metadata__":
+            raise LayoutError(f"a safetensors file cannot hold a tensor named {name!r}")
     arrays = {name: np.ascontiguousarray(_as_numpy(tensor)) for name, tensor in tensors.items()}
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     header: dict[str, Any] = {}
@@ -434,21 +443,34 @@ def _dtype_name(name: str, tensor: Any) -> str:
 
 
 def _tied(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Aliases: names of tensors that are the same memory as an earlier name (in sorted order), with that name."""
+    """Aliases: names of tensors that are the same memory as an earlier name (in sorted order), with that name.
+
+    Tensors that share memory in any other way (a transposed view, a part) cannot be aggregated under two names.
+    """
     seen: dict[object, str] = {}
+    spans: list[tuple[object, int, int, str]] = []
     aliases = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         if math.prod(tensor.shape) == 0:
             continue
         if _is_torch(tensor):
-            place: object = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            device, start, steps, item = tensor.device, tensor.data_ptr(), tensor.stride(), tensor.element_size()
+            steps = tuple(step * item for step in steps)
         else:
-            place = (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype.str)
+            device, start, steps, item = "cpu", tensor.__array_interface__["data"][0], tensor.strides, tensor.itemsize
+        place = (device, start, tuple(tensor.shape), steps, str(tensor.dtype))
         if place in seen:
             aliases[name] = seen[place]
-        else:
-            seen[place] = name
+            continue
+        seen[place] = name
+        reach = [(n - 1) * step for n, step in zip(tensor.shape, steps, strict=True)]
+        low, high = start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + item
+        spans.append((str(device), low, high, name))
+    spans.sort()
+    for (device, _, end, one), (other, begin, _, two) in itertools.pairwise(spans):
+        if device == other and begin < end:
+            raise LayoutError(f"the tensors {one!r} and {two!r} share memory, but are not the same tensor")
     return aliases
 
 
@@ -456,7 +478,7 @@ def _as_numpy(tensor: Any) -> NDArray[Any]:
     """The tensor's numbers in numpy, bfloat16 as its bits."""
     if not _is_torch(tensor):
         array: NDArray[Any] = tensor.view(BFLOAT16) if tensor.dtype.name == "bfloat16" else tensor
-        return array
+        return array.astype(array.dtype.newbyteorder("<"), copy=False)
     plain = tensor.detach().cpu()
     if str(plain.dtype) == "torch.bfloat16":
         import torch
@@ -506,7 +528,10 @@ def _check_specs(specs: Sequence[TensorSpec]) -> None:
     for spec in specs:
         sound = (
             isinstance(spec.name, str)
+            and isinstance(spec.dtype, str)
             and spec.dtype in _DTYPES
+            and spec.role in ("carrier", "plain", "alias", "buffer")
+            and isinstance(spec.of, str | None)
             and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in spec.shape)
             and (spec.role == "buffer") == (spec.dtype not in _FLOATS)
             and (spec.role != "carrier" or len(spec.shape) >= 2)

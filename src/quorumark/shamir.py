@@ -80,6 +80,8 @@ def share_chunks(
         _check_vector("secret", secret)
         parts: Iterable[Vector] = (secret[part] for part in field.chunks(secret.size, chunk))
     else:
+        if not isinstance(secret, Iterable):
+            raise InputError("secret", "must be a vector or vectors", type(secret).__name__)
         parts = secret
     return _share_parts(parts, threshold, members)
 
@@ -143,7 +145,8 @@ def _lagrange(xs: Sequence[int], target: int) -> list[int]:
 def lagrange_matrix(points: Sequence[int], targets: Sequence[int]) -> Vector:
     """One row of Lagrange coefficients per target: `matmul` with it moves shares from points to targets."""
     xs = _check_points("points", points)
-    if len(targets) == 0:
+    targets = list(targets)
+    if not targets:
         raise InputError("targets", "must not be empty", "none")
     return np.array([_lagrange(xs, _check_target("targets", target)) for target in targets], dtype=np.uint64)
 
@@ -169,7 +172,7 @@ def reconstruct(shares: Mapping[int, Vector], threshold: int, at: int = 0) -> Ve
 # --- compressed shares ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompressedShare:
     """One member's share with its generated blocks left out: `expand` gives the full vector.
 
@@ -190,8 +193,8 @@ class CompressedShare:
         _check_numbers(self.threshold, self.members)
         _positive("length", self.length)
         _positive("block", self.block)
-        if self.point not in range(1, self.members + 1):
-            raise InputError("point", f"must be in 1..{self.members}", self.point)
+        if type(self.point) is not int or self.point not in range(1, self.members + 1):
+            raise InputError("point", f"must be a whole number in 1..{self.members}", repr(self.point))
         if not isinstance(self.seed, bytes) or len(self.seed) != field.KEY_BYTES:
             raise InputError("seed", f"must be {field.KEY_BYTES} bytes", "something else")
         expected = sum(part.stop - part.start for generated, part in self._blocks() if not generated)
@@ -238,7 +241,14 @@ def share_compressed(secret: Vector, threshold: int, members: int, block: int = 
 
 
 def compressed_block(secret: Vector, index: int, seeds: Mapping[int, bytes], threshold: int) -> dict[int, Vector]:
-    """Block `index` of a compressed sharing: what the members outside its generated set must store."""
+    """Block `index` of a compressed sharing: what the members outside its generated set must store.
+
+    The seeds must be fresh for every sharing: two secrets under the same seeds would differ by what one member sees.
+    """
+    _check_numbers(threshold, len(seeds))
+    secret = _secret(secret)
+    if sorted(seeds) != list(range(1, len(seeds) + 1)):
+        raise InputError("seeds", f"must be one for each of the points 1..{len(seeds)}", f"{len(seeds)} others")
     members = len(seeds)
     generated = _generated_points(index, threshold, members)
     others = [point for point in range(1, members + 1) if point not in generated]
@@ -283,7 +293,8 @@ class Decoded:
     Attributes:
         value: f(at).
         wrong: the points whose shares were wrong, in ascending order.
-        spare: shares beyond the threshold, n − t: that many wrong ones are always noticed, half of them corrected.
+        spare: shares beyond the threshold, n − t. Up to ⌊spare/2⌋ wrong ones are corrected and named; with more, see
+            `decode`.
     """
 
     value: int
@@ -291,20 +302,26 @@ class Decoded:
     spare: int
 
 
-def decode(shares: Mapping[int, int], threshold: int, at: int = 0) -> Decoded:
+def decode(shares: Mapping[int, int], threshold: int, at: int = 0, *, correct: bool = True) -> Decoded:
     """Opens one shared number from n ≥ t shares, correcting up to ⌊(n−t)/2⌋ wrong ones and naming them.
 
-    Reed–Solomon decoding by Gao's method: missing points are simply absent. With more wrong shares than that,
-    a DecodingError; but n − t or more wrong ones that agree with each other can pass as honest, and frame the others.
+    Reed–Solomon decoding by Gao's method: missing points are simply absent. More wrong shares than that are noticed
+    (a DecodingError) unless their holders work together: ⌈(n−t)/2⌉ + 1 colluders, who need nobody else's share, can
+    set the value at will and make honest members look wrong. `correct=False` accepts only shares that all agree: then
+    any n − t wrong ones are noticed, whatever they do, and nobody is named.
     """
     _check_threshold(threshold)
     target = _check_target("at", at)
+    if not isinstance(shares, Mapping):
+        raise InputError("shares", "must map points to values", type(shares).__name__)
     xs = _check_points("shares", list(shares))
     if len(xs) < threshold:
         raise InputError("shares", f"must be at least t = {threshold}", f"{len(xs)}")
     ys = [int(field.check_scalar(f"shares[{x}]", shares[x])) for x in xs]
     polynomial = _nearest_polynomial(xs, ys, threshold)
     wrong = sorted(x for x, y in zip(xs, ys, strict=True) if _evaluate(polynomial, x) != y)
+    if wrong and not correct:
+        raise DecodingError(f"the {len(xs)} shares do not all agree, and were not to be corrected")
     return Decoded(_evaluate(polynomial, target), tuple(wrong), len(xs) - threshold)
 
 
@@ -415,14 +432,15 @@ def check_degree(shares: Mapping[int, Vector], threshold: int) -> None:
 
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(name, "must be a whole number, at least 1", repr(value))
+        received = repr(value) if isinstance(value, int) else type(value).__name__
+        raise InputError(name, "must be a whole number, at least 1", received)
 
 
 def _check_threshold(threshold: object) -> None:
     if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 2:
-        raise InputError(
-            "threshold", "must be a whole number, at least 2 (with 1, everybody holds the secret)", threshold
-        )
+        received = threshold if isinstance(threshold, int) else type(threshold).__name__  # never a secret by mistake
+        rule = "must be a whole number, at least 2 (with 1, everybody holds the secret)"
+        raise InputError("threshold", rule, received)
 
 
 def _check_numbers(threshold: int, members: int) -> None:
@@ -449,6 +467,8 @@ def _check_target(name: str, at: object) -> int:
 
 
 def _check_points(name: str, points: Sequence[int]) -> list[int]:
+    if not isinstance(points, Iterable):
+        raise InputError(name, "must be a sequence of points", type(points).__name__)
     xs = [int(field.check_scalar(name, x)) for x in points]
     if not xs:
         raise InputError(name, "must name at least one point", "none")

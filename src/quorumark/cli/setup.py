@@ -24,7 +24,7 @@ def dkg(
     openers: Annotated[str | None, typer.Option(help="After a loss: other 2t−1 points, like 1,3,5.")] = None,
     attempt: Annotated[int, typer.Option(help="With --openers: a new number, the same for all.")] = 0,
 ) -> None:
-    """Take the next steps of the dealer-free setup. Run it again whenever others have written; it says what it waits for."""
+    """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
     from quorumark.errors import InputError
     from quorumark.home import Home, read_file
     from quorumark.records import Terms

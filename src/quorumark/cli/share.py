@@ -30,7 +30,8 @@ def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Jso
     kind = f"compressed, blocks of {info.block:,}" if info.block else "dense"
     typer.echo(
         f"{place.share_path}: {place.share_path.stat().st_size:,} bytes, {kind}\n"
-        f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} coordinates, epoch {info.epoch}"
+        f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} coordinates, "
+        f"epoch {info.epoch}"
     )
 
 

@@ -187,7 +187,8 @@ def matmul(a: Any, b: Any, out: Any = None, *, checked: bool = True) -> Any:
         raise InputError("out", "must not share memory with a or b", "an overlapping array")
     low, high = (np.zeros((m + m % 2, k + -k % 4), np.uint64) for _ in range(2))
     low[:m, :k], high[:m, :k] = small & np.uint64(2**31 - 1), small >> np.uint64(31)
-    width = max(64, (1 << 15) // k // 8 * 8)  # columns at a time: B's block stays in the second-level cache
+    # columns at a time: B's block stays in the second-level cache
+    width = min(max(64, (1 << 15) // k // 8 * 8), n + -n % 8)
     target = out
 
     def part(begin: int, end: int) -> None:
@@ -217,7 +218,8 @@ def from_signed(values: Any) -> Vector:
             "values", "must be a non-empty array of whole numbers", f"{array.dtype} of shape {array.shape}"
         )
     if int(array.max()) > P // 2 or int(array.min()) < -(P // 2):
-        raise InputError("values", "must lie within ±(p−1)/2", f"{array.min()} … {array.max()}")
+        outside = array[(array > P // 2) | (array < -(P // 2))].reshape(-1)
+        raise InputError("values", "must lie within ±(p−1)/2", f"{outside[0]}")
     signed = array.astype(np.int64)
     return np.where(signed < 0, signed + P, signed).astype(np.uint64)
 
@@ -258,6 +260,9 @@ def chunks(length: int, size: int = 1 << 20) -> Iterator[slice]:
 # --- checks -----------------------------------------------------------------------------------------------
 
 
+_ARRAYS = (np.ndarray, np.memmap)
+
+
 def _on_cuda(x: Any) -> bool:
     """Whether x is a torch tensor, which must then be on a GPU; without importing torch."""
     if type(x).__module__.partition(".")[0] != "torch":
@@ -285,13 +290,13 @@ def check_scalar(name: str, a: Any) -> np.uint64:
 
 
 def _array(name: str, x: Any) -> Vector:
-    if not isinstance(x, np.ndarray):
+    if type(x) not in _ARRAYS:  # not np.matrix or masked arrays, which index in ways of their own
         raise InputError(name, "must be a numpy array of uint64", type(x).__name__)
     if x.dtype != np.uint64:
         raise InputError(name, "must have dtype uint64", x.dtype)
     if x.size == 0:
         raise InputError(name, "must not be empty", f"shape {x.shape}")
-    return np.ascontiguousarray(x)
+    return x if x.ndim == 0 else np.ascontiguousarray(x)  # which would make one dimension of none
 
 
 def _check_range(name: str, flat: Vector) -> None:
@@ -317,7 +322,7 @@ def _operands(named: dict[str, Any], checked: bool) -> list[Vector]:
 
 def check_output(out: Any, shape: tuple[int, ...]) -> None:
     """Refuses what cannot receive a result of this shape."""
-    if not isinstance(out, np.ndarray) or out.dtype != np.uint64 or out.shape != shape:
+    if type(out) not in _ARRAYS or out.dtype != np.uint64 or out.shape != shape:
         received = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
         raise InputError("out", f"must be a uint64 array of shape {shape}", received)
     if not out.flags.c_contiguous or not out.flags.writeable:

@@ -1,8 +1,17 @@
 """The field's kernels for the CPU: numba, explicit vectors, the GIL released, compiled once and cached.
 
-Every kernel takes contiguous 1-D arrays (or 2-D where said) of field elements that the caller has checked,
-and writes `out`, which may be one of the inputs. Lanes beyond the last multiple of eight go through a small
-buffer, so that one body serves all of them. Nothing here allocates more than a few kilobytes.
+First part: eight 64-bit lanes as one value inside numba code, and arithmetic mod p = 2^61−1 on them. Why explicit
+vectors: numba leaves vectorising to LLVM, which gives up where the output may be one of the inputs (in-place axpy: 5×
+slower) and where values must stay in registers across an inner loop (Newton stepping: 1.5–2× slower). LLVM lowers eight
+lanes to one AVX-512, two AVX2 or four NEON registers; every machine gives the same bits, because all of it is integer
+arithmetic (and one IEEE rounding in the codec). `load`/`store` move lanes, `add64` … `shr61` are plain 64-bit lane
+operations, and `fold`, `canon`, `addmod`, `submod`, `mulmod` are the field's.
+
+Second part: the kernels. Every one takes contiguous 1-D arrays (or 2-D where said) of field elements that the caller
+has checked, and writes `out`, which may be one of the inputs. Lanes beyond the last multiple of eight go through a
+small buffer, so that one body serves all of them. Nothing here allocates more than a few kilobytes (sharing: 576·K).
+
+Both parts are one file because numba's cache watches the file that a kernel stands in, and no other.
 """
 
 from __future__ import annotations
@@ -10,9 +19,219 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
 
-from quorumark.field import _vector as v
+LANES = 8
+P = (1 << 61) - 1
+_I64 = ir.IntType(64)
+_VEC = ir.VectorType(_I64, LANES)
+_F64 = ir.VectorType(ir.DoubleType(), LANES)
+
+
+class _LanesType(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="quorumark_u64x8")
+
+
+lanes = _LanesType()
+
+
+@register_model(_LanesType)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _VEC)
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_VEC, [value] * LANES)
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, to: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
+
+
+@intrinsic
+def load(_typing: Any, array: Any, index: Any) -> Any:
+    """array[index : index+8] (uint64)."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _VEC)
+        return builder.load(pointer, align=8)
+
+    return lanes(array, types.intp), code
+
+
+@intrinsic
+def store(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index : index+8] = value (uint64)."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _VEC)
+        builder.store(args[2], pointer, align=8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes), code
+
+
+@intrinsic
+def splat(_typing: Any, value: Any) -> Any:
+    """The same uint64 in all lanes."""
+
+    def code(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        first = builder.insert_element(ir.Constant(_VEC, ir.Undefined), args[0], ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        return builder.shuffle_vector(first, ir.Constant(_VEC, ir.Undefined), zeros)
+
+    return lanes(types.uint64), code
+
+
+def _lane_operation(name: str, emit: Any) -> Any:
+    """An intrinsic (lanes, lanes) → lanes from one LLVM instruction."""
+
+    def operation(_typing: Any, x: Any, y: Any) -> Any:
+        return lanes(lanes, lanes), lambda _c, builder, _s, args: emit(builder, args[0], args[1])
+
+    operation.__name__ = name
+    return intrinsic(operation)
+
+
+def _constant_operation(name: str, emit: Any) -> Any:
+    """An intrinsic lanes → lanes from a few LLVM instructions with constants."""
+
+    def operation(_typing: Any, x: Any) -> Any:
+        return lanes(lanes), lambda _c, builder, _s, args: emit(builder, args[0])
+
+    operation.__name__ = name
+    return intrinsic(operation)
+
+
+def _shift(instruction: str, bits: int) -> Any:
+    return lambda b, x: getattr(b, instruction)(x, _constant(bits))
+
+
+add64 = _lane_operation("add64", lambda b, x, y: b.add(x, y))
+sub64 = _lane_operation("sub64", lambda b, x, y: b.sub(x, y))
+# the masks tell LLVM that the upper halves are zero, for the 32×32-bit multiply instruction; they cost nothing
+mul32 = _lane_operation(
+    "mul32", lambda b, x, y: b.mul(b.and_(x, _constant(2**32 - 1)), b.and_(y, _constant(2**32 - 1)))
+)
+min64 = _lane_operation("min64", lambda b, x, y: b.select(b.icmp_unsigned("<", x, y), x, y))
+max64 = _lane_operation("max64", lambda b, x, y: b.select(b.icmp_unsigned(">", x, y), x, y))
+zero_where_p = _constant_operation(
+    "zero_where_p", lambda b, x: b.select(b.icmp_unsigned("==", x, _constant(P)), _constant(0), x)
+)
+low61 = _constant_operation("low61", lambda b, x: b.and_(x, _constant(P)))
+low32 = _constant_operation("low32", lambda b, x: b.and_(x, _constant(2**32 - 1)))
+low31 = _constant_operation("low31", lambda b, x: b.and_(x, _constant(2**31 - 1)))
+low30 = _constant_operation("low30", lambda b, x: b.and_(x, _constant(2**30 - 1)))
+low29 = _constant_operation("low29", lambda b, x: b.and_(x, _constant(2**29 - 1)))
+shr61 = _constant_operation("shr61", _shift("lshr", 61))
+shr32 = _constant_operation("shr32", _shift("lshr", 32))
+shr31 = _constant_operation("shr31", _shift("lshr", 31))
+shr30 = _constant_operation("shr30", _shift("lshr", 30))
+shr29 = _constant_operation("shr29", _shift("lshr", 29))
+shl32 = _constant_operation("shl32", _shift("shl", 32))
+shl31 = _constant_operation("shl31", _shift("shl", 31))
+shl3 = _constant_operation("shl3", _shift("shl", 3))
+shl1 = _constant_operation("shl1", _shift("shl", 1))
+minus_p = _constant_operation("minus_p", lambda b, x: b.sub(x, _constant(P)))
+p_minus = _constant_operation("p_minus", lambda b, x: b.sub(_constant(P), x))
+
+
+@njit(forceinline=True)
+def fold(x: Any) -> Any:
+    """x mod p up to a small excess: 2^61 ≡ 1, so the top three bits are added to the rest (≤ p+7)."""
+    return add64(low61(x), shr61(x))
+
+
+@njit(forceinline=True)
+def canon(x: Any) -> Any:
+    """x in [0, 2p) → x mod p in [0, p). Below p the subtraction wraps to something huge."""
+    return min64(x, minus_p(x))
+
+
+@njit(forceinline=True)
+def addmod(x: Any, y: Any) -> Any:
+    return canon(add64(x, y))
+
+
+@njit(forceinline=True)
+def submod(x: Any, y: Any) -> Any:
+    return canon(add64(x, p_minus(y)))
+
+
+@njit(forceinline=True)
+def product(xh: Any, xl: Any, yh: Any, yl: Any) -> Any:
+    """x·y mod p, below 2^63, from 32-bit halves x = xh·2^32 + xl with xh < 2^29.
+
+    x·y = hh·2^64 + mid·2^32 + ll with ll < 2^64, mid < 2^62, hh < 2^58, and mod p
+    2^64 ≡ 8, mid·2^32 ≡ (mid >> 29) + (mid mod 2^29)·2^32, ll ≡ (ll >> 61) + (ll mod 2^61).
+    The terms are below 2^61, 2^33 + 2^61 and 2^61 + 8: together below 2^63.
+    """
+    ll = mul32(xl, yl)
+    mid = add64(mul32(xl, yh), mul32(xh, yl))
+    hh = mul32(xh, yh)
+    middle = add64(shr29(mid), shl32(low29(mid)))
+    return add64(add64(fold(ll), middle), shl3(hh))
+
+
+@njit(forceinline=True)
+def mulmod(x: Any, y: Any) -> Any:
+    return canon(fold(product(shr32(x), low32(x), shr32(y), low32(y))))
+
+
+@intrinsic
+def encode_lanes(_typing: Any, values: Any, index: Any, scale: Any) -> Any:
+    """round_half_even(values[index : index+8]·scale) as field elements; |product| must be below 2^60."""
+    single = values.dtype == types.float32
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.FloatType(), LANES) if single else _F64
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], kind)
+        x = builder.load(pointer, align=4 if single else 8)
+        if single:
+            x = builder.fpext(x, _F64)
+        factor = builder.insert_element(ir.Constant(_F64, ir.Undefined), args[2], ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        factor = builder.shuffle_vector(factor, ir.Constant(_F64, ir.Undefined), zeros)
+        # rint: to nearest, ties to even, in the default mode that every thread starts with
+        rounding = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_F64, [_F64]), f"llvm.rint.v{LANES}f64"
+        )
+        whole = builder.fptosi(builder.call(rounding, [builder.fmul(x, factor)]), _VEC)
+        # v < 0 becomes v + p: the sign, spread over all bits, selects p
+        return builder.add(whole, builder.and_(builder.ashr(whole, _constant(63)), _constant(P)))
+
+    return lanes(values, types.intp, types.float64), code
+
+
+@intrinsic
+def decode_lanes(_typing: Any, out: Any, index: Any, x: Any, scale: Any) -> Any:
+    """out[index : index+8] = lift(x)·scale, where lift(x) = x − p for x > p/2; one rounding."""
+    single = out.dtype == types.float32
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        float_type = ir.FloatType() if single else ir.DoubleType()
+        kind = ir.VectorType(float_type, LANES)
+        negative = builder.icmp_unsigned(">", args[2], _constant(P // 2))
+        lifted = builder.select(negative, builder.sub(args[2], _constant(P)), args[2])
+        value = builder.sitofp(lifted, kind)
+        factor = builder.fptrunc(args[3], float_type) if single else args[3]
+        first = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        factors = builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], kind)
+        builder.store(builder.fmul(value, factors), pointer, align=4 if single else 8)
+        return context.get_dummy_value()
+
+    return types.void(out, types.intp, lanes, types.float64), code
+
+
+# --- kernels ----------------------------------------------------------------------------------------------
 
 
 def _kernel(function: Any) -> Any:
@@ -35,12 +254,12 @@ _BLOCK = 256  # elements that a power chain works on at a time: 4 buffers of 2 K
 def _load_tail(array: Any, start: int, buffer: Any) -> Any:
     for i in range(array.size - start):
         buffer[i] = array[start + i]
-    return v.load(buffer, 0)
+    return load(buffer, 0)
 
 
 @njit(forceinline=True)
 def _store_tail(array: Any, start: int, value: Any, buffer: Any) -> None:
-    v.store(buffer, 0, value)
+    store(buffer, 0, value)
     for i in range(array.size - start):
         array[start + i] = buffer[i]
 
@@ -49,58 +268,58 @@ def _store_tail(array: Any, start: int, value: Any, buffer: Any) -> None:
 def add(x: Any, y: Any, out: Any) -> None:
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, v.addmod(v.load(x, i), v.load(y, i)))
+        store(out, i, addmod(load(x, i), load(y, i)))
     if full < out.size:
         a, b = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
-        _store_tail(out, full, v.addmod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
+        _store_tail(out, full, addmod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
 
 
 @_kernel
 def sub(x: Any, y: Any, out: Any) -> None:
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, v.submod(v.load(x, i), v.load(y, i)))
+        store(out, i, submod(load(x, i), load(y, i)))
     if full < out.size:
         a, b = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
-        _store_tail(out, full, v.submod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
+        _store_tail(out, full, submod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
 
 
 @_kernel
 def mul(x: Any, y: Any, out: Any) -> None:
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, v.mulmod(v.load(x, i), v.load(y, i)))
+        store(out, i, mulmod(load(x, i), load(y, i)))
     if full < out.size:
         a, b = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
-        _store_tail(out, full, v.mulmod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
+        _store_tail(out, full, mulmod(_load_tail(x, full, a), _load_tail(y, full, b)), a)
 
 
 @_kernel
 def scale(a: Any, x: Any, out: Any) -> None:
     """out = a·x for one field element a."""
-    factor = v.splat(a)
+    factor = splat(a)
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, v.mulmod(factor, v.load(x, i)))
+        store(out, i, mulmod(factor, load(x, i)))
     if full < out.size:
         buffer = np.zeros(8, np.uint64)
-        _store_tail(out, full, v.mulmod(factor, _load_tail(x, full, buffer)), buffer)
+        _store_tail(out, full, mulmod(factor, _load_tail(x, full, buffer)), buffer)
 
 
 @njit(forceinline=True)
 def _muladd(x: Any, y: Any, z: Any) -> Any:
     """x·y + z mod p: the product is below 2^63, so z fits on top of it before the one reduction."""
-    lazy = v.product(v.shr32(x), v.low32(x), v.shr32(y), v.low32(y))
-    return v.canon(v.fold(v.add64(lazy, z)))
+    lazy = product(shr32(x), low32(x), shr32(y), low32(y))
+    return canon(fold(add64(lazy, z)))
 
 
 @_kernel
 def axpy(a: Any, x: Any, y: Any, out: Any) -> None:
     """out = y + a·x for one field element a."""
-    factor = v.splat(a)
+    factor = splat(a)
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, _muladd(factor, v.load(x, i), v.load(y, i)))
+        store(out, i, _muladd(factor, load(x, i), load(y, i)))
     if full < out.size:
         b, c = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
         _store_tail(out, full, _muladd(factor, _load_tail(x, full, b), _load_tail(y, full, c)), b)
@@ -111,7 +330,7 @@ def muladd(a: Any, x: Any, y: Any, out: Any) -> None:
     """out = y + a ⊙ x for a vector a."""
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, _muladd(v.load(a, i), v.load(x, i), v.load(y, i)))
+        store(out, i, _muladd(load(a, i), load(x, i), load(y, i)))
     if full < out.size:
         b, c, d = np.zeros(8, np.uint64), np.zeros(8, np.uint64), np.zeros(8, np.uint64)
         value = _muladd(_load_tail(a, full, b), _load_tail(x, full, c), _load_tail(y, full, d))
@@ -124,40 +343,40 @@ def dot(x: Any, y: Any, sums: Any) -> None:
 
     x·y = ll + mid·2^32 + hh·2^64 (see `product`). Each accumulator only ever adds numbers below 2^33.
     """
-    zero = v.splat(np.uint64(0))
+    zero = splat(np.uint64(0))
     s0, s1, s2, s3 = zero, zero, zero, zero
     full = x.size - x.size % 8
     a, b = np.zeros(8, np.uint64), np.zeros(8, np.uint64)
     for i in range(0, x.size, 8):
         if i < full:
-            xi, yi = v.load(x, i), v.load(y, i)
+            xi, yi = load(x, i), load(y, i)
         else:
             xi, yi = _load_tail(x, full, a), _load_tail(y, full, b)
-        xh, xl, yh, yl = v.shr32(xi), v.low32(xi), v.shr32(yi), v.low32(yi)
-        ll = v.mul32(xl, yl)
-        mid = v.add64(v.mul32(xl, yh), v.mul32(xh, yl))
-        top = v.add64(v.mul32(xh, yh), v.shr32(mid))
-        s0 = v.add64(s0, v.low32(ll))
-        s1 = v.add64(s1, v.add64(v.shr32(ll), v.low32(mid)))
-        s2 = v.add64(s2, v.low32(top))
-        s3 = v.add64(s3, v.shr32(top))
-    v.store(sums, 0, s0)
-    v.store(sums, 8, s1)
-    v.store(sums, 16, s2)
-    v.store(sums, 24, s3)
+        xh, xl, yh, yl = shr32(xi), low32(xi), shr32(yi), low32(yi)
+        ll = mul32(xl, yl)
+        mid = add64(mul32(xl, yh), mul32(xh, yl))
+        top = add64(mul32(xh, yh), shr32(mid))
+        s0 = add64(s0, low32(ll))
+        s1 = add64(s1, add64(shr32(ll), low32(mid)))
+        s2 = add64(s2, low32(top))
+        s3 = add64(s3, shr32(top))
+    store(sums, 0, s0)
+    store(sums, 8, s1)
+    store(sums, 16, s2)
+    store(sums, 24, s3)
 
 
 @_kernel
 def maximum(x: Any) -> Any:
     """The largest word, to find what is not a field element in one pass."""
-    best = v.splat(np.uint64(0))
+    best = splat(np.uint64(0))
     full = x.size - x.size % 8
     buffer = np.zeros(8, np.uint64)
     for i in range(0, full, 8):
-        best = v.max64(best, v.load(x, i))
+        best = max64(best, load(x, i))
     if full < x.size:
-        best = v.max64(best, _load_tail(x, full, buffer))
-    v.store(buffer, 0, best)
+        best = max64(best, _load_tail(x, full, buffer))
+    store(buffer, 0, best)
     return buffer.max()
 
 
@@ -165,15 +384,15 @@ def maximum(x: Any) -> Any:
 def _square(buffer: Any, times: int) -> None:
     for _ in range(times):
         for i in range(0, _BLOCK, 8):
-            x = v.load(buffer, i)
-            v.store(buffer, i, v.mulmod(x, x))
+            x = load(buffer, i)
+            store(buffer, i, mulmod(x, x))
 
 
 @njit(forceinline=True)
 def _multiply(x: Any, y: Any) -> None:
     """x *= y, block by block."""
     for i in range(0, _BLOCK, 8):
-        v.store(x, i, v.mulmod(v.load(x, i), v.load(y, i)))
+        store(x, i, mulmod(load(x, i), load(y, i)))
 
 
 @njit(forceinline=True)
@@ -233,8 +452,8 @@ def inverse_sqrt(x: Any, out: Any) -> int:
 @njit(forceinline=True)
 def _reduce_lazy(low: Any, middle: Any, high: Any) -> Any:
     """low + middle·2^31 + high·2^62 mod p, at most p + 7; each below 2^64, high below 2^62."""
-    spread = v.add64(v.shr30(middle), v.shl31(v.low30(middle)))
-    return v.fold(v.add64(v.add64(v.fold(low), spread), v.fold(v.shl1(high))))
+    spread = add64(shr30(middle), shl31(low30(middle)))
+    return fold(add64(add64(fold(low), spread), fold(shl1(high))))
 
 
 @_kernel
@@ -248,27 +467,27 @@ def matmul(low: Any, high: Any, b: Any, out: Any) -> None:
     m, k = low.shape
     n = b.shape[1]
     wide, result = b.reshape(-1), out.reshape(-1)
-    zero = v.splat(np.uint64(0))
+    zero = splat(np.uint64(0))
     for column in range(0, n, 8):
         for row in range(0, m, 2):
             even, odd = zero, zero
             for start in range(0, k, 4):
                 l0, m0, h0, l1, m1, h1 = zero, zero, zero, zero, zero, zero
                 for i in range(start, start + 4):
-                    x = v.load(wide, i * n + column)
-                    x0, x1 = v.low31(x), v.shr31(x)
-                    y0, y1 = v.splat(low[row, i]), v.splat(high[row, i])
-                    l0 = v.add64(l0, v.mul32(y0, x0))
-                    m0 = v.add64(m0, v.add64(v.mul32(y0, x1), v.mul32(y1, x0)))
-                    h0 = v.add64(h0, v.mul32(y1, x1))
-                    y0, y1 = v.splat(low[row + 1, i]), v.splat(high[row + 1, i])
-                    l1 = v.add64(l1, v.mul32(y0, x0))
-                    m1 = v.add64(m1, v.add64(v.mul32(y0, x1), v.mul32(y1, x0)))
-                    h1 = v.add64(h1, v.mul32(y1, x1))
-                even = v.fold(v.add64(even, _reduce_lazy(l0, m0, h0)))
-                odd = v.fold(v.add64(odd, _reduce_lazy(l1, m1, h1)))
-            v.store(result, row * n + column, v.canon(even))
-            v.store(result, (row + 1) * n + column, v.canon(odd))
+                    x = load(wide, i * n + column)
+                    x0, x1 = low31(x), shr31(x)
+                    y0, y1 = splat(low[row, i]), splat(high[row, i])
+                    l0 = add64(l0, mul32(y0, x0))
+                    m0 = add64(m0, add64(mul32(y0, x1), mul32(y1, x0)))
+                    h0 = add64(h0, mul32(y1, x1))
+                    y0, y1 = splat(low[row + 1, i]), splat(high[row + 1, i])
+                    l1 = add64(l1, mul32(y0, x0))
+                    m1 = add64(m1, add64(mul32(y0, x1), mul32(y1, x0)))
+                    h1 = add64(h1, mul32(y1, x1))
+                even = fold(add64(even, _reduce_lazy(l0, m0, h0)))
+                odd = fold(add64(odd, _reduce_lazy(l1, m1, h1)))
+            store(result, row * n + column, canon(even))
+            store(result, (row + 1) * n + column, canon(odd))
 
 
 @_kernel
@@ -291,19 +510,19 @@ def newton_shares(secret: Any, words: Any, threshold: int, members: int, out: An
         for column in range(0, width, 8):
             at = start + column
             if at + 8 <= n:
-                v.store(table, 0, v.load(secret, at))
+                store(table, 0, load(secret, at))
                 for j in range(1, threshold):
-                    v.store(table, j * 8, v.low61(v.load(words, (j - 1) * n + at)))
+                    store(table, j * 8, low61(load(words, (j - 1) * n + at)))
             else:
                 for i in range(n - at):
                     table[i] = secret[at + i]
                     for j in range(1, threshold):
-                        table[j * 8 + i] = words[(j - 1) * n + at + i] & np.uint64(v.P)
+                        table[j * 8 + i] = words[(j - 1) * n + at + i] & np.uint64(P)
             _newton_steps(table, threshold, members, gathered, column, group.shape[1])
         for member in range(members):
             source, target = member * group.shape[1], member * out.shape[1] + first + start
             for i in range(0, width - 7, 8):
-                v.store(flat, target + i, v.load(gathered, source + i))
+                store(flat, target + i, load(gathered, source + i))
             for i in range(width - width % 8, width):
                 flat[target + i] = gathered[source + i]
 
@@ -316,25 +535,25 @@ def _newton_steps(table: Any, threshold: int, members: int, out: Any, at: int, s
     are still in registers. Sums of two steps stay below 4p + 16 before a `fold`, which leaves at most p + 4: no
     overflow, however many sweeps.
     """
-    zero = v.splat(np.uint64(0))
+    zero = splat(np.uint64(0))
     for _ in range(members // 4):
         above0, above1, above2, above3 = zero, zero, zero, zero  # at j+1, after 0, 1, 2, 3 steps
         for j in range(threshold - 1, -1, -1):
-            now = v.load(table, j * 8)
-            one = v.add64(now, above0)
-            two = v.fold(v.add64(one, above1))
-            three = v.add64(two, above2)
-            v.store(table, j * 8, v.fold(v.add64(three, above3)))
+            now = load(table, j * 8)
+            one = add64(now, above0)
+            two = fold(add64(one, above1))
+            three = add64(two, above2)
+            store(table, j * 8, fold(add64(three, above3)))
             above0, above1, above2, above3 = now, one, two, three
-        v.store(out, at, v.canon(v.fold(above1)))
-        v.store(out, at + stride, v.canon(above2))
-        v.store(out, at + 2 * stride, v.canon(v.fold(above3)))
-        v.store(out, at + 3 * stride, v.canon(v.load(table, 0)))
+        store(out, at, canon(fold(above1)))
+        store(out, at + stride, canon(above2))
+        store(out, at + 2 * stride, canon(fold(above3)))
+        store(out, at + 3 * stride, canon(load(table, 0)))
         at += 4 * stride
     for _ in range(members % 4):
         for j in range(threshold - 1):
-            v.store(table, j * 8, v.fold(v.add64(v.load(table, j * 8), v.load(table, j * 8 + 8))))
-        v.store(out, at, v.canon(v.load(table, 0)))
+            store(table, j * 8, fold(add64(load(table, j * 8), load(table, j * 8 + 8))))
+        store(out, at, canon(load(table, 0)))
         at += stride
 
 
@@ -343,10 +562,10 @@ def reduce_words(words: Any, out: Any) -> None:
     """Random 64-bit words to field elements: the low 61 bits, with p counted as 0."""
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, v.zero_where_p(v.low61(v.load(words, i))))
+        store(out, i, zero_where_p(low61(load(words, i))))
     if full < out.size:
         buffer = np.zeros(8, np.uint64)
-        _store_tail(out, full, v.zero_where_p(v.low61(_load_tail(words, full, buffer))), buffer)
+        _store_tail(out, full, zero_where_p(low61(_load_tail(words, full, buffer))), buffer)
 
 
 @_kernel
@@ -355,14 +574,14 @@ def add_words(words: Any, out: Any, negate: bool) -> None:
     full = out.size - out.size % 8
     if negate:
         for i in range(0, full, 8):
-            v.store(out, i, v.canon(v.add64(v.load(out, i), v.p_minus(v.low61(v.load(words, i))))))
+            store(out, i, canon(add64(load(out, i), p_minus(low61(load(words, i))))))
     else:
         for i in range(0, full, 8):
-            v.store(out, i, v.canon(v.add64(v.load(out, i), v.low61(v.load(words, i)))))
+            store(out, i, canon(add64(load(out, i), low61(load(words, i)))))
     for i in range(full, out.size):
-        word = words[i] & np.uint64(v.P)
-        total = out[i] + (np.uint64(v.P) - word if negate else word)
-        out[i] = total if total < np.uint64(v.P) else total - np.uint64(v.P)
+        word = words[i] & np.uint64(P)
+        total = out[i] + (np.uint64(P) - word if negate else word)
+        out[i] = total if total < np.uint64(P) else total - np.uint64(P)
 
 
 @_kernel
@@ -379,7 +598,7 @@ def _encode_tail(values: Any, start: int, scale: float) -> Any:
     buffer = np.zeros(8, values.dtype)
     for i in range(values.size - start):
         buffer[i] = values[start + i]
-    return v.encode(buffer, 0, scale)
+    return encode_lanes(buffer, 0, scale)
 
 
 @_kernel
@@ -387,7 +606,7 @@ def encode(values: Any, scale: float, out: Any) -> None:
     """out = round(values·scale), negative numbers as p − |·|."""
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, v.encode(values, i, scale))
+        store(out, i, encode_lanes(values, i, scale))
     if full < out.size:
         _store_tail(out, full, _encode_tail(values, full, scale), np.zeros(8, np.uint64))
 
@@ -395,10 +614,10 @@ def encode(values: Any, scale: float, out: Any) -> None:
 @_kernel
 def encode_axpy(values: Any, scale: float, a: Any, x: Any, out: Any) -> None:
     """out = round(values·scale) + a·x."""
-    factor = v.splat(a)
+    factor = splat(a)
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.store(out, i, _muladd(factor, v.load(x, i), v.encode(values, i, scale)))
+        store(out, i, _muladd(factor, load(x, i), encode_lanes(values, i, scale)))
     if full < out.size:
         buffer = np.zeros(8, np.uint64)
         value = _muladd(factor, _load_tail(x, full, buffer), _encode_tail(values, full, scale))
@@ -410,9 +629,9 @@ def decode(x: Any, scale: float, out: Any) -> None:
     """out = lift(x)·scale in out's own precision, where lift(x) = x − p above p/2."""
     full = out.size - out.size % 8
     for i in range(0, full, 8):
-        v.decode(out, i, v.load(x, i), scale)
+        decode_lanes(out, i, load(x, i), scale)
     if full < out.size:
         buffer, result = np.zeros(8, np.uint64), np.zeros(8, out.dtype)
-        v.decode(result, 0, _load_tail(x, full, buffer), scale)
+        decode_lanes(result, 0, _load_tail(x, full, buffer), scale)
         for i in range(out.size - full):
             out[full + i] = result[i]

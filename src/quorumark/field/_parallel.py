@@ -80,9 +80,10 @@ def spread(
     size = -(-length // parts)
     size += -size % step
     bounds = [(start, min(start + size, length)) for start in range(0, length, size)]
-    pool = _shared_pool()
-    futures = [pool.submit(_run_part, work, start, stop) for start, stop in bounds[1:]]
+    pool, futures = _shared_pool(), []
     try:
+        for start, stop in bounds[1:]:
+            futures.append(pool.submit(_run_part, work, start, stop))
         first = work(*bounds[0])
     finally:
         # also after an error: no part may still be writing when the caller sees it

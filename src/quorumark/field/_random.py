@@ -45,7 +45,7 @@ def derive_key(secret: bytes, purpose: str, *context: bytes) -> bytes:
         received = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
         raise InputError("secret", f"must be at least {KEY_BYTES} bytes", received)
     if not isinstance(purpose, str) or not purpose:
-        raise InputError("purpose", "must be a text that names what the key is for", repr(purpose))
+        raise InputError("purpose", "must be a text that names what the key is for", type(purpose).__name__)
     _, hashes, hkdf = _cryptography()
     info = b"quorumark/v1"
     for index, part in enumerate([purpose.encode(), *context]):
@@ -95,6 +95,7 @@ class Stream:
 
     def words(self, out: NDArray[np.uint64], start: int = 0) -> None:
         """Raw 64-bit words `start`, `start`+1, … into a contiguous vector, in the calling thread."""
+        _check_position(start, _check_target(out))
         encryptor = self._encryptor(start)
         for begin in range(0, out.size, _CHUNK):
             _fill(encryptor, out[begin : begin + _CHUNK])
@@ -104,9 +105,9 @@ class Stream:
 
         `out` may be a CUDA tensor: the cipher runs on the CPU all the same, and chunks are copied over.
         """
-        _check_position(start)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise InputError("count", "must be a whole number, at least 1", repr(count))
+        _check_position(start, count)
         if out is None:
             out = np.empty(count, np.uint64)
         length = _check_target(out)
@@ -124,10 +125,12 @@ class Stream:
         _parallel.spread(part, count, smallest=_SMALLEST_PART)
         return out
 
-    def add_to(self, vector: Any, start: int = 0, *, negate: bool = False) -> None:
+    def add_to(self, vector: Any, start: int = 0, *, negate: bool = False, checked: bool = True) -> None:
         """vector ± the stream, in place and without storing the stream (a mask costs one pass)."""
-        _check_position(start)
         length = _check_target(vector, "vector")
+        _check_position(start, length)
+        if checked:
+            _check_elements(vector)
         if not isinstance(vector, np.ndarray):
             from quorumark.field import _triton
 
@@ -163,9 +166,17 @@ def _fill(encryptor: Any, words: NDArray[np.uint64]) -> None:
     encryptor.update_into(_ZEROS[: words.nbytes], words.data.cast("B"))
 
 
-def _check_position(start: int) -> None:
+def _check_position(start: int, count: int) -> None:
     if not isinstance(start, int) or isinstance(start, bool) or start < 0:
         raise InputError("start", "must be a whole number, at least 0", repr(start))
+    if start + count > 1 << 64:  # far below where the 128-bit counter would come round
+        raise InputError("start", "must leave the stream's end below 2^64", start)
+
+
+def _check_elements(vector: Any) -> None:
+    from quorumark.field import check  # this module is part of that one
+
+    check(vector, "vector")
 
 
 def _check_target(out: Any, name: str = "out") -> int:

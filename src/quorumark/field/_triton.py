@@ -123,14 +123,16 @@ def _dot(x, y, low, high, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def _matmul(a, b, out, inner, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(n, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    at = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     total = tl.zeros((BLOCK,), tl.uint64)
     for k in range(inner):
         factor = tl.load(a + row * inner + k).to(tl.uint64, bitcast=True)
         # at most (p+4) + 2p before the fold, at most p+1 after it
-        total = _fold(total + _product(factor, _load(b, k * n + at, mask, 0)))
+        total = _fold(total + _product(factor, _load(b, tl.cast(k, tl.int64) * n + at, mask, 0)))
     _store(out, row * n + at, _canon(total), mask)
 
 
@@ -179,7 +181,8 @@ def dot(x: Any, y: Any, checked: bool) -> int:
     x, y = _operands({"x": x, "y": y}, checked)
     blocks = triton.cdiv(x.numel(), _BLOCK)
     low, high = (torch.empty(blocks, dtype=torch.int64, device=x.device) for _ in range(2))
-    _dot[(blocks,)](x, y, low, high, x.numel(), BLOCK=_BLOCK)
+    with torch.cuda.device(x.device):
+        _dot[(blocks,)](x, y, low, high, x.numel(), BLOCK=_BLOCK)
     # each partial sum is below 2^42, so int64 holds the total of 2^21 blocks at a time
     total = 0
     for part in range(0, blocks, 1 << 20):
@@ -194,7 +197,8 @@ def inv(x: Any, out: Any, checked: bool) -> Any:
         where = int(torch.nonzero(flat.reshape(-1) == 0)[0])
         raise InputError("x", "must not hold 0, which has no inverse", f"0 at index {where}")
     result = _result(out, {"x": x})
-    _powers[_grid(flat)](flat, result, flat.numel(), INVERSE=True, BLOCK=_BLOCK)
+    with torch.cuda.device(flat.device):
+        _powers[_grid(flat)](flat, result, flat.numel(), INVERSE=True, BLOCK=_BLOCK)
     return result
 
 
@@ -202,7 +206,8 @@ def inv_sqrt(x: Any, out: Any, checked: bool) -> Any:
     (flat,) = _operands({"x": x}, checked)
     _result(out, {"x": x})
     result = torch.empty_like(flat)  # not `out`: nothing is written there if x holds a non-square
-    _powers[_grid(flat)](flat, result, flat.numel(), INVERSE=False, BLOCK=_BLOCK)
+    with torch.cuda.device(flat.device):
+        _powers[_grid(flat)](flat, result, flat.numel(), INVERSE=False, BLOCK=_BLOCK)
     wrong = mul(mul(result, result, None, False), flat, None, False) != 1
     if bool(wrong.any()):
         where = int(torch.nonzero(wrong.reshape(-1))[0])
@@ -214,6 +219,8 @@ def matmul(a: Any, b: Any, out: Any, checked: bool) -> Any:
     small, wide = _tensor("a", a), _tensor("b", b)
     if small.ndim != 2 or wide.ndim != 2 or small.shape[1] != wide.shape[0]:
         raise InputError("a and b", "must be matrices m×k and k×n", f"{tuple(a.shape)} and {tuple(b.shape)}")
+    if small.device != wide.device:
+        raise InputError("a and b", "must be on the same device", f"{small.device} and {wide.device}")
     if checked:
         _check_range("a", small)
         _check_range("b", wide)
@@ -224,7 +231,8 @@ def matmul(a: Any, b: Any, out: Any, checked: bool) -> Any:
     for name, x in (("a", small), ("b", wide)):
         if _overlap(out, x):
             raise InputError("out", f"must not share memory with {name}", "an overlapping tensor")
-    _matmul[(triton.cdiv(n, _BLOCK), m)](small, wide, out, small.shape[1], n, BLOCK=_BLOCK)
+    with torch.cuda.device(wide.device):
+        _matmul[(triton.cdiv(n, _BLOCK) * m,)](small, wide, out, small.shape[1], n, BLOCK=_BLOCK)
     return out
 
 
@@ -296,5 +304,6 @@ def _run(operation: str, named: dict[str, Any], out: Any, checked: bool, a: int 
     operands = _operands(named, checked)
     result = _result(out, named)
     x, y, z = (operands + [operands[0]] * 2)[:3]
-    _elementwise[_grid(x)](a, x, y, z, result, x.numel(), OP=operation, BLOCK=_BLOCK)
+    with torch.cuda.device(x.device):
+        _elementwise[_grid(x)](a, x, y, z, result, x.numel(), OP=operation, BLOCK=_BLOCK)
     return result
