@@ -133,21 +133,19 @@ class ShareFile:
 
     def pieces(self) -> Iterator[Vector]:
         """The share's elements in order, block by block."""
-        pending, skip = bytearray(), self._head_size()
-        content = self._reader.chunks()
+        pending, content = bytearray(), self._reader.chunks()
 
         def take(size: int) -> bytes:
-            nonlocal skip
-            while len(pending) < skip + size:
+            while len(pending) < size:
                 piece = next(content, b"")
                 if not piece:
                     raise KeystoreError(f"{self._path!r} ends too early")
                 pending.extend(piece)
-            data = bytes(pending[skip : skip + size])
-            del pending[: skip + size]
-            skip = 0
+            data = bytes(pending[:size])
+            del pending[:size]
             return data
 
+        take(self._head_size())
         for index, part, generated in self.info.parts():
             size = part.stop - part.start
             if generated:
@@ -156,7 +154,7 @@ class ShareFile:
                 values = np.frombuffer(take(8 * size), "<u8").astype(np.uint64)
                 field.check(values, "share")
                 yield values
-        if len(pending) > skip or any(content):
+        if pending or any(content):
             raise KeystoreError(f"{self._path!r} holds more than a share")
 
     def copy_to(self, path: str | os.PathLike[str], unlock: Unlock) -> None:

@@ -29,7 +29,7 @@ def field(
     from quorumark.bench import field as bench
 
     if cuda:
-        _run("Field arithmetic mod 2^61−1 on a GPU", bench.cuda_rows(), json)
+        _run("Field arithmetic mod 2^61−1 on a GPU", bench.cuda_rows(), json, with_peers=False)
     else:
         _run("Field arithmetic mod 2^61−1", bench.rows(quick), json)
 
@@ -42,7 +42,7 @@ def shamir(json: Json = None, quick: Quick = False) -> None:
     _run("Shamir sharing", bench.rows(quick), json)
 
 
-def _run(title: str, rows: Iterator[Row], json: Path | None) -> None:
+def _run(title: str, rows: Iterator[Row], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
     from quorumark.bench import peers, write_rows
@@ -69,7 +69,7 @@ def _run(title: str, rows: Iterator[Row], json: Path | None) -> None:
     console.print(
         "ratio = our time over theirs: the median of at least five runs each, in turns; per element where sizes differ"
     )
-    for package in peers.missing():
+    for package in peers.missing() if with_peers else ():
         console.print(f"not compared with {package}: the package is not installed")
     if json is not None:
         write_rows(done, json)

@@ -63,6 +63,8 @@ def deal(
     if (target / "dealing.json").exists():
         raise CeremonyError(f"{str(target)!r} already holds a dealing")
     session, nonce = os.urandom(32).hex(), os.urandom(32)
+    # blocks small enough that the choice of generated shares goes round several times, and everyone saves alike
+    block = max(1024, min(shamir.DEFAULT_BLOCK, terms.coordinates // (8 * terms.members)))
     points = range(1, terms.members + 1)
     seeds = {point: os.urandom(32) for point in points}
     salts = field.random(terms.members * SALT_ELEMENTS)
@@ -75,13 +77,13 @@ def deal(
     with contextlib.ExitStack() as stack:
         files = {}
         for x in points:
-            info = ShareInfo.of(terms, session, 0, x, shamir.DEFAULT_BLOCK)
+            info = ShareInfo.of(terms, session, 0, x, block)
             own = salts[(x - 1) * SALT_ELEMENTS : x * SALT_ELEMENTS]
             unlock = Unlock.to_member(terms.member(x).x25519)
             others = salt_shares[x - 1].reshape(terms.members, SALT_ELEMENTS)
             writer = ShareWriter(target / f"share-{x}.sealed", unlock, info, own, others, seeds[x])
             files[x] = stack.enter_context(writer)
-        for index, part in enumerate(field.chunks(terms.coordinates, shamir.DEFAULT_BLOCK)):
+        for index, part in enumerate(field.chunks(terms.coordinates, block)):
             size = part.stop - part.start
             entries = _draw(key, terms.key, part.start, size)
             hashed.update(entries.astype("<i4").tobytes())

@@ -254,11 +254,8 @@ class DkgMember:
                 "discard this ceremony and start anew"
             ) from None
         self.share = field.mul(r, roots, checked=False)
-        return self._say("root", self._own_root())
-
-    def _own_root(self) -> bytes:
-        assert self.share is not None  # noqa: S101 - `root` sets it
-        return share_root([self.share], self.salt, self.terms.leaf, self.terms.coordinates)
+        self._own_root = share_root([self.share], self.salt, self.terms.leaf, self.terms.coordinates)
+        return self._say("root", self._own_root)
 
     # --- health: the shares fit together, and hold signs ---
 
@@ -266,7 +263,7 @@ class DkgMember:
         """Two random combinations of this share, drawn after everybody committed, each under a mask."""
         if self.share is None:
             raise CeremonyError("this member has no share yet")
-        bodies = self._hear("root", roots, 32) | {self.point: self._own_root()}
+        bodies = self._hear("root", roots, 32) | {self.point: self._own_root}
         self._roots = tuple(bodies[point].hex() for point in self._everyone)
         # Σ ρ_j·s_j and Σ ρ'_j·s_j², and what the second must be for signs: Σ ρ'_j
         degree, square = self._masks

@@ -1,0 +1,362 @@
+"""The key ceremony as five organisations run it: folders of their own, files exchanged, commands; and faults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from quorumark import keystore
+from quorumark.cli import app
+from quorumark.errors import QuorumarkError
+from quorumark.home import Home
+from quorumark.identity import verify_manifest
+from quorumark.keystore import Unlock
+from quorumark.layout import write_safetensors
+from quorumark.records import Manifest
+from tests.ceremony import NAMES
+
+
+class Consortium:
+    """Five homes, each with a key file, on one disk."""
+
+    def __init__(
+        self,
+        base: Path,
+        setup: str = "dkg",
+        key: str = "rademacher",
+        size: int = 40,
+        count: int = 5,
+        threshold: int = 3,
+    ) -> None:
+        self.base, self.folder = base, base / "exchange"
+        base.mkdir(exist_ok=True)
+        self.homes = [base / name for name in NAMES[:count]]
+        for name, home in zip(NAMES, self.homes, strict=False):
+            self.run("member", "init", "--name", name, *self.secrets(home))
+        model = base / "model.safetensors"
+        rng = np.random.default_rng(0)
+        write_safetensors({"w": rng.standard_normal((size, 7)).astype(np.float32), "b": np.zeros(3, np.float32)}, model)
+        cards = [item for i, home in enumerate(self.homes) for item in ("--member", f"{home}/member.json:{100 + i}")]
+        self.run(
+            "consortium", "create", "--name", "hospitals", "--threshold", str(threshold), *cards, "--model", str(model),
+            "--out", str(base / "agreed"), "--setup", setup, "--key", key,
+        )  # fmt: skip
+        self.terms = base / "agreed" / "terms.json"
+
+    def secrets(self, home: Path) -> list[str]:
+        return ["--home", str(home), "--key-file", str(home.with_suffix(".key"))]
+
+    def run(self, *arguments: str, fails: type[Exception] | None = None) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        if fails is None:
+            assert result.exit_code == 0, (arguments, result.output, result.exception)
+            return result.output
+        assert isinstance(result.exception, fails), (result.output, result.exception)
+        return str(result.exception)
+
+    def step(self, index: int) -> str:
+        arguments = ["--terms", str(self.terms), "--folder", str(self.folder)]
+        return self.run("setup", "dkg", *arguments, *self.secrets(self.homes[index]))
+
+    def finish(self, rounds: int = 12) -> None:
+        for _ in range(rounds):
+            if all("finished" in output for output in [self.step(i) for i in range(len(self.homes))]):
+                return
+        raise AssertionError("the ceremony does not end")
+
+    def manifests(self) -> list[Manifest]:
+        return [Home(home).only_consortium().manifest() for home in self.homes]
+
+    def key(self, points: tuple[int, ...] = (0, 1, 2)) -> np.ndarray[Any, Any]:
+        """Through the commands: hand over, reconstruct."""
+        first, *others = points
+        files = []
+        for i in others:
+            out = self.base / f"handed-{i}-to-{first}"
+            self.run(
+                "share", "hand-over", "--to", f"{self.homes[first]}/member.json", "--out", str(out),
+                "--i-understand-this-hands-over-my-share", *self.secrets(self.homes[i]),
+            )  # fmt: skip
+            files += ["--share", str(out)]
+        out = self.base / f"key-{'-'.join(map(str, points))}.npy"
+        said = self.run(
+            "key", "reconstruct", *files, "--out", str(out), "--i-understand-this-reveals-the-key",
+            *self.secrets(self.homes[first]),
+        )  # fmt: skip
+        assert "against its root" in said
+        assert out.stat().st_mode & 0o777 == 0o600
+        found: np.ndarray[Any, Any] = np.load(out)
+        return found
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Consortium:
+    return Consortium(tmp_path)
+
+
+def test_five_members_without_a_dealer(five: Consortium) -> None:
+    assert "waiting for Birch, Cedar, Delta, Elm (commit)" in five.step(0)
+    five.finish()
+    assert len({m.to_bytes() for m in five.manifests()}) == 1
+    verify_manifest(five.manifests()[0])
+    for i, home in enumerate(five.homes):
+        secrets = five.secrets(home)
+        assert f"point {i + 1} is whole" in five.run("share", "verify", *secrets)
+        info = json.loads(five.run("share", "inspect", "--home", str(home), "--json"))
+        assert (info["point"], info["threshold"], info["length"]) == (i + 1, 3, 280)
+        place = Home(home).only_consortium()
+        assert sorted(p.name for p in place.path.iterdir()) == ["manifest.json", "share.sealed", "terms.json"]
+        assert place.share_path.stat().st_mode & 0o777 == 0o600
+        assert home.stat().st_mode & 0o777 == 0o700
+    key = five.key()
+    assert set(np.unique(key)) == {-1, 1}
+    assert (five.key((4, 3, 1)) == key).all()
+    manifest = Home(five.homes[0]).only_consortium().manifest_path
+    assert "signed by all 5 members" in five.run("consortium", "check", str(manifest))
+    assert "Delta" in five.run("consortium", "show", str(manifest))
+    assert "finished" in five.step(0)  # and again changes nothing
+
+
+def test_two_shares_are_not_enough_and_a_wrong_one_is_named(five: Consortium) -> None:
+    five.finish()
+    with pytest.raises(AssertionError, match="needs the shares of 3 members"):
+        five.key((0, 1))
+    # Birch's share was swapped for Cedar's on the way
+    for i in (1, 2):
+        five.run(
+            "share", "hand-over", "--to", f"{five.homes[0]}/member.json", "--out", str(five.base / f"h{i}"),
+            "--i-understand-this-hands-over-my-share", *five.secrets(five.homes[i]),
+        )  # fmt: skip
+    said = five.run(
+        "key", "reconstruct", "--share", str(five.base / "h1"), "--share", str(five.base / "h1"), "--out",
+        str(five.base / "key.npy"), "--i-understand-this-reveals-the-key", *five.secrets(five.homes[0]),
+        fails=QuorumarkError,
+    )  # fmt: skip
+    assert "needs the shares of 3 members, but there are 2" in said
+    assert not (five.base / "key.npy").exists()
+    said = five.run(
+        "key", "reconstruct", "--share", "x", "--out", "y", *five.secrets(five.homes[0]), fails=QuorumarkError
+    )
+    assert "--i-understand-this-reveals-the-key must be given" in said
+
+
+def test_damaged_and_foreign_files_are_refused_and_the_ceremony_goes_on(five: Consortium) -> None:
+    for _ in range(3):
+        for i in range(5):
+            five.step(i)
+    # Birch has just dealt; spoil what it wrote for Avon
+    path = five.folder / "3-deal" / "2-to-1.msg"
+    good = path.read_bytes()
+    arguments = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
+    for spoiled in (good[:-1], good[:50] + b"!" + good[51:], b"", (five.folder / "3-deal" / "3-to-1.msg").read_bytes()):
+        path.write_bytes(spoiled)
+        assert "'Birch' for step 'dkg/deal'" in five.run(*arguments, fails=QuorumarkError)
+    path.unlink()
+    assert "waiting for Birch (deal)" in five.step(0)
+    five.step(1)  # Birch writes it again
+    five.finish()
+    assert set(np.unique(five.key())) == {-1, 1}
+
+
+def test_what_was_used_must_not_change(five: Consortium) -> None:
+    for _ in range(3):
+        for i in range(5):
+            five.step(i)
+    # Birch loses its state after all have used its messages, and starts anew: its commitment is another one
+    place = Home(five.homes[1]).only_consortium()
+    place.ceremony_path.unlink()
+    arguments = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder)]
+    CliRunner().invoke(app, [*arguments, *five.secrets(five.homes[1])])
+    said = five.run(*arguments, *five.secrets(five.homes[0]), fails=QuorumarkError)
+    assert "'Birch' says something else for step 'dkg/commit'" in said
+
+
+class _PowerCut(BaseException):
+    """Like SIGKILL: nothing catches it."""
+
+
+def test_a_crash_at_every_write_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Avon's machine dies before or after each of its writes in turn; after a restart all ends as it should."""
+    base = Consortium(tmp_path / "base", count=3, threshold=2)
+    real = keystore._replacing
+    crashes = 0
+    for late in (False, True):
+        for moment in range(100):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            shutil.copytree(tmp_path / "base", tmp_path / "run")
+            run = _moved(base, tmp_path / "run")
+            count = {"writes": 0, "armed": True}
+
+            def dying(path: Path, count: dict[str, int] = count, moment: int = moment, late: bool = late) -> Any:
+                import contextlib
+
+                @contextlib.contextmanager
+                def context() -> Any:
+                    hit = count["armed"] and count["writes"] == moment
+                    count["writes"] += 1
+                    if hit and not late:
+                        raise _PowerCut
+                    with real(path) as file:
+                        yield file
+                    if hit:
+                        raise _PowerCut
+
+                return context()
+
+            crashed = False
+            for _ in range(12):
+                monkeypatch.setattr(keystore, "_replacing", dying)
+                try:
+                    step = ["setup", "dkg", "--terms", str(run.terms), "--folder", str(run.folder)]
+                    result = CliRunner().invoke(app, [*step, *run.secrets(run.homes[0])])
+                except _PowerCut:
+                    result = None
+                monkeypatch.setattr(keystore, "_replacing", real)
+                if result is None or isinstance(result.exception, _PowerCut):
+                    crashed, count["armed"] = True, False
+                outputs = [run.step(i) for i in range(3)]
+                if all("finished" in output for output in outputs):
+                    break
+            if not crashed:
+                break
+            crashes += 1
+            assert len({m.to_bytes() for m in run.manifests()}) == 1
+            run.run("share", "verify", *run.secrets(run.homes[0]))
+        assert crashes >= 8
+    assert set(np.unique(run.key((0, 1)))) == {-1, 1}
+
+
+def _moved(base: Consortium, to: Path) -> Consortium:
+    moved = object.__new__(Consortium)
+    moved.base, moved.folder = to, to / "exchange"
+    moved.homes = [to / home.name for home in base.homes]
+    moved.terms = to / "agreed" / "terms.json"
+    return moved
+
+
+# --- with a dealer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["rademacher", "gaussian"])
+def test_a_dealer(tmp_path: Path, key: str) -> None:
+    group = Consortium(tmp_path, "dealer", key, size=20_000)
+    said = group.run("setup", "dealer", "--terms", str(group.terms), "--folder", str(group.folder))
+    assert "the key is gone" in said
+    arguments = ["setup", "accept", "--folder", str(group.folder), "--terms", str(group.terms)]
+    for home in group.homes[:-1]:
+        assert "run this again" in group.run(*arguments, *group.secrets(home))
+    for home in group.homes[::-1]:
+        assert "finished" in group.run(*arguments, *group.secrets(home))
+    for home in group.homes:
+        group.run("share", "verify", *group.secrets(home))
+    sizes = [Home(home).only_consortium().share_path.stat().st_size for home in group.homes]
+    assert max(sizes) < 0.7 * 8 * 140_000  # compressed: (K−t+1)/K of a vector each, about
+    found = group.key((4, 0, 2))
+    assert (group.key((1, 2, 3)) == found).all()
+    if key == "rademacher":
+        assert set(np.unique(found)) == {-1, 1}
+    else:
+        values = found / 256
+        assert abs(values.mean()) < 6 / np.sqrt(values.size)
+        assert abs(values.std() - 1) < 0.02
+        norm = group.manifests()[0].commitment
+        assert norm is not None
+        assert int(norm["norm"]) == int(found.astype(np.int64) @ found.astype(np.int64))
+    said = group.run(
+        "setup", "dealer", "--terms", str(group.terms), "--folder", str(group.folder), fails=QuorumarkError
+    )
+    assert "already holds a dealing" in said
+
+
+def test_a_dealer_who_swaps_or_spoils_shares_is_caught(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, "dealer")
+    group.run("setup", "dealer", "--terms", str(group.terms), "--folder", str(group.folder))
+    arguments = ["setup", "accept", "--folder", str(group.folder), *group.secrets(group.homes[0])]
+    path = group.folder / "share-1.sealed"
+    good = path.read_bytes()
+    path.write_bytes((group.folder / "share-2.sealed").read_bytes())
+    assert "cannot be opened" in group.run(*arguments, fails=QuorumarkError)
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert "cannot be opened" in group.run(*arguments, fails=QuorumarkError)
+    path.write_bytes(good)
+    # another root in the dealing: the share is not the one that everybody would sign for
+    dealing = group.folder / "dealing.json"
+    manifest = json.loads(dealing.read_text())
+    manifest["roots"][0] = manifest["genesis"]["roots"][0] = "ab" * 32
+    original = dealing.read_bytes()
+    dealing.write_text(json.dumps(manifest))
+    assert "not the one that its root commits to" in group.run(*arguments, fails=QuorumarkError)
+    dealing.write_bytes(original)
+    group.run(*arguments)
+    # terms that this member did not agree to
+    other = Consortium(tmp_path / "other", "dealer")
+    said = group.run(*arguments, "--terms", str(other.terms), fails=QuorumarkError)
+    assert "other terms than this member agreed to" in said
+
+
+# --- homes ------------------------------------------------------------------------------------------------
+
+
+def test_backup_and_restore(five: Consortium) -> None:
+    five.finish()
+    home, backup = five.homes[2], five.base / "cedar.tar"
+    assert "5 files backed up" in five.run("member", "backup", str(backup), "--home", str(home))
+    assert backup.stat().st_mode & 0o777 == 0o600
+    shutil.rmtree(home)
+    assert "Cedar restored" in five.run("member", "restore", str(backup), "--home", str(home))
+    five.run("share", "verify", *five.secrets(home))
+    assert "not empty" in five.run("member", "restore", str(backup), "--home", str(home), fails=QuorumarkError)
+    (five.base / "junk.tar").write_bytes(b"no tar at all")
+    said = five.run(
+        "member", "restore", str(five.base / "junk.tar"), "--home", str(five.base / "new"), fails=QuorumarkError
+    )
+    assert "cannot restore" in said
+
+
+def test_passphrases_and_errors(tmp_path: Path) -> None:
+    secret = "a passphrase that nobody guesses"  # noqa: S105
+    file = tmp_path / "passphrase"
+    keystore.write_private(file, secret.encode() + b"\n")
+    runner = CliRunner()
+    init = ["member", "init", "--name", "Avon", "--home", str(tmp_path / "home")]
+    result = runner.invoke(app, init)
+    assert "must be given where nobody can be asked" in str(result.exception)
+    result = runner.invoke(app, [*init, "--passphrase-file", str(file)])
+    assert result.exit_code == 0
+    assert secret not in result.output
+    assert Home(tmp_path / "home").identity(Unlock.passphrase(secret)).name == "Avon"
+    for path in (tmp_path / "home").rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes()
+    result = runner.invoke(app, [*init, "--passphrase-file", str(file)])
+    assert "already holds an identity" in str(result.exception)
+    result = runner.invoke(app, ["share", "inspect", "--home", str(tmp_path / "home")])
+    assert "name one consortium" in str(result.exception)
+    file.chmod(0o644)
+    result = runner.invoke(app, [*init, "--passphrase-file", str(file)])
+    assert "open to others" in str(result.exception)
+
+
+def test_bad_consortia_are_refused(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    model = str(tmp_path / "model.safetensors")
+    cards = [item for home in group.homes for item in ("--member", f"{home}/member.json")]
+    create = ["consortium", "create", "--name", "x", "--model", model, "--out", str(tmp_path / "new")]
+    for arguments, text in [
+        ([*cards, "--threshold", "4"], "needs K ≥ 2t−1 = 7 members, but there are 5: lower the threshold to 3"),
+        ([*cards, "--threshold", "1"], "at least 2"),
+        ([*cards, "--threshold", "9"], "must not exceed the 5 members"),
+        ([*cards, "--member", f"{group.homes[0]}/member.json", "--threshold", "3"], "two members one name"),
+        ([*cards, "--threshold", "3", "--setup", "magic"], "setup must be one of dealer, dkg"),
+        ([*cards, "--threshold", "3", "--key", "wooden"], "key must be one of rademacher, gaussian"),
+        (["--member", model, "--threshold", "2"], "this is not a member's card"),
+    ]:
+        assert text in group.run(*create, *arguments, fails=QuorumarkError)
+    assert not (tmp_path / "new").exists()
+    assert "nothing signed in it yet" in group.run("consortium", "check", str(group.terms), fails=QuorumarkError)
