@@ -28,6 +28,7 @@ format: setup
 bench: setup
 	$(BIN)/quorumark bench field --json benchmarks/results/field.json
 	$(BIN)/quorumark bench shamir --json benchmarks/results/shamir.json
+	$(BIN)/quorumark bench dkg --json benchmarks/results/dkg.json
 
 setup: .venv/.ready
 

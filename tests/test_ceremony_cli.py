@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from quorumark import keystore
+from quorumark import field, keystore, shamir
 from quorumark.cli import app
 from quorumark.errors import QuorumarkError
 from quorumark.home import Home
@@ -19,6 +19,7 @@ from quorumark.identity import verify_manifest
 from quorumark.keystore import Unlock
 from quorumark.layout import write_safetensors
 from quorumark.records import Manifest
+from quorumark.setup import recover as recover_module
 from tests.ceremony import NAMES
 
 
@@ -317,6 +318,50 @@ def test_backup_and_restore(five: Consortium) -> None:
         "member", "restore", str(five.base / "junk.tar"), "--home", str(five.base / "new"), fails=QuorumarkError
     )
     assert "cannot restore" in said
+
+
+def test_a_lost_share_comes_back_and_nothing_else_does(five: Consortium) -> None:
+    five.finish()
+    key, folder = five.key(), five.base / "recovery"
+    lost = Home(five.homes[1]).only_consortium().share_path
+    original = Home(five.homes[1]).only_consortium().share(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    values, salts = original.vector(), original.others_salts
+    recover = ["share", "recover", "--folder", str(folder), *five.secrets(five.homes[1])]
+    assert "still there" in five.run(*recover, "--helpers", "1,3,5", fails=QuorumarkError)
+    lost.unlink()
+    for wrong in ("1,3", "1,1,3", "1,2,3", "1,3,9"):
+        assert "exactly t = 3" in five.run(*recover, "--helpers", wrong, fails=QuorumarkError)
+    five.run(*recover, "--helpers", "1,3,5")
+    assert "waiting for Avon, Cedar, Elm" in five.run(*recover)
+    stranger = ["share", "help", "--folder", str(folder), *five.secrets(five.homes[3])]
+    assert "asks other members" in five.run(*stranger, fails=QuorumarkError)
+    for i in (0, 2, 4):
+        assert "Birch can now read its own share" in five.run(
+            "share", "help", "--folder", str(folder), *five.secrets(five.homes[i])
+        )
+    # one answer alone is no share: masked, and unrelated to the helper's own
+    birch = Home(five.homes[1]).identity(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    avon = Home(five.homes[0]).only_consortium().share(Unlock.key_file(five.homes[0].with_suffix(".key"))).vector()
+    place = Home(five.homes[1]).only_consortium()
+    body = json.loads(
+        keystore.read_sealed(
+            place.path / "recovery.sealed", Unlock.key_file(five.homes[1].with_suffix(".key")), "recovery"
+        )
+    )
+    head = recover_module._header(place.manifest(), "answer", 1, 2, body["nonce"])
+    answer = np.frombuffer(birch.read((folder / "answer-1.msg").read_bytes(), place.terms(), head), "<u8")[-280:]
+    weight = shamir.lagrange((1, 3, 5), 2)[0]
+    assert not (answer == field.scale(weight, avon)).any()
+    # a falsified answer is found
+    good = (folder / "answer-3.msg").read_bytes()
+    (folder / "answer-3.msg").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert "'Cedar'" in five.run(*recover, fails=QuorumarkError)
+    (folder / "answer-3.msg").write_bytes(good)
+    assert "recovered" in five.run(*recover)
+    again = place.verify_share(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    assert (again.vector() == values).all()
+    assert (again.others_salts == salts).all()
+    assert (five.key((1, 0, 3)) == key).all()
 
 
 def test_passphrases_and_errors(tmp_path: Path) -> None:

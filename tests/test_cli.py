@@ -32,15 +32,17 @@ def test_demo_tells_its_story(environment: dict[str, str]) -> None:
     assert 48 < float(percent[1]) < 52  # 19 standard deviations either way
 
 
-@pytest.mark.parametrize("name", ["field", "shamir"])
+@pytest.mark.parametrize("name", ["field", "shamir", "dkg"])
 def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.json"
     done = run(environment, "bench", name, "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
-    assert len(rows) > 10
+    assert len(rows) > (3 if name == "dkg" else 10)
+    extra = ["elements_per_member"] if name == "dkg" else []
     for row in rows:
-        assert list(row) == ["name", "against", "size", "threads", "ratio", "seconds"]
+        assert list(row) == ["name", "against", "size", "threads", "ratio", "seconds", *extra]
+        assert row.get("elements_per_member", 0) <= 4.0
         assert row["ratio"] > 0
         assert row["seconds"] > 0
         assert row["size"] > 0

@@ -42,6 +42,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.home",
         "quorumark.setup",
         "quorumark.bench.field",
+        "quorumark.bench.dkg",
         "quorumark.bench.peers",
     },
     "triton": {"quorumark.field._triton"},

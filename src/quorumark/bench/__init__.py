@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Row", "compare", "write_rows"]
+__all__ = ["Row", "SetupRow", "compare", "write_rows"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ class Row:
     threads: int
     ratio: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class SetupRow(Row):
+    """A comparison of key ceremonies: also what a member sends and receives, in field elements over d."""
+
+    elements_per_member: float
 
 
 def compare(

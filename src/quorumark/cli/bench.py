@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from quorumark.bench import Row
 
 app = typer.Typer(
     help="Benchmarks: ratios to memcpy and to the alternatives, measured in one run.", no_args_is_help=True
@@ -42,7 +39,15 @@ def shamir(json: Json = None, quick: Quick = False) -> None:
     _run("Shamir sharing", bench.rows(quick), json)
 
 
-def _run(title: str, rows: Iterator[Row], json: Path | None, *, with_peers: bool = True) -> None:
+@app.command("dkg")
+def dkg(json: Json = None, quick: Quick = False) -> None:
+    """The dealer-free setup: one member's computation and traffic, against the paper's protocol."""
+    from quorumark.bench import dkg as bench
+
+    _run("Dealer-free setup, one member", bench.rows(quick), json)
+
+
+def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
     from quorumark.bench import peers, write_rows
@@ -66,6 +71,13 @@ def _run(title: str, rows: Iterator[Row], json: Path | None, *, with_peers: bool
             table.add_row(row.name, row.against, size, str(row.threads), f"{row.ratio:.3g}", speed, seconds)
             status.update(f"measured: {row.name} against {row.against}")
     console.print(table)
+    for row in done:
+        if hasattr(row, "elements_per_member"):
+            wire = row.elements_per_member * row.size * 8 / 125e6
+            console.print(
+                f"{row.name}: sends and receives {row.elements_per_member:.2f}·d field elements "
+                f"({wire:.1f} s at 1 Gbit/s), computes {row.seconds:.2f} s"
+            )
     console.print(
         "ratio = our time over theirs: the median of at least five runs each, in turns; per element where sizes differ"
     )

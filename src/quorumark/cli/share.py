@@ -50,6 +50,53 @@ def verify(
     typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
 
 
+@app.command("recover")
+def recover(
+    folder: Annotated[Path, typer.Option(help="The folder to exchange files with the helpers through.")],
+    helpers: Annotated[str | None, typer.Option(help="To ask: the points of t other members, like 2,3,5.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Get a lost share back from t helpers. First with --helpers, to ask; then without, until it says recovered."""
+    from quorumark.errors import InputError
+    from quorumark.home import Home
+    from quorumark.setup.recover import finish, request
+
+    member = Home(home)
+    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
+    if helpers is not None:
+        try:
+            points = tuple(int(x) for x in helpers.split(","))
+        except ValueError:
+            raise InputError("--helpers", "must be points like 2,3,5", repr(helpers)) from None
+        request(member, place, opened, folder, points)
+        typer.echo(f"asked in {folder}; each helper runs: quorumark share help --folder …")
+        return
+    missing = finish(member, place, opened, folder)
+    typer.echo(
+        f"waiting for {', '.join(missing)}" if missing else "recovered: the share is what the manifest commits to"
+    )
+
+
+@app.command("help")
+def help_other(
+    folder: Annotated[Path, typer.Option(help="The folder with the request.")],
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Help another member to get its share back. Make sure first that it is really that member who asks."""
+    from quorumark.home import Home
+    from quorumark.setup.recover import help_recover
+
+    member = Home(home)
+    name = help_recover(member, member.only_consortium(consortium), unlock(key_file, passphrase_file), folder)
+    typer.echo(f"answered: {name} can now read its own share, and nothing else")
+
+
 @app.command("hand-over")
 def hand_over(
     to: Annotated[Path, typer.Option(help="The card of the member who will reconstruct the key.")],

@@ -231,14 +231,19 @@ class DkgMember:
         if int(squares.max()) >= P or not squares.all():
             raise CeremonyError("the opened squares hold 0 or no field element: discard this ceremony and start anew")
         self._squares = squares
-        return self._say("confirm", digest("dkg squares", total))
+        return self._say("confirm", self.squares_digest(total))
+
+    @staticmethod
+    def squares_digest(total: bytes) -> bytes:
+        """What `confirm` says."""
+        return digest("dkg squares", total)
 
     def root(self, confirms: Mapping[int, bytes]) -> bytes:
         """Once all saw the same squares: this member's share, and the commitment to it."""
         r = self._received()
         if self._squares is None:
             raise CeremonyError("the squares have not been opened yet")
-        own = digest("dkg squares", _bytes(self._squares))
+        own = self.squares_digest(_bytes(self._squares))
         different = [x for x, body in self._hear("confirm", confirms, 32).items() if body != own]
         if different:
             names = ", ".join(self._name(x) for x in different)

@@ -1,0 +1,96 @@
+"""`quorumark bench dkg`: one member's computation and traffic in the dealer-free setup, against the paper's protocol.
+
+One member's stages are timed at full size, with real messages of all others to it. Only the relay's sum is a stand-in
+(squares of random numbers): making the true one would take all members' full vectors in one memory, and no step's time
+depends on values. The paper's member shares its own vector with torch's Horner rule and adds up K vectors; it runs on
+fewer elements, and the ratio is per element.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+from quorumark import field
+from quorumark.bench import SetupRow
+from quorumark.bench.peers import PAPER_MODULUS, paper_sharing
+from quorumark.identity import Identity
+from quorumark.records import Member, Terms
+from quorumark.setup.dkg import DkgMember, openers
+
+FULL_SIZE = 11_200_000
+CASES = (4, 8, 16, 32, 64, 128)  # K, with t = K/2
+
+
+def rows(quick: bool = False) -> Iterator[SetupRow]:
+    """One row per K, as they are made; one thread on both sides."""
+    before = field.threads()
+    try:
+        field.set_threads(1)
+        for members in CASES[:4] if quick else CASES:
+            yield _case(members, members // 2, 500_000 if quick else FULL_SIZE, 10_000_000 if quick else 40_000_000)
+    finally:
+        field.set_threads(before)
+
+
+def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
+    people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
+    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 1) for x, p in enumerate(people, 1))
+    terms = Terms("bench", threshold, roster, "00" * 32, size, "00" * 32, created="2026-01-31T12:00:00Z")
+    members = [DkgMember(person, terms, os.urandom(32)) for person in people]
+    commits = {m.point: m.commit() for m in members}
+    reveals = {m.point: m.reveal(commits) for m in members}
+    mine, others = members[0], members[1:]
+    incoming = {m.point: m.deal(reveals)[mine.point] for m in others}
+    spent: list[float] = []
+
+    def timed(call: Callable[[], bytes | dict[int, bytes] | None]) -> int:
+        start = time.perf_counter()
+        result = call()
+        spent.append(time.perf_counter() - start)
+        return 0 if result is None else sum(map(len, result.values())) if isinstance(result, dict) else len(result)
+
+    squares = field.mul(*[field.random(size)] * 2, checked=False)
+    squares[squares == 0] = 1
+    total = squares.astype("<u8").tobytes()
+    moved = sum(map(len, incoming.values())) + len(total)
+    moved += timed(lambda: mine.deal(reveals))
+    timed(lambda: mine.receive(incoming))
+    moved += timed(lambda: mine.open(openers(terms)))
+    timed(lambda: mine.confirm(total))
+    for m in others:  # what they would say: they saw the same squares
+        m.session = mine.session
+    confirms = {m.point: m._say("confirm", mine.squares_digest(total)) for m in others}
+    timed(lambda: mine.root(confirms))
+    roots = {m.point: m._say("root", os.urandom(32)) for m in others}
+    timed(lambda: mine.health(roots))
+    seconds = sum(spent)
+
+    few = max(50, peer_work // (count * threshold))
+    peer = _paper_member(few, threshold, count)
+    name, against = f"dealer-free setup ({count},{threshold})", "the paper's torch code"
+    theirs = statistics.median(peer() for _ in range(5)) if peer else float("nan")
+    ratio = (seconds / size) / (theirs / few)
+    return SetupRow(name, f"{against}, {few} elements", size, 1, ratio, seconds, moved / 8 / size)
+
+
+def _paper_member(few: int, threshold: int, count: int) -> Callable[[], float] | None:
+    """What one member computes in the paper's protocol: its own sharing, and the sum of K received vectors."""
+    share = paper_sharing([int(v) for v in field.random(few)], threshold, count)
+    if share is None:
+        return None
+    import torch
+
+    received = torch.randint(0, PAPER_MODULUS, (count, few), dtype=torch.int64)
+
+    def call() -> float:
+        start = time.perf_counter()
+        share()
+        total = torch.zeros(few, dtype=torch.int64)
+        for row in received:
+            total = (total + row) % PAPER_MODULUS
+        return time.perf_counter() - start
+
+    return call
