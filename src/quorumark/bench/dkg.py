@@ -39,34 +39,30 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
     people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
     roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 1) for x, p in enumerate(people, 1))
     terms = Terms("bench", threshold, roster, "00" * 32, size, "00" * 32, created="2026-01-31T12:00:00Z")
-    members = [DkgMember(person, terms, os.urandom(32)) for person in people]
+    seeds = [os.urandom(32) for _ in people]
+    members = [DkgMember(person, terms, seed) for person, seed in zip(people, seeds, strict=True)]
     commits = {m.point: m.commit() for m in members}
     reveals = {m.point: m.reveal(commits) for m in members}
-    mine, others = members[0], members[1:]
-    incoming = {m.point: m.deal(reveals)[mine.point] for m in others}
-    spent: list[float] = []
-
-    def timed(call: Callable[[], bytes | dict[int, bytes] | None]) -> int:
+    incoming = {m.point: m.deal(reveals)[1] for m in members[1:]}
+    squares = field.random(size)
+    total = field.mul(squares, squares, out=squares, checked=False).astype("<u8").tobytes()
+    confirms = {m.point: m._say("confirm", m.squares_digest(total)) for m in members[1:]}
+    roots = {m.point: m._say("root", os.urandom(32)) for m in members[1:]}
+    times = []
+    for _ in range(5):
+        mine = DkgMember(people[0], terms, seeds[0])
+        mine.commit()
+        mine.reveal(commits)
         start = time.perf_counter()
-        result = call()
-        spent.append(time.perf_counter() - start)
-        return 0 if result is None else sum(map(len, result.values())) if isinstance(result, dict) else len(result)
-
-    squares = field.mul(*[field.random(size)] * 2, checked=False)
-    squares[squares == 0] = 1
-    total = squares.astype("<u8").tobytes()
-    moved = sum(map(len, incoming.values())) + len(total)
-    moved += timed(lambda: mine.deal(reveals))
-    timed(lambda: mine.receive(incoming))
-    moved += timed(lambda: mine.open(openers(terms)))
-    timed(lambda: mine.confirm(total))
-    for m in others:  # what they would say: they saw the same squares
-        m.session = mine.session
-    confirms = {m.point: m._say("confirm", mine.squares_digest(total)) for m in others}
-    timed(lambda: mine.root(confirms))
-    roots = {m.point: m._say("root", os.urandom(32)) for m in others}
-    timed(lambda: mine.health(roots))
-    seconds = sum(spent)
+        dealt = mine.deal(reveals)
+        mine.receive(incoming)
+        opened = mine.open(openers(terms))
+        mine.confirm(total)
+        mine.root(confirms)
+        mine.health(roots)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    moved = sum(map(len, [*incoming.values(), *dealt.values(), opened, total]))
 
     few = max(50, peer_work // (count * threshold))
     peer = _paper_member(few, threshold, count)

@@ -230,8 +230,8 @@ class DkgMember:
         squares = np.frombuffer(total, "<u8").astype(np.uint64)
         if int(squares.max()) >= P or not squares.all():
             raise CeremonyError("the opened squares hold 0 or no field element: discard this ceremony and start anew")
-        self._squares = squares
-        return self._say("confirm", self.squares_digest(total))
+        self._squares, self._seen = squares, self.squares_digest(total)
+        return self._say("confirm", self._seen)
 
     @staticmethod
     def squares_digest(total: bytes) -> bytes:
@@ -243,8 +243,7 @@ class DkgMember:
         r = self._received()
         if self._squares is None:
             raise CeremonyError("the squares have not been opened yet")
-        own = self.squares_digest(_bytes(self._squares))
-        different = [x for x, body in self._hear("confirm", confirms, 32).items() if body != own]
+        different = [x for x, body in self._hear("confirm", confirms, 32).items() if body != self._seen]
         if different:
             names = ", ".join(self._name(x) for x in different)
             raise CeremonyError(
