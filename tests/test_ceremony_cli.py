@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from quorumark.home import Home
 from quorumark.identity import verify_manifest
 from quorumark.keystore import Unlock
 from quorumark.layout import write_safetensors
-from quorumark.records import Manifest
+from quorumark.records import Manifest, canonical
+from quorumark.setup import dkg
 from quorumark.setup import recover as recover_module
 from tests.ceremony import NAMES
 
@@ -112,7 +114,8 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
         info = json.loads(five.run("share", "inspect", "--home", str(home), "--json"))
         assert (info["point"], info["threshold"], info["length"]) == (i + 1, 3, 280)
         place = Home(home).only_consortium()
-        assert sorted(p.name for p in place.path.iterdir()) == ["manifest.json", "share.sealed", "terms.json"]
+        kept = [".lock", "manifest.json", "share.sealed", "terms.json"]
+        assert sorted(p.name for p in place.path.iterdir()) == kept
         assert place.share_path.stat().st_mode & 0o777 == 0o600
         assert home.stat().st_mode & 0o777 == 0o700
     key = five.key()
@@ -175,7 +178,8 @@ def test_what_was_used_must_not_change(five: Consortium) -> None:
     arguments = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder)]
     CliRunner().invoke(app, [*arguments, *five.secrets(five.homes[1])])
     said = five.run(*arguments, *five.secrets(five.homes[0]), fails=QuorumarkError)
-    assert "'Birch' says something else for step 'dkg/commit'" in said
+    assert "'Birch'" in said
+    assert "says something else for step 'dkg/reveal'" in said or "reveals something else" in said
 
 
 class _PowerCut(BaseException):
@@ -241,6 +245,54 @@ def _moved(base: Consortium, to: Path) -> Consortium:
     return moved
 
 
+def test_after_a_fault_nothing_is_opened_again_until_all_start_anew(five: Consortium) -> None:
+    for _ in range(4):
+        for i in range(5):
+            five.step(i)
+    # Elm confirms squares that nobody else saw: it must have been told something else
+    elm = Home(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
+    terms = Home(five.homes[4]).only_consortium().terms()
+    path = five.folder / "5-confirm" / "5.msg"
+    session = json.loads(path.read_bytes()[4 : 4 + int.from_bytes(path.read_bytes()[:4], "big")])["session"]
+    path.write_bytes(elm.write(dkg.header(terms, session, "confirm", 5), bytes(32)))
+    step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
+    assert "'Elm' saw other squares" in five.run(*step, fails=QuorumarkError)
+    shutil.rmtree(five.folder / "5-confirm")
+    assert "this ceremony has failed" in five.run(*step, fails=QuorumarkError)
+    for home in five.homes:
+        assert "forgotten" in five.run("setup", "discard", "--terms", str(five.terms), "--home", str(home))
+    five.folder = five.base / "second"
+    five.finish()
+    assert set(np.unique(five.key())) == {-1, 1}
+
+
+def test_two_visits_at_once_are_refused(five: Consortium) -> None:
+    five.step(0)
+    place = Home(five.homes[0]).only_consortium()
+    step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
+    with keystore.only_one(place.path):
+        assert "another command is working" in five.run(*step, fails=QuorumarkError)
+    five.finish()
+
+
+def test_a_running_ceremony_is_not_backed_up(five: Consortium) -> None:
+    five.step(0)
+    backup = five.base / "avon.tar"
+    five.run("member", "backup", str(backup), "--home", str(five.homes[0]))
+    with tarfile.open(backup) as archive:
+        assert not [name for name in archive.getnames() if "ceremony" in name]
+
+
+def test_unreadable_messages_are_named(five: Consortium) -> None:
+    for i in range(5):
+        five.step(i)
+    path = five.folder / "1-commit" / "3.msg"
+    path.unlink()
+    path.mkdir()
+    step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
+    assert "'Cedar' for step 'dkg/commit' cannot be read" in five.run(*step, fails=QuorumarkError)
+
+
 # --- with a dealer ----------------------------------------------------------------------------------------
 
 
@@ -295,6 +347,18 @@ def test_a_dealer_who_swaps_or_spoils_shares_is_caught(tmp_path: Path) -> None:
     assert "not the one that its root commits to" in group.run(*arguments, fails=QuorumarkError)
     dealing.write_bytes(original)
     group.run(*arguments)
+    # a second dealing under the same terms: this member holds a share of the first
+    shutil.copytree(group.folder, group.base / "first")
+    shutil.rmtree(group.folder)
+    group.run("setup", "dealer", "--terms", str(group.terms), "--folder", str(group.folder))
+    assert "not the one of this dealing" in group.run(*arguments, fails=QuorumarkError)
+    # a dealt key for terms that promise that nobody ever knew it
+    body = json.loads((group.folder / "dealing.json").read_text())
+    body["terms"]["setup"] = "dkg"
+    (group.folder / "dealing.json").write_text(json.dumps(body))
+    assert "for a dealer only" in group.run(*arguments, fails=QuorumarkError)
+    shutil.rmtree(group.folder)
+    shutil.copytree(group.base / "first", group.folder)
     # terms that this member did not agree to
     other = Consortium(tmp_path / "other", "dealer")
     said = group.run(*arguments, "--terms", str(other.terms), fails=QuorumarkError)
@@ -313,11 +377,41 @@ def test_backup_and_restore(five: Consortium) -> None:
     assert "Cedar restored" in five.run("member", "restore", str(backup), "--home", str(home))
     five.run("share", "verify", *five.secrets(home))
     assert "not empty" in five.run("member", "restore", str(backup), "--home", str(home), fails=QuorumarkError)
+    evil = five.base / "evil.tar"
+    with tarfile.open(evil, "w") as archive:
+        for name in ("identity.sealed", "consortia/../../pwned"):
+            archive.addfile(tarfile.TarInfo(name))
+    said = five.run("member", "restore", str(evil), "--home", str(five.base / "fresh"), fails=QuorumarkError)
+    assert "not a backup" in said
+    assert not (five.base / "pwned").exists()
     (five.base / "junk.tar").write_bytes(b"no tar at all")
     said = five.run(
         "member", "restore", str(five.base / "junk.tar"), "--home", str(five.base / "new"), fails=QuorumarkError
     )
     assert "cannot restore" in said
+
+
+def test_two_members_cannot_recover_each_others_helpers_shares(five: Consortium) -> None:
+    """Avon and Birch ask the same three helpers with the same nonce: equal masks would cancel in the difference."""
+    five.finish()
+    unlocks = [Unlock.key_file(home.with_suffix(".key")) for home in five.homes]
+    places = [Home(home).only_consortium() for home in five.homes]
+    helper = places[2].share(unlocks[2]).vector()
+    answers = []
+    for i in (0, 1):
+        folder, home = five.base / f"ask-{i}", Home(five.homes[i])
+        identity, manifest = home.identity(unlocks[i]), places[i].manifest()
+        body = canonical({"format": recover_module._FORMAT, "nonce": "ab" * 32, "helpers": [3, 4, 5]})
+        message = identity.write(recover_module._header(manifest, "request", i + 1), body)
+        keystore.write_shared(folder / "request.msg", bytes([0, i + 1]) + message)
+        recover_module.help_recover(Home(five.homes[2]), places[2], unlocks[2], folder)
+        head = recover_module._header(manifest, "answer", 3, i + 1, "ab" * 32)
+        answer = identity.read((folder / "answer-3.msg").read_bytes(), manifest.terms, head)
+        answers.append(np.frombuffer(answer, "<u8").astype(np.uint64)[-280:])
+    one, two = (shamir.lagrange((3, 4, 5), x)[0] for x in (1, 2))
+    difference = field.sub(answers[0], answers[1])
+    guess = field.scale(field.scalar_inv((one - two) % field.P), difference)
+    assert not (guess == helper).any()
 
 
 def test_a_lost_share_comes_back_and_nothing_else_does(five: Consortium) -> None:

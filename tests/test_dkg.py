@@ -64,7 +64,8 @@ class Run:
         return self
 
     def healthy(self) -> Run:
-        self.each("health", lambda m: m.health(self.messages["root"]))
+        self.each("echo", lambda m: m.echo(self.messages["root"]))
+        self.each("health", lambda m: m.health(self.messages["echo"]))
         for m in self.members:
             m.finish(self.messages["health"])
         return self
@@ -205,24 +206,45 @@ def test_an_equivocated_opening_is_refused_before_a_share_exists() -> None:
         assert m.share is None
 
 
-def test_a_repeated_opening_needs_a_new_attempt_and_the_same_dealings() -> None:
+def test_dealings_are_opened_once() -> None:
     run = Run.start(5, 2, 20).until_dealt().received()
     member = run.members[0]
-    first = member.open((1, 2, 3))
-    with pytest.raises(CeremonyError, match="attempt 0 was opened for"):
+    body = member.open((1, 2, 3))[-160:]
+    assert member.open((1, 2, 3))[-160:] == body  # after a crash: the same again
+    with pytest.raises(CeremonyError, match="were opened by the members"):
         member.open((1, 2, 4))
-    again = member.open((1, 2, 4), attempt=1)
-    assert first[-160:] != again[-160:]
-    others = {x: run.members[x - 1].open((1, 2, 4), attempt=1) for x in (2, 4)}
-    total = relay_sum(run.terms, member.session, {1: again, **others}, attempt=1)
-    run.total = total
-    run.shared().healthy()
-    assert set(np.unique(run.key())) == {-1, 1}
+
+
+def test_members_who_saw_other_roots_stop_before_they_answer() -> None:
+    """Answers for different weights under one mask would open equations in the key."""
+    run = Run.start(5, 3, 20).until_dealt().received().opened().shared()
+    elm = run.members[4]
+    other = elm._say("root", os.urandom(32))
+    run.each("echo", lambda m: m.echo({**run.messages["root"], 5: other} if m.point == 2 else run.messages["root"]))
+    for m in run.members:
+        with pytest.raises(CeremonyError, match="saw other roots"):
+            m.health(run.messages["echo"])
+
+
+def test_the_last_to_answer_cannot_fit_its_answer_to_the_others() -> None:
+    run = Run.start(3, 2, 20).until_dealt().received().opened().shared()
+    for m in run.members:
+        _share(m)[3] = 2 * int(_share(m)[3]) % P
+    run.each("echo", lambda m: m.echo(run.messages["root"]))
+    run.each("health", lambda m: m.health(run.messages["echo"]))
+    cheat = run.members[2]
+    answers = {m.point: int(m._answer[1]) for m in run.members}
+    weights = shamir.lagrange([1, 2, 3])
+    wanted = (cheat._expected - weights[0] * answers[1] - weights[1] * answers[2]) * pow(weights[2], -1, P) % P
+    forged = np.array([int(cheat._answer[0]), wanted], np.uint64)
+    run.messages["health"][3] = cheat._say("health", forged.astype("<u8").tobytes() + cheat._blind)
+    with pytest.raises(MessageError, match="'Cedar' answers something else than it committed to"):
+        run.members[0].finish(run.messages["health"])
 
 
 def test_an_opening_alone_says_nothing_and_sets_do_not_mix() -> None:
     run = Run.start(5, 2, 20).until_dealt().received()
-    parts = {1: run.members[0].open((1, 2, 3)), 2: run.members[1].open((1, 2, 3)), 4: run.members[3].open((1, 2, 4), 0)}
+    parts = {1: run.members[0].open((1, 2, 3)), 2: run.members[1].open((1, 2, 3)), 4: run.members[3].open((1, 2, 4))}
     total = relay_sum(run.terms, run.members[0].session, parts)
     run.each("confirm", lambda m: m.confirm(total))
     with pytest.raises(CeremonyError, match="not squares"):
@@ -231,7 +253,8 @@ def test_an_opening_alone_says_nothing_and_sets_do_not_mix() -> None:
 
 def test_unmasked_health_answers_would_open_the_key_and_ours_are_masked() -> None:
     run = Run.start(5, 3, 50).until_dealt().received().opened().shared()
-    run.each("health", lambda m: m.health(run.messages["root"]))
+    run.each("echo", lambda m: m.echo(run.messages["root"]))
+    run.each("health", lambda m: m.health(run.messages["echo"]))
     key = run.key()
     rho = np.concatenate([coin for coin, _, _ in run.members[0]._coins()])
     leak = field.dot(rho, field.from_signed(key))
@@ -248,9 +271,8 @@ def test_the_health_check_names_a_faulty_member() -> None:
     run = Run.start(7, 3, 50).until_dealt().received().opened().shared()
     faulty = run.members[4]
     _share(faulty)[7] = (int(_share(faulty)[7]) + 1) % P
-    run.each(
-        "health", lambda m: m.health(run.messages["root"]) if m is not faulty else faulty.health(run.messages["root"])
-    )
+    run.each("echo", lambda m: m.echo(run.messages["root"]))
+    run.each("health", lambda m: m.health(run.messages["echo"]))
     with pytest.raises(CeremonyError, match=r"do not lie on one polynomial: 'Elm' must be wrong"):
         run.members[0].finish(run.messages["health"])
 
@@ -259,7 +281,8 @@ def test_the_health_check_notices_shares_of_something_else_than_signs() -> None:
     run = Run.start(5, 3, 50).until_dealt().received().opened().shared()
     for m in run.members:  # everybody scales one coordinate alike: still a polynomial, no longer ±1
         _share(m)[3] = 2 * int(_share(m)[3]) % P
-    run.each("health", lambda m: m.health(run.messages["root"]))
+    run.each("echo", lambda m: m.echo(run.messages["root"]))
+    run.each("health", lambda m: m.health(run.messages["echo"]))
     with pytest.raises(CeremonyError, match="do not hold signs"):
         run.members[0].finish(run.messages["health"])
 

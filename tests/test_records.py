@@ -76,7 +76,21 @@ def test_terms_with_swapped_or_doubled_members_are_refused() -> None:
     body["roster"][1]["x25519"] = body["roster"][0]["x25519"]
     with pytest.raises(RecordError, match="two members one x25519"):
         Terms.from_bytes(json.dumps(body).encode())
-    for data in (b"", b"[]", b"{}", b'{"format":1}'):
+    good = TERMS.to_bytes()
+    nasty = [
+        good.replace(b'"threshold":2', b'"threshold":2,"threshold":3'),
+        good.replace(b'"threshold":2', b'"threshold":2e0'),
+    ]
+    nasty += [b"[" * 200_000, good.replace(b'"rule":"rho"', b'"rule":"\\ud800"'), good.replace(b"5000", b"NaN")]
+    for roster in (b"[5]", b"[null]", b"[[1]]"):
+        nasty.append(
+            b'{"format":"quorumark-terms/v1",'
+            + good[good.index(b'"key"') : good.index(b'"roster"')]
+            + b'"roster":'
+            + roster
+            + b"}"
+        )
+    for data in (b"", b"[]", b"{}", b'{"format":1}', *nasty):
         with pytest.raises(RecordError):
             Terms.from_bytes(data)
 
@@ -102,9 +116,10 @@ def test_manifests_that_contradict_themselves_are_refused() -> None:
     for change, text in [
         ({"roots": ("11" * 32,) * 2}, "one for each member"),
         ({"roots": ("44" * 32, "22" * 32, "33" * 32)}, "genesis must repeat"),
-        ({"epoch": 1}, "epoch"),
-        ({"predecessor": "ab" * 32}, "epoch"),
-        ({"commitment": {"hash": "ab" * 32}}, "commitment"),
+        ({"epoch": 1}, "must be a first one"),
+        ({"predecessor": "ab" * 32}, "must be a first one"),
+        ({"epoch": 1, "predecessor": "ab" * 32}, "must be a first one"),
+        ({"commitment": {"hash": "ab" * 32, "nonce": "ab" * 32}}, "for a dealer only"),
     ]:
         with pytest.raises(RecordError, match=text):
             replace(manifest, **change)  # type: ignore[arg-type]

@@ -118,7 +118,8 @@ def _ceremony(layout: ModelLayout) -> list[field.Vector]:
     total = relay_sum(terms, members[0].session, openings)
     confirms = {m.point: m.confirm(total) for m in members}
     roots = {m.point: m.root(confirms) for m in members}
-    health = {m.point: m.health(roots) for m in members}
+    echoes = {m.point: m.echo(roots) for m in members}
+    health = {m.point: m.health(echoes) for m in members}
     for m in members:
         m.finish(health)  # raises if anything is wrong
     return [m.share for m in members if m.share is not None]

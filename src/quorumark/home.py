@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from quorumark.shares import ShareFile
 __all__ = ["ConsortiumFolder", "Home"]
 
 _LARGEST_RECORD = 1 << 26
+# what a home consists of, and all that a backup may hold
+_KEPT = re.compile(r"member\.json|identity\.sealed|consortia/[0-9a-f]{16}/(terms\.json|manifest\.json|share\.sealed)")
 
 
 def read_file(path: Path, what: str) -> bytes:
@@ -87,10 +90,14 @@ class Home:
 
     # --- backup ---
 
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
+
     def backup(self, target: str | os.PathLike[str]) -> int:
         """All of it in one tar file. Secrets stay sealed as they are; how many files went in."""
         buffer = io.BytesIO()
-        names = sorted(p for p in self.path.rglob("*") if p.is_file() and not p.name.endswith(".partial"))
+        # not a running ceremony's state: brought back later, it could open the same dealings a second time
+        names = sorted(p for p in self.path.rglob("*") if not p.is_symlink() and _KEPT.fullmatch(self._relative(p)))
         if not names:
             raise KeystoreError(f"there is nothing to back up in {str(self.path)!r}")
         with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -108,7 +115,7 @@ class Home:
         try:
             with tarfile.open(source, mode="r") as archive:
                 members = archive.getmembers()
-                if not all(m.isfile() and not m.name.startswith(("/", "..")) for m in members):
+                if not all(m.isfile() and _KEPT.fullmatch(m.name) for m in members):
                     raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
                 if "identity.sealed" not in {m.name for m in members}:
                     raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
@@ -148,7 +155,8 @@ class ConsortiumFolder:
         """Opens the share and checks every bit of it against the manifest."""
         manifest, share = self.manifest(), self.share(unlock)
         info = share.info
-        if info.consortium != manifest.terms.digest().hex() or info.epoch != manifest.epoch:
+        same = (info.consortium, info.session) == (manifest.terms.digest().hex(), manifest.genesis.session)
+        if not same or info.epoch != manifest.epoch:
             raise KeystoreError(f"{str(self.share_path)!r} belongs to another consortium or epoch than the manifest")
         if share.root().hex() != manifest.roots[info.point - 1]:
             raise KeystoreError(f"{str(self.share_path)!r} is not the share that the manifest's root commits to")

@@ -130,7 +130,7 @@ class Identity:
         try:
             key = _message_key(self.exchange(str(shown["ephemeral"])), prefix)
             return AESGCM(key).decrypt(_NONCE, body, prefix)
-        except (InvalidTag, ValueError, KeyError):
+        except (InvalidTag, ValueError, KeyError, MessageError):
             raise MessageError(f"the message of {sender.name!r} for step {expected.step!r} cannot be opened") from None
 
 
@@ -199,16 +199,17 @@ def _split(data: bytes, terms: Terms, expected: Header) -> tuple[bytes, dict[str
     prefix, rest = data[4 : 4 + length], data[4 + length :]
     try:
         shown = parse(prefix, _FORMAT, "a message")
-    except RecordError as error:
+        spelling = canonical(shown)
+    except (RecordError, InputError) as error:
         raise MessageError(f"{refuse} cannot be read: {error}") from None
     allowed = {"format": _FORMAT, **expected.as_dict()}
     if expected.recipient:
         allowed["ephemeral"] = shown.get("ephemeral")
     for key, value in allowed.items():
-        if shown.get(key) != value:
+        if shown.get(key) != value or type(shown.get(key)) is not type(value):
             received = repr(shown.get(key))[:80]
             raise MessageError(f"{refuse} belongs elsewhere: its {key} is {received}, not {value!r}")
-    if shown.keys() != allowed.keys() or canonical(shown) != prefix:
+    if shown.keys() != allowed.keys() or spelling != prefix:
         raise MessageError(f"{refuse} has a header with unknown fields or another spelling")
     return prefix, shown, rest[:64], rest[64:]
 

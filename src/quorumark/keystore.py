@@ -12,6 +12,7 @@ or the new one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import stat
@@ -25,12 +26,21 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from quorumark.errors import InputError, KeystoreError, RecordError
+from quorumark.errors import InputError, KeystoreError, MessageError, RecordError
 from quorumark.field import KEY_BYTES, derive_key
 from quorumark.identity import Identity, exchange
 from quorumark.records import canonical, parse
 
-__all__ = ["SealedReader", "SealedWriter", "Unlock", "read_sealed", "write_private", "write_sealed"]
+__all__ = [
+    "SealedReader",
+    "SealedWriter",
+    "Unlock",
+    "only_one",
+    "read_sealed",
+    "write_private",
+    "write_sealed",
+    "write_shared",
+]
 
 FORMAT = "quorumark-sealed/v1"
 CHUNK = 1 << 18  # bytes of content per chunk
@@ -54,7 +64,10 @@ class Unlock:
     def passphrase(cls, text: str) -> Unlock:
         if not isinstance(text, str) or len(text) < 8:
             raise InputError("passphrase", "must have at least 8 characters", "a shorter one")
-        return cls("scrypt", text.encode())
+        try:
+            return cls("scrypt", text.encode())
+        except UnicodeEncodeError:
+            raise InputError("passphrase", "must be text that has bytes", "something else") from None
 
     @classmethod
     def key_file(cls, path: str | os.PathLike[str]) -> Unlock:
@@ -67,8 +80,11 @@ class Unlock:
     @classmethod
     def passphrase_file(cls, path: str | os.PathLike[str]) -> Unlock:
         """A passphrase from the first line of a file that nobody else may read."""
-        content = _read_private(path, "passphrase file")
-        return cls.passphrase(content.decode(errors="replace").partition("\n")[0])
+        try:
+            text = _read_private(path, "passphrase file").decode()
+        except UnicodeDecodeError:
+            raise KeystoreError(f"the passphrase file {os.fspath(path)!r} is not UTF-8 text") from None
+        return cls.passphrase(text.partition("\n")[0].removesuffix("\r"))
 
     @staticmethod
     def new_key_file(path: str | os.PathLike[str]) -> None:
@@ -121,10 +137,12 @@ class Unlock:
                 secret = exchange(self._ephemeral, self._secret.hex())
             else:
                 n, r, p = settings["n"], settings["r"], settings["p"]
-                if n > 1 << 22 or r > 32 or p > 16:  # somebody else's header must not exhaust this machine
+                # somebody else's header must not exhaust this machine
+                sound = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in (n, r, p))
+                if not sound or 128 * n * r > 1 << 30 or p > 16:
                     raise KeystoreError(f"{path!r} asks for more scrypt work than is allowed")
                 secret = Scrypt(salt=salt, length=32, n=n, r=r, p=p).derive(self._secret)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError, MessageError):
             raise KeystoreError(f"{path!r} has a damaged header") from None
         return derive_key(secret, "sealed file", salt)
 
@@ -147,12 +165,36 @@ def write_private(path: str | os.PathLike[str], content: bytes) -> None:
         file.write(content)
 
 
+def write_shared(path: str | os.PathLike[str], content: bytes) -> None:
+    """A whole file that others may read (mode 0644), in a folder that is made if need be."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KeystoreError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
+    with _replacing(Path(path), 0o644) as file:
+        file.write(content)
+
+
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def only_one(folder: Path) -> Iterator[None]:
+    """One process at a time works on a folder; a second one is refused, not queued."""
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise KeystoreError(f"another command is working on {str(folder)!r}; wait until it is done") from None
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its place once it is complete and on disk."""
     partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(descriptor, mode)
     except OSError as error:
         raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None
     try:
@@ -240,7 +282,7 @@ class SealedReader:
             body = parse(self._header, FORMAT, "a sealed file")
             self.kind, self.about, self._chunk = str(body["kind"]), dict(body["about"]), int(body["chunk"])
             settings = dict(body["key"])
-        except (RecordError, KeyError, TypeError, ValueError) as error:
+        except (RecordError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise KeystoreError(f"{self._path!r} is not a sealed file of quorumark: {error}") from None
         if kind is not None and self.kind != kind:
             raise KeystoreError(f"{self._path!r} holds {self.kind!r}, not {kind!r}")

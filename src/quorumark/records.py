@@ -67,9 +67,10 @@ def digest(domain: str, *parts: bytes) -> bytes:
 def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
     """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
     try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"this is not {what}: not JSON ({error})") from None
+        body = json.loads(data, object_pairs_hook=_no_duplicates, parse_float=_no_float, parse_constant=_no_float)
+        canonical(body)  # every text must have bytes: no lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"this is not {what}: not JSON that can be read ({type(error).__name__})") from None
     if not isinstance(body, dict) or not isinstance(body.get("format"), str):
         raise RecordError(f"this is not {what}: it names no format")
     if body["format"] != expected:
@@ -77,8 +78,20 @@ def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
     return body
 
 
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        raise ValueError("a field twice")
+    return body
+
+
+def _no_float(text: str) -> None:
+    raise ValueError(f"a fraction: {text}")
+
+
 def _take(body: Mapping[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
     """Exactly these fields; others only if their name starts with x-."""
+    _check(isinstance(body, Mapping), what, "must be a JSON object")
     missing = [name for name in names if name not in body]
     unknown = [name for name in body if name not in names and name != "format" and not name.startswith("x-")]
     if missing or unknown:
@@ -271,6 +284,7 @@ class Genesis:
         for what in ("terms", "layout", "anchor", "session"):
             _check(_is_hex(getattr(self, what), 32), f"genesis {what}", "must be 32 bytes in hex")
         _check(all(_is_hex(root, 32) for root in self.roots), "genesis roots", "must be 32 bytes in hex each")
+        _check(_is_name(self.statistic), "genesis statistic", "must be a text")
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"roots": list(self.roots)}
@@ -318,10 +332,15 @@ class Manifest:
         _check(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
         _check(all(_is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
         _check(_is_count(self.epoch), "epoch", "must be a whole number, at least 0")
-        first = self.predecessor is None
-        _check(first or _is_hex(self.predecessor, 32), "predecessor", "must be a digest or null")
-        _check(first == (self.epoch == 0), "epoch", "must be 0 in the first manifest and later in its successors")
-        if first:
+        # until chains of manifests can be checked, nothing but a first one is accepted: a successor's genesis could be
+        # invented, and the sign whitening with it
+        _check(
+            self.predecessor is None and self.epoch == 0, "a manifest", "must be a first one (epoch 0, no predecessor)"
+        )
+        _check(
+            (self.commitment is None) == (self.terms.setup == "dkg"), "commitment", "must be there for a dealer only"
+        )
+        if self.predecessor is None:
             mine = (self.terms.digest().hex(), self.terms.layout, self.terms.anchor, self.terms.statistic, self.roots)
             theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
             _check(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
@@ -329,7 +348,8 @@ class Manifest:
             names = {"hash", "nonce"} | ({"norm"} if self.terms.key == "gaussian" else set())
             sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
             sound = sound and all(_is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
-            sound = sound and str(self.commitment.get("norm", "0")).isdecimal()
+            norm = self.commitment.get("norm", "0")
+            sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
             _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
     def body(self) -> dict[str, Any]:
@@ -362,7 +382,8 @@ class Manifest:
         _check(isinstance(genesis["roots"], list), "genesis roots", "must be a list")
         signatures = {}
         for point, signature in taken["signatures"].items():
-            _check(point.isdecimal() and str(int(point)) == point, "signatures", "must be named by points")
+            sound = point.isascii() and point.isdecimal() and len(point) < 10 and str(int(point)) == point
+            _check(sound, "signatures", "must be named by points")
             _check(_is_hex(signature, 64), "signatures", "must be 64 bytes in hex")
             signatures[int(point)] = signature
         return cls(

@@ -21,28 +21,31 @@ def dkg(
     home: HomeOption = DEFAULT_HOME,
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
-    openers: Annotated[str | None, typer.Option(help="After a loss: other 2t−1 points, like 1,3,5.")] = None,
-    attempt: Annotated[int, typer.Option(help="With --openers: a new number, the same for all.")] = 0,
 ) -> None:
     """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
-    from quorumark.errors import InputError
     from quorumark.home import Home, read_file
     from quorumark.records import Terms
     from quorumark.setup.folder import advance
 
     agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
-    try:
-        chosen = tuple(int(x) for x in openers.split(",")) if openers else None
-    except ValueError:
-        raise InputError("--openers", "must be points like 1,3,5", repr(openers)) from None
-    opened = unlock(key_file, passphrase_file)
-    progress = advance(Home(home), opened, agreed, folder, chosen=chosen, attempt=attempt, note=typer.echo)
+    progress = advance(Home(home), unlock(key_file, passphrase_file), agreed, folder, note=typer.echo)
     if progress.manifest is not None:
         typer.echo(f"finished: the share is sealed in {home}\nmanifest {progress.manifest.digest().hex()}")
     else:
         typer.echo(
             f"waiting for {', '.join(progress.waiting)} ({progress.step}); run this again when they have written"
         )
+
+
+@app.command("discard")
+def discard_ceremony(terms: TermsFile, home: HomeOption = DEFAULT_HOME) -> None:
+    """Forget a dealer-free setup that has failed. All members do so, and start again with a new, empty folder."""
+    from quorumark.home import Home, read_file
+    from quorumark.records import Terms
+    from quorumark.setup.folder import discard
+
+    there = discard(Home(home), Terms.from_bytes(read_file(terms, "a consortium's terms")))
+    typer.echo("forgotten; start again with a new folder" if there else "there is no running ceremony for these terms")
 
 
 @app.command("dealer")

@@ -25,7 +25,7 @@ from quorumark.errors import CeremonyError, RecordError, SignatureError
 from quorumark.field import Stream
 from quorumark.home import Home, read_file
 from quorumark.identity import verify, verify_manifest
-from quorumark.keystore import Unlock, write_private
+from quorumark.keystore import Unlock, write_private, write_shared
 from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
 from quorumark.records import Genesis, Manifest, Terms, digest
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
@@ -102,9 +102,9 @@ def deal(
     roots = tuple(trees[x].root().hex() for x in points)
     genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, session, roots)
     manifest = Manifest(terms, genesis, roots, commitment=committed)
-    write_private(target / "dealing.json", manifest.to_bytes())
-    for path in target.iterdir():
-        path.chmod(0o644)  # for the members; the shares in it are sealed to them
+    for x in points:
+        (target / f"share-{x}.sealed").chmod(0o644)  # for the members; it is sealed to them
+    write_shared(target / "dealing.json", manifest.to_bytes())
     return manifest
 
 
@@ -115,14 +115,22 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
     """
     source = Path(folder)
     manifest = Manifest.from_bytes(read_file(source / "dealing.json", "a dealing"))
-    if manifest.signatures or manifest.predecessor is not None:
-        raise RecordError("a dealing must be a first manifest without signatures")
+    if manifest.signatures:
+        raise RecordError("a dealing must be a manifest without signatures")
+    if manifest.terms.setup != "dealer":
+        raise RecordError(f"the terms ask for the setup {manifest.terms.setup!r}: a dealt key is not that")
     if terms is not None and manifest.terms.digest() != terms.digest():
         raise RecordError("the dealing is for other terms than this member agreed to")
     identity = home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)
     place = home.consortium(manifest.terms)
-    if not place.share_path.exists():
+    if place.manifest_path.exists() and place.manifest().digest() != manifest.digest():
+        raise CeremonyError("this member already holds a share of another dealing under these terms")
+    if place.share_path.exists():
+        kept = place.share(unlock)
+        if kept.info.session != manifest.genesis.session or kept.root().hex() != manifest.roots[point - 1]:
+            raise CeremonyError("the share that this member keeps is not the one of this dealing")
+    else:
         sealed = ShareFile(source / f"share-{point}.sealed", Unlock.by_identity(identity))
         expected = ShareInfo.of(manifest.terms, manifest.genesis.session, 0, point, sealed.info.block)
         if sealed.info != expected:
@@ -131,8 +139,7 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
             raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
         sealed.copy_to(place.share_path, unlock)
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
-    write_private(source / f"signature-{point}.hex", signature.encode())
-    (source / f"signature-{point}.hex").chmod(0o644)
+    write_shared(source / f"signature-{point}.hex", signature.encode())
     for member in manifest.terms.roster:
         path = source / f"signature-{member.point}.hex"
         if path.exists():

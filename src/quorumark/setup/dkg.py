@@ -10,6 +10,8 @@ messages, as bytes. How they travel is somebody else's business.
     open     2t−1 members: λ_i·r_i² under masks that cancel in the sum                          to the relay
     confirm  the hash of the sum r², which must be the same for everybody                       to everybody
     root     the commitment to the share s_i = r_i·(r²)^(2^59−1)                                to everybody
+    echo     the hash of all roots, which must be the same for everybody, and a commitment to
+             the answer that follows                                                            to everybody
     health   two masked random combinations: degree t−1, and τ² = 1                             to everybody
     sign     the signature of the manifest                                                      to everybody
 
@@ -38,8 +40,9 @@ from quorumark.shares import share_root
 
 __all__ = ["STEPS", "DkgMember", "check_terms", "header", "openers", "relay_sum"]
 
-STEPS = ("commit", "reveal", "deal", "open", "confirm", "root", "health", "sign")
+STEPS = ("commit", "reveal", "deal", "open", "confirm", "root", "echo", "health", "sign")
 _NO_SESSION = "00" * 32
+_BLIND_AT = 1 << 40  # where a member's own stream gives the blinding of its answer: far from everything else
 _SMALL = 2 + SALT_ELEMENTS  # elements besides the vector in a deal: two health masks and the salt
 
 
@@ -57,13 +60,13 @@ def check_terms(terms: Terms) -> None:
 
 
 def openers(terms: Terms) -> tuple[int, ...]:
-    """The members who open the squares unless one of them is lost: the first 2t−1."""
+    """The members who open the squares: the first 2t−1."""
     return tuple(range(1, 2 * terms.threshold))
 
 
-def header(terms: Terms, session: str, step: str, sender: int, recipient: int = 0, attempt: int = 0) -> Header:
+def header(terms: Terms, session: str, step: str, sender: int, recipient: int = 0) -> Header:
     """The header of a ceremony's message."""
-    return Header(terms.digest().hex(), session, f"dkg/{step}", sender, recipient, attempt)
+    return Header(terms.digest().hex(), session, f"dkg/{step}", sender, recipient)
 
 
 class DkgMember:
@@ -86,7 +89,7 @@ class DkgMember:
         self._commits: dict[int, bytes] = {}
         self._r: Vector | None = None
         self._squares: Vector | None = None
-        self._attempts: dict[int, tuple[int, ...]] = {}
+        self._opened_by: tuple[int, ...] | None = None
         self.share: Vector | None = None
         self.salt = self._private.elements(SALT_ELEMENTS)
         self.others_salts = np.zeros((self._k, SALT_ELEMENTS), np.uint64)
@@ -97,10 +100,11 @@ class DkgMember:
     # --- commit, reveal: a session that nobody chose ---
 
     def commit(self) -> bytes:
-        return self._say("commit", self._commitment(self._nonce, self._key.public_key().public_bytes_raw()))
+        own = self._nonce + self._key.public_key().public_bytes_raw()
+        return self._say("commit", self._commitment(self.point, own))
 
-    def _commitment(self, nonce: bytes, key: bytes) -> bytes:
-        return digest("dkg commit", nonce, key)
+    def _commitment(self, point: int, revealed: bytes) -> bytes:
+        return digest("dkg commit", self.terms.digest(), point.to_bytes(8, "big"), revealed)
 
     def reveal(self, commits: Mapping[int, bytes]) -> bytes:
         self._commits = self._hear("commit", commits, 32)
@@ -110,7 +114,7 @@ class DkgMember:
         """Fixes the session and the keys that this member shares with each other one."""
         bodies = self._hear("reveal", reveals, 64)
         for point, body in bodies.items():
-            if self._commitment(body[:32], body[32:]) != self._commits[point]:
+            if self._commitment(point, body) != self._commits[point]:
                 raise MessageError(
                     f"{self._name(point)} reveals something else than it committed to (step 'dkg/reveal')"
                 )
@@ -119,7 +123,11 @@ class DkgMember:
         self.session = digest("dkg session", self.terms.digest(), whole).hex()
         for point, body in bodies.items():
             # both the members' lasting keys and this session's: the first say who, the second can be forgotten
-            secret = exchange(self._key, body[32:].hex()) + self._identity.exchange(self.terms.member(point).x25519)
+            try:
+                session_secret = exchange(self._key, body[32:].hex())
+            except MessageError:
+                raise MessageError(f"{self._name(point)} reveals a key of no use (step 'dkg/reveal')") from None
+            secret = session_secret + self._identity.exchange(self.terms.member(point).x25519)
             self._pairs[point] = derive_key(secret, "dkg pair", bytes.fromhex(self.session))
 
     # --- deal: random sharings, most of them generated ---
@@ -195,11 +203,11 @@ class DkgMember:
         self._masks = [sum(int(v) for v in small[:, column]) % P for column in range(2)]
         self.others_salts = small[:, 2:].copy()
 
-    def open(self, chosen: Sequence[int] | None = None, attempt: int = 0) -> bytes:
+    def open(self, chosen: Sequence[int] | None = None) -> bytes:
         """This member's part of the opening: λ_i·r_i² plus masks that cancel over exactly this set.
 
-        After a member was lost, the same dealings may be opened again by another set, as a new attempt. After anything
-        inconsistent they must not: start a new ceremony.
+        Dealings are opened once. If an opener is lost, start a new ceremony: a second opening by another set is
+        harmless only if every dealing was right, and with a wrong one the difference of the two shows r.
         """
         r = self._received()
         chosen = tuple(sorted(chosen or openers(self.terms)))
@@ -207,19 +215,20 @@ class DkgMember:
             raise InputError("chosen", f"must be 2t−1 = {2 * self._t - 1} different members", chosen)
         if self.point not in chosen:
             raise InputError("chosen", f"must include this member (point {self.point})", chosen)
-        if self._attempts.setdefault(attempt, chosen) != chosen:
-            raise CeremonyError(f"attempt {attempt} was opened for {self._attempts[attempt]}: take a new number")
+        if self._opened_by not in (None, chosen):
+            raise CeremonyError(f"these dealings were opened by the members {self._opened_by}: start a new ceremony")
+        self._opened_by = chosen
         weight = shamir.lagrange(chosen)[chosen.index(self.point)]
         vector = field.mul(r, r, checked=False)
         field.scale(weight, vector, out=vector, checked=False)
-        context = attempt.to_bytes(8, "big"), b"".join(x.to_bytes(8, "big") for x in chosen)
+        context = b"".join(x.to_bytes(8, "big") for x in chosen)
         for other in chosen:
             if other != self.point:
                 low, high = sorted((self.point, other))
                 pair = low.to_bytes(8, "big"), high.to_bytes(8, "big")
-                stream = Stream(self._pairs[other], "dkg square mask", *pair, *context)
+                stream = Stream(self._pairs[other], "dkg square mask", *pair, context)
                 stream.add_to(vector, negate=self.point == high)
-        return self._say("open", _bytes(vector), attempt=attempt)
+        return self._say("open", _bytes(vector))
 
     # --- confirm, root: everybody sees the same squares, and commits to a share ---
 
@@ -263,8 +272,13 @@ class DkgMember:
 
     # --- health: the shares fit together, and hold signs ---
 
-    def health(self, roots: Mapping[int, bytes]) -> bytes:
-        """Two random combinations of this share, drawn after everybody committed, each under a mask."""
+    def echo(self, roots: Mapping[int, bytes]) -> bytes:
+        """Computes two random combinations of this share, drawn after everybody committed to theirs, each under a mask.
+
+        They are not said yet. First everybody must have seen the same roots: members who answer for different weights
+        under one mask open the key bit by bit. And everybody commits to its answer before any is known, or the last
+        one to speak could make a wrong share look right.
+        """
         if self.share is None:
             raise CeremonyError("this member has no share yet")
         bodies = self._hear("root", roots, 32) | {self.point: self._own_root}
@@ -278,7 +292,26 @@ class DkgMember:
             square += field.dot(rho_square, field.mul(piece, piece, checked=False), checked=False)
             self._expected += field.dot(rho_square, np.ones_like(piece), checked=False)
         self._answer = np.array([degree % P, square % P], np.uint64)
-        return self._say("health", _bytes(self._answer))
+        self._blind = bytes(self._private.elements(4, start=_BLIND_AT).astype("<u8").tobytes())
+        return self._say(
+            "echo", self._roots_digest() + self._answer_digest(self.point, _bytes(self._answer), self._blind)
+        )
+
+    def _roots_digest(self) -> bytes:
+        return digest("dkg roots", bytes.fromhex(self.session), *(bytes.fromhex(root) for root in self._roots))
+
+    def _answer_digest(self, point: int, answer: bytes, blind: bytes) -> bytes:
+        return digest("dkg answer", bytes.fromhex(self.session), point.to_bytes(8, "big"), answer, blind)
+
+    def health(self, echoes: Mapping[int, bytes]) -> bytes:
+        """Once all saw the same roots and committed to their answers: this member's answer."""
+        bodies = self._hear("echo", echoes, 64)
+        different = [x for x, body in bodies.items() if body[:32] != self._roots_digest()]
+        if different:
+            names = ", ".join(self._name(x) for x in different)
+            raise CeremonyError(f"{names} saw other roots than this member: discard this ceremony and start anew")
+        self._promised = {x: body[32:] for x, body in bodies.items()}
+        return self._say("health", _bytes(self._answer) + self._blind)
 
     def _coins(self) -> Iterator[tuple[Vector, Vector, slice]]:
         """ρ and ρ', piece by piece."""
@@ -290,7 +323,11 @@ class DkgMember:
 
     def finish(self, healths: Mapping[int, bytes]) -> Manifest:
         """Checks everybody's combinations; the manifest to sign, without signatures."""
-        bodies = self._hear("health", healths, 16)
+        bodies = self._hear("health", healths, 48)
+        for x, body in bodies.items():
+            if self._answer_digest(x, body[:16], body[16:]) != self._promised[x]:
+                raise MessageError(f"{self._name(x)} answers something else than it committed to (step 'dkg/health')")
+        bodies = {x: body[:16] for x, body in bodies.items()}
         answers = {x: self._elements(body, x, "health") for x, body in bodies.items()} | {self.point: self._answer}
         self._judge({x: int(v[0]) for x, v in answers.items()}, self._t, None, "do not lie on one polynomial")
         expected = self._expected % P
@@ -329,10 +366,10 @@ class DkgMember:
 
     # --- messages ---
 
-    def _say(self, step: str, body: bytes, recipient: int = 0, attempt: int = 0) -> bytes:
+    def _say(self, step: str, body: bytes, recipient: int = 0) -> bytes:
         session = _NO_SESSION if step in ("commit", "reveal") else self.session
         to = self.terms.member(recipient).x25519 if recipient else None
-        return self._identity.write(header(self.terms, session, step, self.point, recipient, attempt), body, to)
+        return self._identity.write(header(self.terms, session, step, self.point, recipient), body, to)
 
     def _hear(self, step: str, messages: Mapping[int, bytes], size: int | Mapping[int, int]) -> dict[int, bytes]:
         """The bodies of a step's messages: one from each other member, each as long as it must be."""
@@ -373,13 +410,13 @@ class DkgMember:
         return repr(self.terms.member(point).name)
 
 
-def relay_sum(terms: Terms, session: str, messages: Mapping[int, bytes], attempt: int = 0) -> bytes:
+def relay_sum(terms: Terms, session: str, messages: Mapping[int, bytes]) -> bytes:
     """What the relay does: adds the openings of 2t−1 members. It learns r², as everybody does, and nothing else."""
     if len(messages) != 2 * terms.threshold - 1:
         raise CeremonyError(f"an opening needs 2t−1 = {2 * terms.threshold - 1} members, not {len(messages)}")
     total = np.zeros(terms.coordinates, np.uint64)
     for point, data in messages.items():
-        body = open_message(data, terms, header(terms, session, "open", point, attempt=attempt))
+        body = open_message(data, terms, header(terms, session, "open", point))
         name = repr(terms.member(point).name)
         if len(body) != 8 * terms.coordinates:
             raise MessageError(f"the message of {name} for step 'dkg/open' must hold {terms.coordinates} elements")

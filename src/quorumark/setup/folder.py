@@ -4,8 +4,11 @@ Each member runs `advance` whenever it likes; it does all that can be done with 
 says what it waits for. A crash at any point loses nothing: the state is sealed on disk before a message is written,
 every step can be done again with the same result, and messages are files that appear whole or not at all.
 
-    FOLDER/1-commit/SENDER.msg  2-reveal/…  3-deal/SENDER-to-RECIPIENT.msg  4-open/ATTEMPT-SENDER.msg
-    FOLDER/4-open/ATTEMPT.sum (made by whoever sees all openings first)  5-confirm/…  6-root/…  7-health/…  8-sign/…
+    FOLDER/1-commit/SENDER.msg  2-reveal/…  3-deal/SENDER-to-RECIPIENT.msg  4-open/…  5-confirm/…  6-root/…  7-echo/…
+    FOLDER/8-health/…  9-sign/…
+
+There is no relay: every member adds up the signed openings itself. Keep the folder until everybody has finished: who
+has finished has forgotten what it would take to write a message again.
 
 A file that is damaged, or somebody else's, is refused by the sender's name and the step; once the right one is there,
 go on.
@@ -23,12 +26,12 @@ from typing import Any
 
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.home import Home
-from quorumark.keystore import Unlock, read_sealed, write_private, write_sealed
+from quorumark.keystore import Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
 from quorumark.records import Manifest, Terms, canonical
-from quorumark.setup.dkg import STEPS, DkgMember, openers, relay_sum
+from quorumark.setup.dkg import STEPS, DkgMember, check_terms, openers, relay_sum
 from quorumark.shares import ShareInfo, ShareWriter
 
-__all__ = ["Progress", "advance"]
+__all__ = ["Progress", "advance", "discard"]
 
 _KIND = "ceremony"
 
@@ -57,25 +60,38 @@ def advance(
     unlock: Unlock,
     terms: Terms,
     folder: str | os.PathLike[str],
-    *,
-    chosen: tuple[int, ...] | None = None,
-    attempt: int = 0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Progress:
     """Does what can be done now. Call it again when others have written; `note` hears of each step as it is done.
 
-    `chosen` and `attempt`: after an opener was lost for good, all go on with another set of 2t−1 and a new number.
+    After a fault that only a new ceremony mends, every further call says so, until `discard` is called.
     """
+    check_terms(terms)
+    terms.point_of(home.card().ed25519)  # nothing is made for terms of others
     place = home.consortium(terms)
-    if place.manifest_path.exists():
-        if place.share_path.exists():
-            return Progress("sign", (), place.manifest())
-        raise CeremonyError("the ceremony is finished, but this member's share is gone: it must be recovered")
-    run = _Run(home, unlock, terms, Path(folder), note)
-    try:
-        return Progress("sign", (), run.all_steps(chosen or openers(terms), attempt))
-    except _Waiting as waiting:
-        return waiting.progress
+    with only_one(place.path):
+        if place.manifest_path.exists():
+            place.ceremony_path.unlink(missing_ok=True)  # a power cut came between the two
+            if place.share_path.exists():
+                return Progress("sign", (), place.manifest())
+            raise CeremonyError("the ceremony is finished, but this member's share is gone: it must be recovered")
+        run = _Run(home, unlock, terms, Path(folder), note)
+        try:
+            return Progress("sign", (), run.all_steps())
+        except _Waiting as waiting:
+            return waiting.progress
+        except CeremonyError as error:
+            run.give_up(str(error))
+            raise
+
+
+def discard(home: Home, terms: Terms) -> bool:
+    """Forgets a ceremony that cannot go on; whether there was one. The next needs a new, empty folder."""
+    place = home.consortium(terms)
+    with only_one(place.path):
+        there = place.ceremony_path.exists()
+        place.ceremony_path.unlink(missing_ok=True)
+        return there
 
 
 class _Run:
@@ -93,47 +109,42 @@ class _Run:
         if self._place.ceremony_path.exists():
             self._state: dict[str, Any] = json.loads(read_sealed(self._place.ceremony_path, unlock, _KIND))
         else:
-            self._state = {"seed": os.urandom(32).hex(), "sent": {}, "used": {}, "attempts": {}}
+            self._state = {"seed": os.urandom(32).hex(), "sent": {}, "used": {}, "failed": ""}
             self._save()
+        if self._state["failed"]:
+            raise CeremonyError(f"this ceremony has failed ({self._state['failed']}); discard it and start a new one")
         self._member = DkgMember(identity, terms, bytes.fromhex(self._state["seed"]))
         self._others = [m.point for m in terms.roster if m.point != self._member.point]
 
-    def all_steps(self, chosen: tuple[int, ...], attempt: int) -> Manifest:
+    def all_steps(self) -> Manifest:
         member = self._member
         self._publish("commit", member.commit())
-        self._publish("reveal", self._use("commit", member.reveal))
+        # a commitment is not held against its sender until it was revealed: it may be one of an earlier ceremony
+        self._publish("reveal", self._use("commit", member.reveal, remember=False))
         for recipient, message in self._use("reveal", member.deal).items():
             self._publish("deal", message, recipient)
-        self._use("deal", member.receive)
+        self._use("deal", member.receive)  # fixed on disk before this member opens anything of it
+        chosen = openers(self._terms)
         if member.point in chosen:
-            self._open(chosen, attempt)
-        total = self._sum(chosen, attempt)
+            self._publish("open", member.open(chosen))
+        openings = {x: self._path("open", x) for x in chosen}
+        self._wait("open", [x for x, path in openings.items() if not path.exists()])
+        total = relay_sum(self._terms, member.session, {x: self._read(p, "open", x) for x, p in openings.items()})
         self._publish("confirm", member.confirm(total))
         self._publish("root", self._use("confirm", member.root))
-        self._publish("health", self._use("root", member.health))
+        self._publish("echo", self._use("root", member.echo))
+        self._publish("health", self._use("echo", member.health))
         self._use("health", member.finish)
         self._publish("sign", member.sign())
         manifest: Manifest = self._use("sign", member.signed)
         self._keep(manifest)
         return manifest
 
-    def _open(self, chosen: tuple[int, ...], attempt: int) -> None:
-        """The set of an attempt is fixed on disk before the opening leaves this machine."""
-        before = self._state["attempts"].setdefault(str(attempt), list(chosen))
-        if tuple(before) != chosen:
-            raise CeremonyError(f"attempt {attempt} was made with the members {before}: take a new number")
-        self._save()
-        self._publish("open", self._member.open(chosen, attempt), attempt=attempt)
-
-    def _sum(self, chosen: tuple[int, ...], attempt: int) -> bytes:
-        path = self._path("open", attempt=attempt, name=f"{attempt}.sum")
-        if not path.exists():
-            paths = {x: self._path("open", sender=x, attempt=attempt) for x in chosen}
-            self._wait("open", [x for x, p in paths.items() if not p.exists()])
-            messages = {x: p.read_bytes() for x, p in paths.items()}
-            write_private(path, relay_sum(self._terms, self._member.session, messages, attempt))
-            self._note("squares added up")
-        return path.read_bytes()
+    def give_up(self, reason: str) -> None:
+        """After a fault these dealings must never be opened again, whatever the folder shows next."""
+        if not self._state["failed"]:
+            self._state["failed"] = reason
+            self._save()
 
     def _keep(self, manifest: Manifest) -> None:
         """The share first, then the manifest; then everything that made them is forgotten."""
@@ -149,32 +160,39 @@ class _Run:
 
     # --- files ---
 
-    def _path(self, step: str, sender: int = 0, recipient: int = 0, attempt: int = 0, name: str = "") -> Path:
-        folder = self._folder / f"{STEPS.index(step) + 1}-{step}"
-        if not name:
-            name = f"{sender}-to-{recipient}.msg" if recipient else f"{sender}.msg"
-            name = f"{attempt}-{name}" if step == "open" else name
-        return folder / name
+    def _path(self, step: str, sender: int, recipient: int = 0) -> Path:
+        name = f"{sender}-to-{recipient}.msg" if recipient else f"{sender}.msg"
+        return self._folder / f"{STEPS.index(step) + 1}-{step}" / name
 
-    def _publish(self, step: str, message: bytes, recipient: int = 0, attempt: int = 0) -> None:
+    def _read(self, path: Path, step: str, sender: int) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            name = self._terms.member(sender).name
+            raise MessageError(
+                f"the message of {name!r} for step 'dkg/{step}' cannot be read: {error.strerror}"
+            ) from None
+
+    def _publish(self, step: str, message: bytes, recipient: int = 0) -> None:
         """Writes this member's message unless it is there already, as it was written."""
-        path = self._path(step, self._member.point, recipient, attempt)
-        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == self._state["sent"].get(path.name + step):
+        path = self._path(step, self._member.point, recipient)
+        written = hashlib.sha256(self._read(path, step, self._member.point)).hexdigest() if path.exists() else ""
+        if written and written == self._state["sent"].get(path.name + step):
             return
         self._state["sent"][path.name + step] = hashlib.sha256(message).hexdigest()
         self._save()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_private(path, message)
-        path.chmod(0o644)  # for the others; what is secret in it is sealed to them
+        write_shared(path, message)  # for the others; what is secret in it is sealed to them
         self._note(f"{step} written" + (f" for {self._terms.member(recipient).name}" if recipient else ""))
 
-    def _use(self, step: str, consume: Callable[[Mapping[int, bytes]], Any]) -> Any:
+    def _use(self, step: str, consume: Callable[[Mapping[int, bytes]], Any], *, remember: bool = True) -> Any:
         """Hands a step's messages over once all are there. What was used once must not change afterwards."""
         recipient = self._member.point if step == "deal" else 0
         paths = {x: self._path(step, x, recipient) for x in self._others}
         self._wait(step, [x for x, path in paths.items() if not path.exists()])
-        messages = {x: path.read_bytes() for x, path in paths.items()}
+        messages = {x: self._read(path, step, x) for x, path in paths.items()}
         result = consume(messages)
+        if not remember:
+            return result
         # compare what they say, not their bytes: a sealed message that is sent again looks different
         said = {str(x): hashlib.sha256(self._member.read(step, x, data)).hexdigest() for x, data in messages.items()}
         before = self._state["used"].setdefault(step, said)

@@ -14,6 +14,7 @@ The member keeps its identity: restore it from a backup first (`quorumark member
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key
 from quorumark.home import ConsortiumFolder, Home, read_file
 from quorumark.identity import Header, Identity
-from quorumark.keystore import Unlock, read_sealed, write_private, write_sealed
+from quorumark.keystore import Unlock, read_sealed, write_sealed, write_shared
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Manifest, canonical, parse
 from quorumark.shares import ShareInfo, ShareWriter, share_root
@@ -47,10 +48,8 @@ def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, h
     nonce = os.urandom(32).hex()
     body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers)})
     write_sealed(place.path / "recovery.sealed", unlock, "recovery", body)
-    folder.mkdir(parents=True, exist_ok=True)
     message = identity.write(_header(manifest, "request", point), body)
-    write_private(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
-    (folder / "request.msg").chmod(0o644)
+    write_shared(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
     return nonce
 
 
@@ -61,9 +60,8 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
     data = read_file(folder / "request.msg", "a request")
     point = int.from_bytes(data[:2], "big")
     name = terms.member(point).name
-    body = parse(identity.read(data[2:], terms, _header(manifest, "request", point)), _FORMAT, "a request")
-    nonce, helpers = str(body["nonce"]), tuple(body["helpers"])
-    _check_helpers(manifest, point, helpers)
+    body = identity.read(data[2:], terms, _header(manifest, "request", point))
+    nonce, helpers = _read_request(body, manifest, point)
     if own not in helpers:
         raise CeremonyError(f"{name!r} asks other members for help, not this one")
     share = place.verify_share(unlock)
@@ -74,11 +72,10 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
     vector = np.concatenate([salt, field.scale(at_point, rest, checked=False)])
     for other in helpers:
         if other != own:
-            _mask(identity, manifest, own, other, nonce, helpers).add_to(vector, negate=own > other, checked=False)
+            _mask(identity, manifest, own, other, point, body).add_to(vector, negate=own > other, checked=False)
     header = _header(manifest, "answer", own, point, nonce)
     message = identity.write(header, vector.astype("<u8").tobytes(), terms.member(point).x25519)
-    write_private(folder / f"answer-{own}.msg", message)
-    (folder / f"answer-{own}.msg").chmod(0o644)
+    write_shared(folder / f"answer-{own}.msg", message)
     return name
 
 
@@ -86,14 +83,15 @@ def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) ->
     """Puts the answers together, checks the share against its root and keeps it; or the names still missing."""
     manifest, identity = place.manifest(), home.identity(unlock)
     terms, point = manifest.terms, manifest.terms.point_of(identity.ed25519)
-    body = parse(read_sealed(place.path / "recovery.sealed", unlock, "recovery"), _FORMAT, "a request")
-    nonce, helpers = str(body["nonce"]), tuple(body["helpers"])
+    if not (place.path / "recovery.sealed").exists():
+        raise CeremonyError("no recovery was asked for here: run it with --helpers first")
+    nonce, helpers = _read_request(read_sealed(place.path / "recovery.sealed", unlock, "recovery"), manifest, point)
     missing = tuple(terms.member(h).name for h in helpers if not (folder / f"answer-{h}.msg").exists())
     if missing:
         return missing
     total = np.zeros(SALT_ELEMENTS * (1 + terms.members) + terms.coordinates, np.uint64)
     for helper in helpers:
-        data = (folder / f"answer-{helper}.msg").read_bytes()
+        data = read_file(folder / f"answer-{helper}.msg", f"the answer of {terms.member(helper).name!r}")
         answer = identity.read(data, terms, _header(manifest, "answer", helper, point, nonce))
         words = np.frombuffer(answer, "<u8").astype(np.uint64) if len(answer) == total.nbytes else total[:0]
         if words.size != total.size or int(words.max()) >= P:
@@ -112,14 +110,30 @@ def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) ->
 
 def _check_helpers(manifest: Manifest, point: int, helpers: tuple[int, ...]) -> None:
     terms = manifest.terms
-    known = all(isinstance(h, int) and 1 <= h <= terms.members for h in helpers)
+    known = all(type(h) is int and 1 <= h <= terms.members for h in helpers)
     if not known or len(set(helpers)) != len(helpers) or len(helpers) != terms.threshold or point in helpers:
         raise CeremonyError(f"a recovery needs exactly t = {terms.threshold} different helpers other than the member")
 
 
-def _mask(identity: Identity, manifest: Manifest, own: int, other: int, nonce: str, helpers: tuple[int, ...]) -> Stream:
-    """What two helpers share for this request and this set alone."""
+def _read_request(body: bytes, manifest: Manifest, point: int) -> tuple[str, tuple[int, ...]]:
+    """The nonce and the helpers of a request, checked."""
+    read = parse(body, _FORMAT, "a request")
+    nonce, helpers = read.get("nonce"), read.get("helpers")
+    if not isinstance(nonce, str) or not re.fullmatch("[0-9a-f]{64}", nonce) or not isinstance(helpers, list):
+        raise CeremonyError(f"the request of {manifest.terms.member(point).name!r} is damaged")
+    _check_helpers(manifest, point, tuple(helpers))
+    return nonce, tuple(helpers)
+
+
+def _mask(identity: Identity, manifest: Manifest, own: int, other: int, point: int, request: bytes) -> Stream:
+    """What two helpers share for exactly this request of exactly this member.
+
+    The member's point is part of it: with the same masks for two requesters, the difference of a helper's two answers
+    would be a multiple of its share.
+    """
     secret = identity.exchange(manifest.terms.member(other).x25519)
     pair = [x.to_bytes(8, "big") for x in sorted((own, other))]
-    context = [manifest.digest(), bytes.fromhex(nonce), b"".join(h.to_bytes(8, "big") for h in helpers), *pair]
-    return Stream(derive_key(secret, "recovery pair", *context), "recovery mask")
+    return Stream(
+        derive_key(secret, "recovery pair", manifest.digest(), point.to_bytes(8, "big"), request, *pair),
+        "recovery mask",
+    )
