@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from quorumark import field
 from quorumark.bench import SetupRow
 from quorumark.bench.peers import PAPER_MODULUS, paper_sharing
+from quorumark.errors import MissingDependencyError
 from quorumark.identity import Identity
 from quorumark.records import Member, Terms
 from quorumark.setup.dkg import DkgMember, openers
@@ -48,7 +49,9 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
     total = field.mul(squares, squares, out=squares, checked=False).astype("<u8").tobytes()
     confirms = {m.point: m._say("confirm", m.squares_digest(total)) for m in members[1:]}
     roots = {m.point: m._say("root", os.urandom(32)) for m in members[1:]}
-    times = []
+    few = max(50, peer_work // (count * threshold))
+    peer = _paper_member(few, threshold, count)
+    times, their_times = [], []
     for _ in range(5):
         mine = DkgMember(people[0], terms, seeds[0])
         mine.commit()
@@ -61,22 +64,20 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
         mine.root(confirms)
         mine.echo(roots)
         times.append(time.perf_counter() - start)
+        their_times.append(peer())
     seconds = statistics.median(times)
     moved = sum(map(len, [*incoming.values(), *dealt.values(), opened, total]))
 
-    few = max(50, peer_work // (count * threshold))
-    peer = _paper_member(few, threshold, count)
     name, against = f"dealer-free setup ({count},{threshold})", "the paper's torch code"
-    theirs = statistics.median(peer() for _ in range(5)) if peer else float("nan")
-    ratio = (seconds / size) / (theirs / few)
+    ratio = (seconds / size) / (statistics.median(their_times) / few)
     return SetupRow(name, f"{against}, {few} elements", size, 1, ratio, seconds, moved / 8 / size)
 
 
-def _paper_member(few: int, threshold: int, count: int) -> Callable[[], float] | None:
+def _paper_member(few: int, threshold: int, count: int) -> Callable[[], float]:
     """What one member computes in the paper's protocol: its own sharing, and the sum of K received vectors."""
     share = paper_sharing([int(v) for v in field.random(few)], threshold, count)
     if share is None:
-        return None
+        raise MissingDependencyError("torch", "the comparison with the paper's protocol")
     import torch
 
     received = torch.randint(0, PAPER_MODULUS, (count, few), dtype=torch.int64)
