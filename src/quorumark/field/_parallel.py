@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from quorumark.errors import InputError
 
@@ -87,8 +87,5 @@ def spread(
         first = work(*bounds[0])
     finally:
         # also after an error: no part may still be writing when the caller sees it
-        done = [future.exception() for future in futures]
-    for error in done:
-        if error is not None:
-            raise error
+        wait(futures)
     return [first, *(future.result() for future in futures)]
