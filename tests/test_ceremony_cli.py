@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quorumark import field, keystore, shamir
+from quorumark import home as home_module
 from quorumark.cli import app
 from quorumark.errors import QuorumarkError
 from quorumark.home import Home
@@ -414,8 +415,13 @@ def test_two_members_cannot_recover_each_others_helpers_shares(five: Consortium)
     assert not (guess == helper).any()
 
 
-def test_a_lost_share_comes_back_and_nothing_else_does(five: Consortium) -> None:
+def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    five = Consortium(tmp_path, size=400)
     five.finish()
+    # a share may be larger than any record may be: the limit on records must not stop it
+    manifest = Home(five.homes[0]).only_consortium().manifest_path
+    assert manifest.stat().st_size < 8 * 2800
+    monkeypatch.setattr(home_module, "_LARGEST_RECORD", manifest.stat().st_size + 1)
     key, folder = five.key(), five.base / "recovery"
     lost = Home(five.homes[1]).only_consortium().share_path
     original = Home(five.homes[1]).only_consortium().share(Unlock.key_file(five.homes[1].with_suffix(".key")))
@@ -443,7 +449,7 @@ def test_a_lost_share_comes_back_and_nothing_else_does(five: Consortium) -> None
         )
     )
     head = recover_module._header(place.manifest(), "answer", 1, 2, body["nonce"])
-    answer = np.frombuffer(birch.read((folder / "answer-1.msg").read_bytes(), place.terms(), head), "<u8")[-280:]
+    answer = np.frombuffer(birch.read((folder / "answer-1.msg").read_bytes(), place.terms(), head), "<u8")[-2800:]
     weight = shamir.lagrange((1, 3, 5), 2)[0]
     assert not (answer == field.scale(weight, avon)).any()
     # a falsified answer is found

@@ -21,8 +21,6 @@ from quorumark import field, shamir
 from quorumark.bench.peers import PAPER_MODULUS, paper_sharing
 from tests.oracle import P
 
-pytest.importorskip("torch")
-
 Scheme: TypeAlias = Callable[[NDArray[np.uint64], int, int], NDArray[np.uint64]]
 ALARM = 1e-10
 
@@ -147,7 +145,8 @@ def _paper_shares(key: NDArray[np.int64], threshold: int, members: int) -> NDArr
     """Shares of key/‖key‖ in 42-bit fixed point, as the paper's code makes and reads them: lifted to floats."""
     scaled = np.round(key / np.linalg.norm(key) * 2**42).astype(np.int64)
     call = paper_sharing([int(v) for v in scaled], threshold, members)
-    assert call is not None
+    if call is None:
+        pytest.skip("the paper's code needs torch")
     shares: NDArray[np.int64] = call().numpy()  # type: ignore[attr-defined]
     return np.where(shares > PAPER_MODULUS // 2, shares - PAPER_MODULUS, shares) / 2.0**42
 

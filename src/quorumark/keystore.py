@@ -46,7 +46,7 @@ FORMAT = "quorumark-sealed/v1"
 CHUNK = 1 << 18  # bytes of content per chunk
 _TAG = 16
 _LARGEST_HEADER = 1 << 16
-SCRYPT_COST = 1 << 17  # N; with r = 8 that is 128 MiB and about half a second
+SCRYPT_COST = 1 << 17  # N; with r = 8 that is 128 MiB and some tenths of a second
 
 
 class Unlock:

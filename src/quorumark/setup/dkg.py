@@ -227,7 +227,7 @@ class DkgMember:
                 low, high = sorted((self.point, other))
                 pair = low.to_bytes(8, "big"), high.to_bytes(8, "big")
                 stream = Stream(self._pairs[other], "dkg square mask", *pair, context)
-                stream.add_to(vector, negate=self.point == high)
+                stream.add_to(vector, negate=self.point == high, checked=False)
         return self._say("open", _bytes(vector))
 
     # --- confirm, root: everybody sees the same squares, and commits to a share ---

@@ -98,13 +98,8 @@ class _Run:
     """One member's visit to the folder."""
 
     def __init__(self, home: Home, unlock: Unlock, terms: Terms, folder: Path, note: Callable[[str], None]) -> None:
-        self._place, self._unlock, self._terms, self._folder, self._note = (
-            home.consortium(terms),
-            unlock,
-            terms,
-            folder,
-            note,
-        )
+        self._place = home.consortium(terms)
+        self._unlock, self._terms, self._folder, self._note = unlock, terms, folder, note
         identity = home.identity(unlock)
         if self._place.ceremony_path.exists():
             self._state: dict[str, Any] = json.loads(read_sealed(self._place.ceremony_path, unlock, _KIND))
