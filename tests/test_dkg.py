@@ -20,6 +20,7 @@ from quorumark.identity import Identity, verify_manifest
 from quorumark.records import Manifest, Terms
 from quorumark.setup import dkg
 from quorumark.setup.dkg import DkgMember, openers, relay_sum
+from quorumark.setup.paper import PaperMember
 from tests.ceremony import identities, make_terms
 
 
@@ -159,14 +160,26 @@ def test_the_view_of_t_minus_1_members_and_the_relay_is_unrelated_to_the_key() -
 
 
 def test_the_same_score_finds_the_papers_leak() -> None:
-    """The paper's key, simulated: τ = Σ w_k with w_k ~ N(0, I/K). m members know a vector with cosine √(m/K) to τ."""
-    rng = np.random.default_rng(1)
-    for count, coalition in ((4, 1), (5, 2), (9, 3)):
-        parts = rng.standard_normal((count, 200_000)) / np.sqrt(count)
-        key, known = parts.sum(axis=0), parts[:coalition].sum(axis=0)
-        cosine = known @ key / np.linalg.norm(known) / np.linalg.norm(key)
-        assert cosine == pytest.approx(np.sqrt(coalition / count), abs=0.01)
-        assert _score(known, key) > 10 * LEAK
+    """The paper's protocol, run: m members know the sum of their own parts, a vector with cosine √(m/K) to the key."""
+    for count, threshold, coalition in ((4, 3, 1), (4, 3, 2), (5, 3, 2), (9, 4, 3)):
+        people = identities(count)
+        terms = make_terms(people, threshold, 30_000, setup="paper", key="gaussian")
+        members = [PaperMember(person, terms, os.urandom(32)) for person in people]
+        commits = {m.point: m.commit() for m in members}
+        reveals = {m.point: m.reveal(commits) for m in members}
+        deals = {m.point: m.deal(reveals) for m in members}
+        for m in members:
+            m.receive({x: deals[x][m.point] for x in deals if x != m.point})
+            m.root()
+        shares = {m.point: m.share for m in members[:threshold] if m.share is not None}
+        key = field.to_signed(shamir.reconstruct(shares, threshold)).astype(np.float64)
+        known = sum(field.to_signed(m.part()).astype(np.float64) for m in members[:coalition])
+        cosine = float(known @ key / np.linalg.norm(known) / np.linalg.norm(key))
+        # two digits: the cosine's standard deviation is below 1/√d = 0.006, so 0.03 is five of them
+        assert cosine == pytest.approx(np.sqrt(coalition / count), abs=0.03)
+        assert _score(np.asarray(known), key) > 10 * LEAK
+        # and their shares alone, without their own parts, say nothing: it is the protocol that leaks, not the sharing
+        assert _score(field.to_signed(shares[1]).astype(np.float64), key) < LEAK
 
 
 # --- known traps ------------------------------------------------------------------------------------------
@@ -265,7 +278,7 @@ def test_unmasked_health_answers_would_open_the_key_and_ours_are_masked() -> Non
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
     key = run.key()
-    rho = np.concatenate([coin for coin, _, _ in run.members[0]._coins()])
+    rho = field.Stream(run.members[0]._coins, "degree").elements(50)
     leak = field.dot(rho, field.from_signed(key))
     bare = {m.point: field.dot(rho, _share(m)) for m in run.members}
     assert shamir.decode(bare, 3).value == leak  # without masks, Σ ρ_j·τ_j is open

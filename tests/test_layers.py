@@ -21,6 +21,7 @@ ORDER = [
     "quorumark.keystore",
     "quorumark.merkle",
     "quorumark.shares",
+    "quorumark.archive",
     "quorumark.home",
     "quorumark.setup",
     "quorumark.demo",

@@ -116,9 +116,12 @@ def test_manifests_that_contradict_themselves_are_refused() -> None:
     for change, text in [
         ({"roots": ("11" * 32,) * 2}, "one for each member"),
         ({"roots": ("44" * 32, "22" * 32, "33" * 32)}, "genesis must repeat"),
-        ({"epoch": 1}, "must be a first one"),
-        ({"predecessor": "ab" * 32}, "must be a first one"),
-        ({"epoch": 1, "predecessor": "ab" * 32}, "must be a first one"),
+        ({"epoch": 1, "archived": (1, 2)}, "must name its predecessor"),
+        ({"epoch": 1, "predecessor": "ab" * 32}, "after a first resharing"),
+        ({"archived": (1, 2)}, "after a first resharing"),
+        ({"epoch": 1, "archived": (2, 1), "predecessor": "ab" * 32}, "points in order"),
+        ({"epoch": 1, "archived": (1, 9), "predecessor": "ab" * 32}, "points of the genesis"),
+        ({"predecessor": "xy"}, "32 bytes in hex"),
         ({"commitment": {"hash": "ab" * 32, "nonce": "ab" * 32}}, "for a dealer only"),
     ]:
         with pytest.raises(RecordError, match=text):

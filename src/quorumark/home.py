@@ -2,10 +2,12 @@
 
     HOME/member.json                     the card: public, to be sent to the others
     HOME/identity.sealed                 the private keys
-    HOME/consortia/ID/terms.json         ID: the first 16 digits of the terms' digest
+    HOME/consortia/ID/terms.json         ID: the first 16 digits of the first terms' digest
     HOME/consortia/ID/ceremony.sealed    while a ceremony runs
-    HOME/consortia/ID/manifest.json      once it is finished
-    HOME/consortia/ID/share.sealed
+    HOME/consortia/ID/manifest.json      the current one, once setup is finished
+    HOME/consortia/ID/history/….json     the manifests before it, by the first 16 digits of their digests
+    HOME/consortia/ID/share-EPOCH.sealed
+    HOME/consortia/ID/archive.bin        after a resharing: the genesis share, under keys that nobody holds alone
 
 Folders have mode 0700. Nothing in it needs a network or a server.
 """
@@ -16,19 +18,23 @@ import io
 import os
 import re
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from quorumark.errors import KeystoreError, RecordError
-from quorumark.identity import Identity, verify_manifest
-from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed
+from quorumark.identity import Identity, verify_chain
+from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed, write_shared
 from quorumark.records import Card, Manifest, Terms
-from quorumark.shares import ShareFile
+from quorumark.shares import ShareFile, ShareInfo
 
-__all__ = ["ConsortiumFolder", "Home"]
+__all__ = ["ConsortiumFolder", "Home", "follow_back", "history_name"]
 
 _LARGEST_RECORD = 1 << 26
 # what a home consists of, and all that a backup may hold
-_KEPT = re.compile(r"member\.json|identity\.sealed|consortia/[0-9a-f]{16}/(terms\.json|manifest\.json|share\.sealed)")
+_KEPT = re.compile(
+    r"member\.json|identity\.sealed|consortia/[0-9a-f]{16}/"
+    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|share-[0-9]{1,9}\.sealed|archive\.bin)"
+)
 
 
 def read_file(path: Path, what: str) -> bytes:
@@ -88,6 +94,15 @@ class Home:
             raise RecordError(f"name one consortium of {str(self.path)!r} by its id (there: {known})")
         return found[0]
 
+    def place_of(self, anchor: str, layout: str, which: str | None = None) -> ConsortiumFolder | None:
+        """The consortium that terms belong to, by its model and anchor; None for one that is new here."""
+        if which is not None:
+            return self.only_consortium(which)
+        found = [c for c in self.consortia() if (c.terms().anchor, c.terms().layout) == (anchor, layout)]
+        if len(found) > 1:
+            raise RecordError(f"several consortia of {str(self.path)!r} have this model: name one by its id")
+        return found[0] if found else None
+
     # --- backup ---
 
     def _relative(self, path: Path) -> str:
@@ -135,29 +150,78 @@ class ConsortiumFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.share_path = path / "share.sealed"
+        self.archive_path = path / "archive.bin"
         self.ceremony_path = path / "ceremony.sealed"
         self.manifest_path = path / "manifest.json"
 
     def terms(self) -> Terms:
         return Terms.from_bytes(read_file(self.path / "terms.json", "a consortium's terms"))
 
+    def share_path(self, epoch: int | None = None) -> Path:
+        """Where the share of an epoch lies; of the current one by default.
+
+        The manifest decides which share counts, so one file's replacement moves a member to the next epoch.
+        """
+        if epoch is None:
+            epoch = self._current().epoch if self.manifest_path.exists() else 0
+        return self.path / f"share-{epoch}.sealed"
+
+    def _current(self) -> Manifest:
+        return Manifest.from_bytes(read_file(self.manifest_path, "a consortium's manifest"))
+
     def manifest(self) -> Manifest:
-        """The signed manifest, checked."""
-        manifest = Manifest.from_bytes(read_file(self.manifest_path, "a consortium's manifest"))
-        verify_manifest(manifest)
-        return manifest
+        """The current manifest; every signature since the first one is checked."""
+        return self.chain()[-1]
+
+    def chain(self) -> list[Manifest]:
+        """All manifests from the first to the current one, checked."""
+        current = self._current()
+        chain = follow_back(current, self.path / "history")
+        if chain[0].terms.digest() != self.terms().digest():
+            raise RecordError(f"{str(self.manifest_path)!r} is not a manifest of this consortium")
+        return chain
+
+    def adopt(self, chain: Sequence[Manifest]) -> None:
+        """Makes the last of a checked chain the current manifest. The share of its epoch must be in place."""
+        for manifest in chain[:-1]:
+            write_shared(self.path / "history" / history_name(manifest.digest().hex()), manifest.to_bytes())
+        write_private(self.manifest_path, chain[-1].to_bytes())
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Removes shares of other epochs than the current one: t kept copies of an old one still give the key."""
+        keep = self.share_path()
+        for path in self.path.glob("share-*.sealed"):
+            if path != keep and keep.exists():
+                path.unlink()
 
     def share(self, unlock: Unlock) -> ShareFile:
-        return ShareFile(self.share_path, unlock)
+        return ShareFile(self.share_path(), unlock)
 
     def verify_share(self, unlock: Unlock) -> ShareFile:
         """Opens the share and checks every bit of it against the manifest."""
         manifest, share = self.manifest(), self.share(unlock)
-        info = share.info
-        same = (info.consortium, info.session) == (manifest.terms.digest().hex(), manifest.genesis.session)
-        if not same or info.epoch != manifest.epoch:
-            raise KeystoreError(f"{str(self.share_path)!r} belongs to another consortium or epoch than the manifest")
-        if share.root().hex() != manifest.roots[info.point - 1]:
-            raise KeystoreError(f"{str(self.share_path)!r} is not the share that the manifest's root commits to")
+        path = str(self.share_path(manifest.epoch))
+        if share.info != ShareInfo.under(manifest, share.info.point, share.info.block):
+            raise KeystoreError(f"{path!r} belongs to another consortium or epoch than the manifest")
+        if share.root().hex() != manifest.roots[share.info.point - 1]:
+            raise KeystoreError(f"{path!r} is not the share that the manifest's root commits to")
         return share
+
+
+def history_name(digest: str) -> str:
+    """The file of an earlier manifest."""
+    return f"{digest[:16]}.json"
+
+
+def follow_back(manifest: Manifest, history: Path) -> list[Manifest]:
+    """The chain that ends with a manifest, from the files of its predecessors; every link is checked."""
+    chain = [manifest]
+    while chain[0].predecessor is not None:
+        wanted = chain[0].predecessor
+        before = Manifest.from_bytes(read_file(history / history_name(wanted), "an earlier manifest"))
+        if before.digest().hex() != wanted:
+            raise RecordError(f"{history_name(wanted)!r} is not the manifest that its successor names")
+        chain.insert(0, before)
+    verify_chain(chain)
+    return chain

@@ -11,6 +11,8 @@ refused, by the sender's name and the step.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,9 +24,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from quorumark.field import derive_key
-from quorumark.records import Card, Manifest, Terms, canonical, digest, parse
+from quorumark.records import Card, Manifest, Terms, canonical, check_follows, digest, parse
 
-__all__ = ["Header", "Identity", "exchange", "open_message", "verify", "verify_card", "verify_manifest"]
+__all__ = ["Header", "Identity", "exchange", "open_message", "verify", "verify_card", "verify_chain", "verify_manifest"]
 
 _RAW = serialization.Encoding.Raw
 _PUBLIC = serialization.PublicFormat.Raw
@@ -227,3 +229,13 @@ def verify_manifest(manifest: Manifest) -> None:
     for member in manifest.terms.roster:
         signature = manifest.signatures[member.point]
         verify(member.ed25519, "manifest", manifest.sign_bytes(), signature, member.name)
+
+
+def verify_chain(chain: Sequence[Manifest]) -> None:
+    """All manifests from the first to the current one: each signed by all its members, each a right successor."""
+    if not chain or chain[0].predecessor is not None:
+        raise RecordError("the chain of manifests does not reach the first one")
+    for manifest in chain:
+        verify_manifest(manifest)
+    for before, manifest in itertools.pairwise(chain):
+        check_follows(manifest, before)

@@ -37,6 +37,7 @@ __all__ = [
     "Unlock",
     "only_one",
     "read_sealed",
+    "replacing",
     "write_private",
     "write_sealed",
     "write_shared",
@@ -161,7 +162,7 @@ def _read_private(path: str | os.PathLike[str], what: str) -> bytes:
 
 def write_private(path: str | os.PathLike[str], content: bytes) -> None:
     """A whole file of mode 0600, or the old one stays."""
-    with _replacing(Path(path)) as file:
+    with replacing(Path(path)) as file:
         file.write(content)
 
 
@@ -171,7 +172,7 @@ def write_shared(path: str | os.PathLike[str], content: bytes) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KeystoreError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
-    with _replacing(Path(path), 0o644) as file:
+    with replacing(Path(path), 0o644) as file:
         file.write(content)
 
 
@@ -189,7 +190,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its place once it is complete and on disk."""
     partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
     try:
@@ -237,7 +238,7 @@ class SealedWriter:
         self._cipher = AESGCM(unlock.key(settings, str(path)))
         self._buffer = bytearray()
         self._index = 0
-        self._context = _replacing(self._path)
+        self._context = replacing(self._path)
 
     def __enter__(self) -> Self:
         self._file = self._context.__enter__()

@@ -24,7 +24,7 @@ from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.records import digest
 
-__all__ = ["SALT_ELEMENTS", "Opening", "Tree", "new_salt", "root_from", "salt_seed"]
+__all__ = ["SALT_ELEMENTS", "Opening", "Tree", "new_salt", "path_of", "root_from", "root_of", "salt_seed"]
 
 SALT_ELEMENTS = 5  # 305 random bits
 
@@ -83,31 +83,37 @@ class Tree:
 
     def root(self) -> bytes:
         """The commitment, once all elements are in."""
-        top = self._levels()[-1][0]
-        return _root(len(self._leaves), top)
+        return root_of(self.leaves())
 
     def open(self, index: int, values: Vector) -> Opening:
         """The opening of a leaf whose values the caller has at hand."""
-        levels = self._levels()
-        if not 0 <= index < len(self._leaves):
-            raise InputError("index", f"must be in [0, {len(self._leaves)})", index)
-        path, at = [], index
-        for level in levels[:-1]:
-            if at ^ 1 < len(level):
-                path.append(level[at ^ 1])
-            at //= 2
-        return Opening(index, values, self.salt(index), tuple(path))
+        return Opening(index, values, self.salt(index), path_of(self.leaves(), index))
 
-    def _levels(self) -> list[list[bytes]]:
+    def leaves(self) -> list[bytes]:
+        """The hashes of all leaves, once all elements are in. They say nothing about the share: it is salted."""
         if self._fed != self._length:
             raise InputError("share", f"must be fed whole, {self._length} elements", f"{self._fed}")
         if self._pending.size:
             self._add(self._pending)
             self._pending = self._pending[:0]
-        levels = [self._leaves]
-        while len(levels[-1]) > 1:
-            levels.append(_parents(levels[-1]))
-        return levels
+        return self._leaves
+
+
+def path_of(leaves: Sequence[bytes], index: int) -> tuple[bytes, ...]:
+    """The hashes beside the way from a leaf to the top."""
+    if not 0 <= index < len(leaves):
+        raise InputError("index", f"must be in [0, {len(leaves)})", index)
+    path, at = [], index
+    for level in _levels(leaves)[:-1]:
+        if at ^ 1 < len(level):
+            path.append(level[at ^ 1])
+        at //= 2
+    return tuple(path)
+
+
+def root_of(leaves: Sequence[bytes]) -> bytes:
+    """The root over all leaves."""
+    return _root(len(leaves), _levels(leaves)[-1][0])
 
 
 def root_from(opening: Opening, leaf: int, length: int) -> bytes:
@@ -143,6 +149,13 @@ def _leaf_hash(salt: bytes, index: int, values: Vector) -> bytes:
 
 def _node(left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\x01" + left + right).digest()
+
+
+def _levels(leaves: Sequence[bytes]) -> list[Sequence[bytes]]:
+    levels = [leaves]
+    while len(levels[-1]) > 1:
+        levels.append(_parents(levels[-1]))
+    return levels
 
 
 def _parents(level: Sequence[bytes]) -> list[bytes]:

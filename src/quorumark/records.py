@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from quorumark.errors import InputError, RecordError
 
 __all__ = [
+    "ARCHIVE_KEY",
     "KEY_KINDS",
     "SETUP_KINDS",
     "Card",
@@ -28,12 +29,18 @@ __all__ = [
     "Member",
     "Terms",
     "canonical",
+    "check_follows",
+    "check_terms_follow",
     "digest",
     "parse",
+    "quorum",
+    "unchanged",
 ]
 
 KEY_KINDS = ("rademacher", "gaussian")
-SETUP_KINDS = ("dealer", "dkg")
+SETUP_KINDS = ("dealer", "dkg", "paper")
+ARCHIVE_KEY = 3
+"""Field elements in the key of one archived leaf: 183 random bits."""
 
 
 def canonical(value: Any) -> bytes:
@@ -309,13 +316,16 @@ class Genesis:
 
 
 _WHITENING_BLOCK = 1 << 16
+_SHAPES = (("terms", dict), ("genesis", dict), ("roots", list), ("archived", list), ("signatures", dict))
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The consortium as all members signed it: terms, genesis, the current roots and epoch, and what came before.
 
-    A change of any of it is a new manifest that names its predecessor; genesis never changes.
+    A change of any of it is a new manifest that names its predecessor; genesis never changes. `archived` lists the
+    first members (by their points then) whose genesis shares are archived: the keys of those archives are shared like
+    the key itself, behind it in every share (docs/protocol.md, "The life of a share").
     """
 
     FORMAT: ClassVar[str] = "quorumark-manifest/v1"
@@ -326,21 +336,26 @@ class Manifest:
     epoch: int = 0
     commitment: Mapping[str, str] | None = None
     predecessor: str | None = None
+    archived: tuple[int, ...] = ()
     signatures: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
         _check(all(_is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
         _check(_is_count(self.epoch), "epoch", "must be a whole number, at least 0")
-        # until chains of manifests can be checked, nothing but a first one is accepted: a successor's genesis could be
-        # invented, and the sign whitening with it
+        dealt = self.terms.setup == "dealer"
+        _check((self.commitment is not None) == dealt, "commitment", "must be there for a dealer only")
         _check(
-            self.predecessor is None and self.epoch == 0, "a manifest", "must be a first one (epoch 0, no predecessor)"
+            all(_is_count(x, 1) for x in self.archived) and list(self.archived) == sorted(set(self.archived)),
+            "archived",
+            "must list points in order",
         )
-        _check(
-            (self.commitment is None) == (self.terms.setup == "dkg"), "commitment", "must be there for a dealer only"
-        )
-        if self.predecessor is None:
+        _check(bool(self.archived) == (self.epoch > 0), "archived", "must be there exactly after a first resharing")
+        _check(all(x <= len(self.genesis.roots) for x in self.archived), "archived", "must list points of the genesis")
+        if self.predecessor is not None:
+            _check(_is_hex(self.predecessor, 32), "predecessor", "must be 32 bytes in hex")
+        else:
+            _check(self.epoch == 0, "a manifest", "must name its predecessor unless it is the first one (epoch 0)")
             mine = (self.terms.digest().hex(), self.terms.layout, self.terms.anchor, self.terms.statistic, self.roots)
             theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
             _check(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
@@ -352,6 +367,12 @@ class Manifest:
             sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
             _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
+    @property
+    def share_length(self) -> int:
+        """Field elements in a share: the key's, then those of the archives' keys."""
+        leaves = -(-self.terms.coordinates // self.terms.leaf)
+        return self.terms.coordinates + len(self.archived) * leaves * ARCHIVE_KEY
+
     def body(self) -> dict[str, Any]:
         """Everything but the signatures."""
         return {
@@ -361,6 +382,7 @@ class Manifest:
             "epoch": self.epoch,
             "commitment": None if self.commitment is None else dict(self.commitment),
             "predecessor": self.predecessor,
+            "archived": list(self.archived),
         }
 
     def digest(self) -> bytes:
@@ -374,9 +396,9 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         what = "a consortium's manifest"
-        names = ["terms", "genesis", "roots", "epoch", "commitment", "predecessor", "signatures"]
+        names = ["terms", "genesis", "roots", "epoch", "commitment", "predecessor", "archived", "signatures"]
         taken = _take(parse(data, cls.FORMAT, what), names, what)
-        for name, kind in (("terms", dict), ("genesis", dict), ("roots", list), ("signatures", dict)):
+        for name, kind in _SHAPES:
             _check(isinstance(taken[name], kind), name, "has the wrong shape")
         genesis = _take(taken["genesis"], [f.name for f in fields(Genesis)], "a genesis")
         _check(isinstance(genesis["roots"], list), "genesis roots", "must be a list")
@@ -393,6 +415,7 @@ class Manifest:
             taken["epoch"],
             taken["commitment"],
             taken["predecessor"],
+            tuple(taken["archived"]),
             signatures,
         )
 
@@ -402,3 +425,61 @@ class Manifest:
     def sign_bytes(self) -> bytes:
         """What each member's signature covers."""
         return self.digest()
+
+
+# --- chains -----------------------------------------------------------------------------------------------
+
+# what no successor may change: the key hangs on it
+_FIXED = ("layout", "coordinates", "anchor", "key", "setup", "leaf", "statistic")
+
+
+def unchanged(terms: Terms, before: Terms) -> dict[int, int]:
+    """The members who stay, with both their keys: point now → point before."""
+    known = {(member.ed25519, member.x25519): member.point for member in before.roster}
+    now = {member.point: known.get((member.ed25519, member.x25519)) for member in terms.roster}
+    return {point: earlier for point, earlier in now.items() if earlier is not None}
+
+
+def quorum(terms: Terms) -> int:
+    """How many members must stay for a successor to count: the threshold, and more than half.
+
+    Fewer than t have no say over the key; and of two successors that exclude each other only one finds more than half.
+    """
+    return max(terms.threshold, terms.members // 2 + 1)
+
+
+def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
+    """Whether terms may follow others; the members who stay, as `unchanged` gives them."""
+    for name in _FIXED:
+        _check(
+            getattr(terms, name) == getattr(before, name),
+            f"a successor's {name}",
+            "must not change: the key hangs on it",
+        )
+    stay = unchanged(terms, before)
+    _check(
+        len(stay) >= quorum(before),
+        f"a successor of {before.name!r}",
+        f"must keep at least {quorum(before)} members with their keys, but keeps {len(stay)}",
+    )
+    return stay
+
+
+def check_follows(manifest: Manifest, before: Manifest) -> None:
+    """Whether a manifest may follow another: an amendment (same shares) or a resharing (the next epoch)."""
+    _check(manifest.predecessor == before.digest().hex(), "a successor", "must name its predecessor by digest")
+    _check(manifest.genesis == before.genesis, "a successor's genesis", "must not change: the key hangs on it")
+    _check(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
+    stay = check_terms_follow(manifest.terms, before.terms)
+    if manifest.epoch == before.epoch:
+        same = (manifest.roots, manifest.archived) == (before.roots, before.archived)
+        _check(same, "an amendment", "must leave the shares as they are: a new epoch needs a resharing")
+        sizes = [(m.terms.threshold, m.terms.members) for m in (manifest, before)]
+        _check(sizes[0] == sizes[1], "an amendment", "must keep the threshold and the number of members")
+        _check(
+            all(now == earlier for now, earlier in stay.items()), "an amendment", "must leave members at their points"
+        )
+    else:
+        _check(manifest.epoch == before.epoch + 1, "a successor's epoch", "must be the next one")
+        _check(not before.archived or manifest.archived == before.archived, "a successor's archives", "must not change")
+        _check(not set(manifest.roots) & set(before.roots), "a resharing", "must make new shares for everybody")

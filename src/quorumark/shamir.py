@@ -36,6 +36,7 @@ __all__ = [
     "is_generated",
     "lagrange",
     "lagrange_matrix",
+    "lagrange_through_secret",
     "reconstruct",
     "share",
     "share_chunks",
@@ -140,6 +141,11 @@ def _lagrange(xs: Sequence[int], target: int) -> list[int]:
                 below = below * (x - other) % P
         result.append(whole * pow(below, -1, P) % P)
     return result
+
+
+def lagrange_through_secret(points: Sequence[int], at: int) -> list[int]:
+    """The same where the secret itself is known too: coefficients of f(0) and of the values at `points`, in order."""
+    return _lagrange([0, *_check_points("points", points)], _check_target("at", at))
 
 
 def lagrange_matrix(points: Sequence[int], targets: Sequence[int]) -> Vector:
@@ -257,7 +263,7 @@ def compressed_block(secret: Vector, index: int, seeds: Mapping[int, bytes], thr
     for row, point in enumerate(generated, start=1):
         _generated(seeds[point], point, index, known[row])
     # t values fix the polynomial: the secret at 0 and the t−1 generated ones
-    weights = np.array([_lagrange([0, *generated], point) for point in others], np.uint64)
+    weights = np.array([lagrange_through_secret(generated, point) for point in others], np.uint64)
     values = field.matmul(weights, known, checked=False)
     return dict(zip(others, values, strict=True))
 

@@ -15,7 +15,7 @@ from quorumark.errors import KeystoreError
 from quorumark.field import Vector
 from quorumark.keystore import SealedReader, SealedWriter, Unlock
 from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
-from quorumark.records import Terms
+from quorumark.records import Manifest, Terms
 from quorumark.shamir import generated_block, is_generated
 
 __all__ = ["ShareFile", "ShareInfo", "ShareWriter", "share_root"]
@@ -38,9 +38,17 @@ class ShareInfo:
     block: int  # coordinates per block of a compressed share; 0: every value is stored
 
     @classmethod
-    def of(cls, terms: Terms, session: str, epoch: int, point: int, block: int) -> ShareInfo:
+    def first(cls, terms: Terms, session: str, point: int, block: int = 0) -> ShareInfo:
+        """A share as setup makes it."""
         numbers = terms.threshold, terms.members, terms.coordinates, terms.leaf
-        return cls(terms.digest().hex(), session, epoch, point, *numbers, block)
+        return cls(terms.digest().hex(), session, 0, point, *numbers, block)
+
+    @classmethod
+    def under(cls, manifest: Manifest, point: int, block: int = 0) -> ShareInfo:
+        """A share as a manifest describes it. The consortium's name for ever is the digest of its first terms."""
+        terms, genesis = manifest.terms, manifest.genesis
+        numbers = terms.threshold, terms.members, manifest.share_length, terms.leaf
+        return cls(genesis.terms, genesis.session, manifest.epoch, point, *numbers, block)
 
     @classmethod
     def from_about(cls, about: Mapping[str, Any], path: str) -> ShareInfo:

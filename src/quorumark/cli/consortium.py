@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from quorumark.cli.options import Json
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
 
 app = typer.Typer(
-    help="What the members agree on: terms before the key exists, the manifest after.", no_args_is_help=True
+    help="What the members agree on: terms before the key exists, the manifest after, and its amendments.",
+    no_args_is_help=True,
 )
 
 
@@ -21,7 +22,10 @@ def create(
     member: Annotated[list[str], typer.Option(help="CARD.json or CARD.json:EXAMPLES; once for each, in order.")],
     model: Annotated[Path, typer.Option(help="The public initial model (.safetensors): layout and anchor.")],
     out: Annotated[Path, typer.Option(help="The folder to write terms.json and layout.json to.")],
-    setup: Annotated[str, typer.Option(help="dkg (nobody ever knows the key) or dealer.")] = "dkg",
+    setup: Annotated[
+        str,
+        typer.Option(help="dkg (nobody ever knows the key), dealer, or paper (the published protocol, which leaks)."),
+    ] = "dkg",
     key: Annotated[str, typer.Option(help="rademacher or gaussian.")] = "rademacher",
     max_coordinates: Annotated[int | None, typer.Option(help="Carry on a public sample of this many.")] = None,
     include: Annotated[list[str] | None, typer.Option(help="Glob of tensors that may carry; may be repeated.")] = None,
@@ -33,10 +37,8 @@ def create(
     import datetime
 
     from quorumark.errors import InputError
-    from quorumark.home import read_file
-    from quorumark.identity import verify_card
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
-    from quorumark.records import Card, Member, Terms, digest
+    from quorumark.records import Member, Terms, digest
 
     if (out / "terms.json").exists():
         raise InputError("--out", "must not hold terms already", str(out))
@@ -46,10 +48,8 @@ def create(
     anchor = digest("anchor", bytes.fromhex(layout.digest()), layout.encode(model).astype("<u8").tobytes())
     roster = []
     for point, text in enumerate(member, 1):
-        path, _, examples = text.rpartition(":") if text.rpartition(":")[2].isdecimal() else (text, "", "1")
-        card = Card.from_bytes(read_file(Path(path), "a member's card"))
-        verify_card(card)
-        roster.append(Member(point, card.name, card.ed25519, card.x25519, int(examples)))
+        card, examples = _card(text)
+        roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor.hex()}
     terms = Terms(
@@ -59,6 +59,10 @@ def create(
         from quorumark.setup.dkg import check_terms
 
         check_terms(terms)
+    elif setup == "paper":
+        from quorumark.setup.paper import check_paper_terms
+
+        check_paper_terms(terms)
     out.mkdir(parents=True, exist_ok=True)
     (out / "layout.json").write_bytes(layout.to_bytes())
     (out / "terms.json").write_bytes(terms.to_bytes())
@@ -97,18 +101,139 @@ def show(
 
 
 @app.command("check")
-def check(file: Annotated[Path, typer.Argument(help="manifest.json")]) -> None:
-    """Check a manifest: every member's signature, and that it does not contradict itself."""
+def check(
+    file: Annotated[Path, typer.Argument(help="manifest.json")],
+    history: Annotated[
+        Path | None, typer.Option(help="The folder with the manifests before it; by default the one beside it.")
+    ] = None,
+) -> None:
+    """Check a manifest: every member's signature, and every step since the first one."""
     from quorumark.errors import RecordError
-    from quorumark.identity import verify_manifest
+    from quorumark.home import follow_back
 
     terms, manifest = _read(file)
     if manifest is None:
         raise RecordError(f"{str(file)!r} holds terms: there is nothing signed in it yet")
-    verify_manifest(manifest)
+    chain = follow_back(manifest, history or file.parent / "history")
+    steps = "" if len(chain) == 1 else f", {len(chain) - 1} steps after the first one, each signed by its members"
     typer.echo(
-        f"{terms.name}: the manifest is sound and signed by all {terms.members} members\n{manifest.digest().hex()}"
+        f"{terms.name}: the manifest is sound and signed by all {terms.members} members{steps}\n"
+        f"{manifest.digest().hex()}, epoch {manifest.epoch}, first {chain[0].digest().hex()}"
     )
+
+
+@app.command("amend")
+def amend(
+    out: Annotated[Path, typer.Option(help="The file to write the new terms to; all members must agree on it.")],
+    examples: Annotated[list[str] | None, typer.Option(help="POINT=NUMBER: a member's new number of examples.")] = None,
+    replace: Annotated[list[str] | None, typer.Option(help="POINT=CARD.json: new keys for old, stolen ones.")] = None,
+    remove: Annotated[list[int] | None, typer.Option(help="POINT: a member who leaves.")] = None,
+    add: Annotated[list[str] | None, typer.Option(help="CARD.json or CARD.json:EXAMPLES: a new member.")] = None,
+    threshold: Annotated[int | None, typer.Option(help="Another threshold.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, like z=7.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+) -> None:
+    """Write new terms that follow the present ones, and say what must be done to bring them into force."""
+    from quorumark.errors import InputError
+    from quorumark.home import Home, read_file
+    from quorumark.records import Card
+    from quorumark.setup.amend import changes, needs_new_shares, propose
+
+    def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
+        found = dict(text.partition("=")[::2] for text in texts or ())
+        if any(not a or not b for a, b in found.items()) or (
+            option != "--policy" and not all(map(str.isdecimal, found))
+        ):
+            raise InputError(option, "must be like POINT=VALUE", ", ".join(texts or ()))
+        return found
+
+    if out.exists():
+        raise InputError("--out", "must not exist yet", str(out))
+    before = Home(home).only_consortium(consortium).manifest().terms
+    numbers = pairs("--examples", examples)
+    if not all(map(str.isdecimal, numbers.values())):
+        raise InputError("--examples", "must be like POINT=NUMBER", ", ".join(examples or ()))
+    terms = propose(
+        before,
+        threshold=threshold,
+        examples={int(point): int(number) for point, number in numbers.items()},
+        replaced={
+            int(point): Card.from_bytes(read_file(Path(path), "a member's card"))
+            for point, path in pairs("--replace", replace).items()
+        },
+        removed=remove or (),
+        added=[_card(text) for text in add or ()],
+        policy=pairs("--policy", policy),
+    )
+    found = changes(terms, before)
+    if not found:
+        raise InputError("the options", "must change something", "nothing")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(terms.to_bytes())
+    what = "share reshare" if needs_new_shares(terms, before) else "consortium sign"
+    typer.echo("\n".join(found))
+    typer.echo(
+        f"terms {terms.digest().hex()}\nwritten to {out}; once all agree, every member of the new terms runs: "
+        f"quorumark {what} --terms … --folder …"
+    )
+
+
+@app.command("sign")
+def sign_amendment(
+    terms: Annotated[Path, typer.Option(help="The new terms, from `consortium amend`, as agreed.")],
+    folder: Annotated[Path, typer.Option(help="The folder to exchange signatures through.")],
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
+    from quorumark.home import Home, read_file
+    from quorumark.records import Terms
+    from quorumark.setup.amend import changes, sign
+
+    member = Home(home)
+    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    place = member.place_of(agreed.anchor, agreed.layout, consortium)
+    if place is not None and place.manifest_path.exists():
+        typer.echo("\n".join(changes(agreed, place.manifest().terms)) or "in force already")
+    manifest, missing = sign(member, unlock(key_file, passphrase_file), agreed, folder, place)
+    if missing:
+        typer.echo(f"signed; waiting for {', '.join(missing)}; run this again when they have signed")
+        return
+    typer.echo(f"in force: manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
+    if not member.place_of(agreed.anchor, agreed.layout, consortium).share_path().exists():  # type: ignore[union-attr]
+        typer.echo("this member's share is not here: get it with quorumark share recover")
+
+
+@app.command("update")
+def update_manifest(
+    manifest: Annotated[Path, typer.Option(help="A later manifest that this member missed.")],
+    history: Annotated[Path | None, typer.Option(help="The manifests before it; by default beside it.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+) -> None:
+    """Take over a later manifest, after an old backup was restored. The share must then be recovered."""
+    from quorumark.home import Home, read_file
+    from quorumark.records import Manifest
+    from quorumark.setup.amend import update
+
+    later = Manifest.from_bytes(read_file(manifest, "a consortium's manifest"))
+    place = update(Home(home), later, history or manifest.parent / "history")
+    there = "" if place.share_path().exists() else "; its share must be recovered: quorumark share recover"
+    typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
+
+
+def _card(text: str) -> tuple[Any, int]:
+    """A card and a number of examples from CARD.json or CARD.json:EXAMPLES."""
+    from quorumark.home import read_file
+    from quorumark.identity import verify_card
+    from quorumark.records import Card
+
+    path, _, examples = text.rpartition(":") if text.rpartition(":")[2].isdecimal() else (text, "", "1")
+    card = Card.from_bytes(read_file(Path(path), "a member's card"))
+    verify_card(card)
+    return card, int(examples)
 
 
 def _read(file: Path) -> tuple[Any, Any]:

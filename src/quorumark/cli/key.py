@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, unlock
-from quorumark.cli.share import Which
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, unlock
 
 app = typer.Typer(help="The key itself: only where it must be revealed.", no_args_is_help=True)
 

@@ -10,12 +10,28 @@ import typer
 
 if TYPE_CHECKING:
     from quorumark.keystore import Unlock
+    from quorumark.setup.folder import Progress
 
 HomeOption = Annotated[Path, typer.Option("--home", help="This member's folder.", show_default=True)]
 DEFAULT_HOME = Path("~/.quorumark").expanduser()
 KeyFile = Annotated[Path | None, typer.Option(help="A file that opens this member's secrets (mode 0600).")]
 PassphraseFile = Annotated[Path | None, typer.Option(help="A file whose first line is the passphrase (mode 0600).")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
+
+
+def report(progress: Progress, home: Path) -> None:
+    """Says how far a ceremony got."""
+    if progress.manifest is not None:
+        manifest = progress.manifest
+        typer.echo(
+            f"finished: the share is sealed in {home}\nmanifest {manifest.digest().hex()}, epoch {manifest.epoch}"
+        )
+    else:
+        typer.echo(
+            f"waiting for {', '.join(progress.waiting)} ({progress.step}); run this again when they have written"
+        )
 
 
 def unlock(key_file: Path | None, passphrase_file: Path | None, *, new: bool = False) -> Unlock:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, unlock
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, report, unlock
 
-app = typer.Typer(help="Make the key: without a dealer (dkg), or with one.", no_args_is_help=True)
+app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
 TermsFile = Annotated[Path, typer.Option("--terms", help="terms.json, as agreed.")]
 
@@ -19,33 +19,76 @@ def dkg(
     terms: TermsFile,
     folder: Folder,
     home: HomeOption = DEFAULT_HOME,
+    protocol: Annotated[
+        str, typer.Option(help="leak-free, or paper: the published protocol, which leaks; the terms must say so too.")
+    ] = "leak-free",
+    accept_leak: Annotated[
+        bool, typer.Option("--accept-leak", help="Run the paper's protocol although t−1 members learn part of the key.")
+    ] = False,
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
+    from quorumark.errors import InputError
     from quorumark.home import Home, read_file
     from quorumark.records import Terms
     from quorumark.setup.folder import advance
+    from quorumark.setup.paper import leak
 
     agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
-    progress = advance(Home(home), unlock(key_file, passphrase_file), agreed, folder, note=typer.echo)
-    if progress.manifest is not None:
-        typer.echo(f"finished: the share is sealed in {home}\nmanifest {progress.manifest.digest().hex()}")
-    else:
-        typer.echo(
-            f"waiting for {', '.join(progress.waiting)} ({progress.step}); run this again when they have written"
+    if protocol not in ("leak-free", "paper"):
+        raise InputError("--protocol", "must be leak-free or paper", protocol)
+    if (protocol == "paper") != (agreed.setup == "paper"):
+        raise InputError("--protocol", f"must be what the terms ask for (setup {agreed.setup!r})", protocol)
+    if protocol == "paper":
+        warning = (
+            f"t−1 = {agreed.threshold - 1} members together know a vector with cosine {leak(agreed):.3f} to the key"
         )
+        if not accept_leak:
+            raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}", "nothing")
+        typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
+    report(advance(Home(home), unlock(key_file, passphrase_file), agreed, folder, note=typer.echo), home)
+
+
+@app.command("check")
+def check_setup(
+    folder: Folder,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Check together that the shares on disk fit together and hold a key. Use a new folder; run it again until done."""
+    from quorumark.home import Home
+    from quorumark.setup.folder import check
+
+    member = Home(home)
+    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
+    progress = check(member, opened, place, folder, note=typer.echo)
+    if progress.finished:
+        typer.echo(f"healthy: {progress.found}")
+    else:
+        report(progress, home)
 
 
 @app.command("discard")
-def discard_ceremony(terms: TermsFile, home: HomeOption = DEFAULT_HOME) -> None:
-    """Forget a dealer-free setup that has failed. All members do so, and start again with a new, empty folder."""
+def discard_ceremony(
+    terms: Annotated[Path | None, typer.Option(help="terms.json of the setup, if there are several.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+) -> None:
+    """Forget a ceremony (setup, check, resharing) that has failed. All members do so, and start with a new folder."""
     from quorumark.home import Home, read_file
     from quorumark.records import Terms
     from quorumark.setup.folder import discard
 
-    there = discard(Home(home), Terms.from_bytes(read_file(terms, "a consortium's terms")))
-    typer.echo("forgotten; start again with a new folder" if there else "there is no running ceremony for these terms")
+    member = Home(home)
+    if terms is not None:
+        place = member.consortium(Terms.from_bytes(read_file(terms, "a consortium's terms")))
+    else:
+        place = member.only_consortium(consortium)
+    there = discard(place)
+    typer.echo("forgotten; start again with a new folder" if there else "there is no running ceremony to forget")
 
 
 @app.command("dealer")

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, unlock
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, report, unlock
 
-app = typer.Typer(help="This member's share at rest.", no_args_is_help=True)
-Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
+app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no_args_is_help=True)
 
 
 @app.command("inspect")
@@ -23,13 +22,13 @@ def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Jso
     from quorumark.shares import ShareInfo
 
     place = Home(home).only_consortium(consortium)
-    info = ShareInfo.from_about(SealedReader(place.share_path, None, "share").about, str(place.share_path))
+    info = ShareInfo.from_about(SealedReader(place.share_path(), None, "share").about, str(place.share_path()))
     if json:
         typer.echo(jsonlib.dumps(asdict(info)))
         return
     kind = f"compressed, blocks of {info.block:,}" if info.block else "dense"
     typer.echo(
-        f"{place.share_path}: {place.share_path.stat().st_size:,} bytes, {kind}\n"
+        f"{place.share_path()}: {place.share_path().stat().st_size:,} bytes, {kind}\n"
         f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} coordinates, "
         f"epoch {info.epoch}"
     )
@@ -97,6 +96,50 @@ def help_other(
     typer.echo(f"answered: {name} can now read its own share, and nothing else")
 
 
+@app.command("refresh")
+def refresh(
+    folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Make new shares of the same key for the same members, so that stolen old ones are worth nothing. All take part.
+
+    Run it again until it says finished. Old shares are erased here; whoever kept t old copies still has the key.
+    """
+    from quorumark.home import Home
+    from quorumark.setup.folder import reshare as advance
+
+    member = Home(home)
+    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
+    report(advance(member, opened, folder, place=place, note=typer.echo), home)
+
+
+@app.command("reshare")
+def reshare(
+    terms: Annotated[Path, typer.Option(help="The new terms, from `quorumark consortium amend`, as all agreed.")],
+    folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+) -> None:
+    """Hand the key on to other members or another threshold; nobody sees it. Members who stay and new ones take part.
+
+    Run it again until it says finished. The shares of members who left are worth nothing afterwards, unless t of them
+    were kept.
+    """
+    from quorumark.home import Home, read_file
+    from quorumark.records import Terms
+    from quorumark.setup.folder import reshare as advance
+
+    member = Home(home)
+    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    place = member.place_of(agreed.anchor, agreed.layout, consortium)
+    report(advance(member, unlock(key_file, passphrase_file), folder, agreed, place, note=typer.echo), home)
+
+
 @app.command("hand-over")
 def hand_over(
     to: Annotated[Path, typer.Option(help="The card of the member who will reconstruct the key.")],
@@ -121,7 +164,7 @@ def hand_over(
     card = Card.from_bytes(read_file(to, "a member's card"))
     verify_card(card)
     place = Home(home).only_consortium(consortium)
-    if card.ed25519 not in {member.ed25519 for member in place.terms().roster}:
+    if card.ed25519 not in {member.ed25519 for member in place.manifest().terms.roster}:
         raise InputError("--to", "must be the card of a member of this consortium", card.name)
     place.verify_share(unlock(key_file, passphrase_file)).copy_to(out, Unlock.to_member(card.x25519))
     typer.echo(f"a copy of this share, sealed to {card.name}, is in {out}")

@@ -30,26 +30,31 @@ from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
 from quorumark.records import Genesis, Manifest, Terms, digest
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
-__all__ = ["accept", "check_commitment", "commitment", "deal"]
+__all__ = ["accept", "check_commitment", "commitment", "deal", "draw_normal"]
 
 GAUSSIAN_BITS = 8
 """Fractional bits of a gaussian key's entries: 32 of the 40 are left for the amplitude."""
 
 
-def commitment(nonce: bytes, terms: Terms) -> hashlib._Hash:
+def commitment(nonce: bytes, terms: bytes) -> hashlib._Hash:
     """A hash to feed the key's entries to, as 4-byte little-endian numbers: C = SHA-256(domain ‖ ρ ‖ terms ‖ τ_raw)."""
-    return hashlib.sha256(digest("key commitment", nonce, terms.digest()))
+    return hashlib.sha256(digest("key commitment", nonce, terms))
 
 
 def _draw(stream: Stream, kind: str, start: int, count: int) -> NDArray[np.int64]:
-    """The key's raw entries: ±1, or standard normal in steps of 2^-8 (Box–Muller on 61-bit uniform numbers)."""
+    """The key's raw entries: ±1, or standard normal in steps of 2^-8."""
     if kind == "rademacher":
         bits = stream.elements(count, start) & np.uint64(1)
         return 2 * bits.astype(np.int64) - np.int64(1)  # type: ignore[no-any-return]
+    return draw_normal(stream, start, count)
+
+
+def draw_normal(stream: Stream, start: int, count: int, variance: float = 1.0) -> NDArray[np.int64]:
+    """Normal numbers in steps of 2^-8 (Box–Muller on 61-bit uniform numbers)."""
     words = stream.elements(2 * count, 2 * start).reshape(2, count)
     radius, angle = (words.astype(np.float64) + 0.5) / field.P
     normal = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
-    return np.round(normal * 2**GAUSSIAN_BITS).astype(np.int64)  # type: ignore[no-any-return]
+    return np.round(normal * (np.sqrt(variance) * 2**GAUSSIAN_BITS)).astype(np.int64)  # type: ignore[no-any-return]
 
 
 def deal(
@@ -73,11 +78,11 @@ def deal(
         x: Tree(salt_seed(salts[(x - 1) * SALT_ELEMENTS : x * SALT_ELEMENTS]), terms.leaf, terms.coordinates)
         for x in points
     }
-    key, hashed, norm = Stream.fresh("dealer key"), commitment(nonce, terms), 0
+    key, hashed, norm = Stream.fresh("dealer key"), commitment(nonce, terms.digest()), 0
     with contextlib.ExitStack() as stack:
         files = {}
         for x in points:
-            info = ShareInfo.of(terms, session, 0, x, block)
+            info = ShareInfo.first(terms, session, x, block)
             own = salts[(x - 1) * SALT_ELEMENTS : x * SALT_ELEMENTS]
             unlock = Unlock.to_member(terms.member(x).x25519)
             others = salt_shares[x - 1].reshape(terms.members, SALT_ELEMENTS)
@@ -115,8 +120,8 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
     """
     source = Path(folder)
     manifest = Manifest.from_bytes(read_file(source / "dealing.json", "a dealing"))
-    if manifest.signatures:
-        raise RecordError("a dealing must be a manifest without signatures")
+    if manifest.signatures or manifest.predecessor is not None:
+        raise RecordError("a dealing must be a first manifest, without signatures")
     if manifest.terms.setup != "dealer":
         raise RecordError(f"the terms ask for the setup {manifest.terms.setup!r}: a dealt key is not that")
     if terms is not None and manifest.terms.digest() != terms.digest():
@@ -126,18 +131,18 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
     place = home.consortium(manifest.terms)
     if place.manifest_path.exists() and place.manifest().digest() != manifest.digest():
         raise CeremonyError("this member already holds a share of another dealing under these terms")
-    if place.share_path.exists():
+    if place.share_path().exists():
         kept = place.share(unlock)
         if kept.info.session != manifest.genesis.session or kept.root().hex() != manifest.roots[point - 1]:
             raise CeremonyError("the share that this member keeps is not the one of this dealing")
     else:
         sealed = ShareFile(source / f"share-{point}.sealed", Unlock.by_identity(identity))
-        expected = ShareInfo.of(manifest.terms, manifest.genesis.session, 0, point, sealed.info.block)
+        expected = ShareInfo.under(manifest, point, sealed.info.block)
         if sealed.info != expected:
             raise CeremonyError("the dealer's file for this member describes another share than the dealing does")
         if sealed.root().hex() != manifest.roots[point - 1]:
             raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
-        sealed.copy_to(place.share_path, unlock)
+        sealed.copy_to(place.share_path(), unlock)
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
     write_shared(source / f"signature-{point}.hex", signature.encode())
     for member in manifest.terms.roster:
@@ -158,6 +163,6 @@ def check_commitment(manifest: Manifest, key: NDArray[np.int64]) -> bool:
     """Whether a reconstructed raw key is the one that the dealer committed to."""
     if manifest.commitment is None:
         raise CeremonyError("this consortium's key was made without a dealer: there is no commitment to check")
-    hashed = commitment(bytes.fromhex(manifest.commitment["nonce"]), manifest.terms)
+    hashed = commitment(bytes.fromhex(manifest.commitment["nonce"]), bytes.fromhex(manifest.genesis.terms))
     hashed.update(key.astype("<i4").tobytes())
     return hashed.hexdigest() == manifest.commitment["hash"]

@@ -1,14 +1,15 @@
-"""The dealer-free setup over a folder that all members can reach: a network share, a synchronised folder, a stick.
+"""Ceremonies over a folder that all members can reach: a network share, a synchronised folder, a stick.
 
-Each member runs `advance` whenever it likes; it does all that can be done with what is there, writes its messages and
-says what it waits for. A crash at any point loses nothing: the state is sealed on disk before a message is written,
-every step can be done again with the same result, and messages are files that appear whole or not at all.
+Each member calls `advance` (setup), `check` (health) or `reshare` whenever it likes; it does all that can be done with
+what is there, writes its messages and says what it waits for. A crash at any point loses nothing: the state is sealed
+on disk before a message is written, every step can be done again with the same result, and messages are files that
+appear whole or not at all.
 
-    FOLDER/1-commit/SENDER.msg  2-reveal/…  3-deal/SENDER-to-RECIPIENT.msg  4-open/…  5-confirm/…  6-root/…  7-echo/…
-    FOLDER/8-health/…  9-sign/…
+    FOLDER/1-commit/SENDER.msg  2-reveal/…  3-deal/SENDER-to-RECIPIENT.msg  4-…     one folder for each step, in order
+    FOLDER/chain/….json         for a resharing: the manifests so far, for members who are new
 
-There is no relay: every member adds up the signed openings itself. Keep the folder until everybody has finished: who
-has finished has forgotten what it would take to write a message again.
+There is no relay: every member adds up the signed openings itself. Use a new, empty folder for each ceremony, and keep
+it until everybody has finished: who has finished has forgotten what it would take to write a message again.
 
 A file that is damaged, or somebody else's, is refused by the sender's name and the step; once the right one is there,
 go on.
@@ -19,21 +20,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from quorumark.archive import write_archive
 from quorumark.errors import CeremonyError, MessageError
-from quorumark.home import Home
+from quorumark.home import ConsortiumFolder, Home, read_file
+from quorumark.identity import Identity
 from quorumark.keystore import Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
-from quorumark.records import Manifest, Terms, canonical
-from quorumark.setup.dkg import STEPS, DkgMember, check_terms, openers, relay_sum
-from quorumark.shares import ShareInfo, ShareWriter
+from quorumark.records import Manifest, Terms, canonical, digest, parse, unchanged
+from quorumark.setup.ceremony import Ceremony
+from quorumark.setup.chain import chain_for_newcomer, show_chain, started_from
+from quorumark.setup.check import CheckMember
+from quorumark.setup.dkg import DkgMember, KeyCeremony, check_terms, openers, relay_sum
+from quorumark.setup.paper import PaperMember, check_paper_terms
+from quorumark.setup.reshare import ReshareMember
+from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
-__all__ = ["Progress", "advance", "discard"]
+__all__ = ["Progress", "advance", "check", "discard", "reshare"]
 
 _KIND = "ceremony"
+_CHECKED = "quorumark-checked/v1"
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Progress:
     step: str
     waiting: tuple[str, ...]
     manifest: Manifest | None = None
+    found: str = ""
 
     @property
     def finished(self) -> bool:
@@ -55,109 +66,277 @@ class _Waiting(Exception):  # noqa: N818 - not an error: the ceremony pauses
         self.progress = Progress(step, names)
 
 
-def advance(
-    home: Home,
-    unlock: Unlock,
-    terms: Terms,
-    folder: str | os.PathLike[str],
-    note: Callable[[str], None] = lambda _: None,
-) -> Progress:
-    """Does what can be done now. Call it again when others have written; `note` hears of each step as it is done.
+def _silent(_: str) -> None:
+    pass
 
-    After a fault that only a new ceremony mends, every further call says so, until `discard` is called.
+
+# --- setup ------------------------------------------------------------------------------------------------
+
+
+def advance(home: Home, unlock: Unlock, terms: Terms, folder: str | os.PathLike[str], note: Note = _silent) -> Progress:
+    """Does what can be done now of a setup without a dealer. Call it again when others have written.
+
+    `note` hears of each step as it is done. After a fault that only a new ceremony mends, every further call says so,
+    until `discard` is called.
     """
-    check_terms(terms)
+    check_paper_terms(terms) if terms.setup == "paper" else check_terms(terms)
     terms.point_of(home.card().ed25519)  # nothing is made for terms of others
     place = home.consortium(terms)
     with only_one(place.path):
         if place.manifest_path.exists():
             place.ceremony_path.unlink(missing_ok=True)  # a power cut came between the two
-            if place.share_path.exists():
+            if place.share_path().exists():
                 return Progress("sign", (), place.manifest())
             raise CeremonyError("the ceremony is finished, but this member's share is gone: it must be recovered")
-        run = _Run(home, unlock, terms, Path(folder), note)
-        try:
-            return Progress("sign", (), run.all_steps())
-        except _Waiting as waiting:
-            return waiting.progress
-        except CeremonyError as error:
-            run.give_up(str(error))
-            raise
+        kind = PaperMember if terms.setup == "paper" else DkgMember
+        visit: _Visit[KeyCeremony] = _Visit(
+            home, unlock, place, folder, note, terms.digest(), lambda identity, seed: kind(identity, terms, seed)
+        )
+        return visit.attempt(_setup_steps)
 
 
-def discard(home: Home, terms: Terms) -> bool:
+def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
+    member, terms = visit.member, visit.member.terms
+    visit.begin()
+    for recipient, message in visit.use("reveal", member.deal).items():
+        visit.publish("deal", message, recipient)
+    visit.use("deal", member.receive)  # fixed on disk before this member opens anything of it
+    if isinstance(member, DkgMember):
+        chosen = openers(terms)
+        if member.point in chosen:
+            visit.publish("open", member.open(chosen))
+        total = relay_sum(terms, member.session, visit.wait_for("open", chosen))
+        visit.publish("confirm", member.confirm(total))
+        visit.publish("root", visit.use("confirm", member.root))
+    elif isinstance(member, PaperMember):
+        visit.publish("root", member.root())
+    visit.publish("echo", visit.use("root", member.echo))
+    visit.publish("health", visit.use("echo", member.health))
+    visit.use("health", member.finish)
+    visit.publish("sign", member.sign())
+    manifest: Manifest = visit.use("sign", member.signed)
+    # the share first, then the manifest; then everything that made them is forgotten
+    visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
+    write_private(visit.place.manifest_path, manifest.to_bytes())
+    visit.forget("share and manifest kept")
+    return Progress("sign", (), manifest)
+
+
+# --- the health of a finished setup -----------------------------------------------------------------------
+
+
+def check(
+    home: Home, unlock: Unlock, place: ConsortiumFolder, folder: str | os.PathLike[str], note: Note = _silent
+) -> Progress:
+    """Does what can be done now of a health check of the shares on disk; `found` says what it showed."""
+    with only_one(place.path):
+        manifest = place.manifest()
+        before = _earlier_check(home, place, manifest, Path(folder))
+        if before:
+            return Progress("health", (), manifest, before)
+        share = place.verify_share(unlock)
+        visit: _Visit[CheckMember] = _Visit(
+            home,
+            unlock,
+            place,
+            folder,
+            note,
+            digest("check", manifest.digest()),
+            lambda identity, seed: CheckMember(identity, manifest, share, seed),
+        )
+        progress = visit.attempt(_check_steps)
+        return progress if progress.waiting else Progress("health", (), manifest, progress.found)
+
+
+def _check_steps(visit: _Visit[CheckMember]) -> Progress:
+    member = visit.member
+    visit.begin()
+    for recipient, message in visit.use("reveal", member.deal).items():
+        visit.publish("deal", message, recipient)
+    visit.publish("echo", visit.use("deal", member.echo))
+    visit.publish("health", visit.use("echo", member.health))
+    found: str = visit.use("health", member.finish)
+    commit = hashlib.sha256(visit.wait_for("commit", [member.point])[member.point]).hexdigest()
+    record = {"format": _CHECKED, "manifest": member.manifest.digest().hex(), "commit": commit, "found": found}
+    write_private(visit.place.path / "checked.json", canonical(record))
+    visit.forget("checked")
+    return Progress("health", (), found=found)
+
+
+def _earlier_check(home: Home, place: ConsortiumFolder, manifest: Manifest, folder: Path) -> str:
+    """What the check in this folder showed, if this member finished it: running it again changes nothing."""
+    path = place.path / "checked.json"
+    if not path.exists():
+        return ""
+    record = parse(read_file(path, "a check"), _CHECKED, "a check")
+    own = folder / "1-commit" / f"{manifest.terms.point_of(home.card().ed25519)}.msg"
+    same = own.exists() and hashlib.sha256(own.read_bytes()).hexdigest() == record.get("commit")
+    return str(record.get("found")) if same and record.get("manifest") == manifest.digest().hex() else ""
+
+
+# --- new shares -------------------------------------------------------------------------------------------
+
+
+def reshare(
+    home: Home,
+    unlock: Unlock,
+    folder: str | os.PathLike[str],
+    terms: Terms | None = None,
+    place: ConsortiumFolder | None = None,
+    note: Note = _silent,
+) -> Progress:
+    """Does what can be done now of making new shares: for the members in `terms`, or for the present ones.
+
+    A member who holds a share names its `place`; one who is new has none, needs `terms`, and takes the manifests so far
+    from the folder.
+    """
+    folder = Path(folder)
+    if place is None:
+        if terms is None:
+            raise CeremonyError("who is new to the consortium must know the terms that were agreed")
+        chain = chain_for_newcomer(folder, terms)
+        place = home.consortium(chain[0].terms)
+    with only_one(place.path):
+        if place.manifest_path.exists():
+            chain = place.chain()
+        elif terms is not None:
+            chain = chain_for_newcomer(folder, terms)
+        else:
+            raise CeremonyError("this member holds no manifest: it must know the terms that were agreed")
+        agreed = terms or chain[-1].terms
+        if _was_adopted(chain, agreed, folder):
+            place.ceremony_path.unlink(missing_ok=True)
+            place.tidy()
+            return Progress("sign", (), chain[-1])
+        share: ShareFile | None = None
+        if place.manifest_path.exists():
+            show_chain(chain, folder)
+            share = place.verify_share(unlock)
+        before = chain[-1]
+
+        def make(identity: Identity, seed: bytes) -> ReshareMember:
+            old = share if agreed.point_of(identity.ed25519) in unchanged(agreed, before.terms) else None
+            return ReshareMember(identity, chain, agreed, seed, None if old is None else old.vector())
+
+        context = digest("reshare", before.digest(), agreed.digest())
+        visit: _Visit[ReshareMember] = _Visit(home, unlock, place, folder, note, context, make)
+        return visit.attempt(lambda v: _reshare_steps(v, share))
+
+
+def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progress:
+    member = visit.member
+    visit.begin()
+    for recipient, message in visit.use("reveal", member.deal).items():
+        visit.publish("deal", message, recipient)
+    visit.use("deal", member.receive)  # fixed on disk before this member says anything that depends on it
+    if member.deals_here:
+        visit.publish("difference", member.difference())
+    visit.publish("root", visit.use("difference", member.root, member.dealers))
+    visit.publish("echo", visit.use("root", member.echo))
+    visit.publish("health", visit.use("echo", member.health))
+    visit.use("health", member.finish)
+    visit.publish("sign", member.sign())
+    chain: list[Manifest] = visit.use("sign", member.signed)
+    manifest = chain[-1]
+    visit.keep_share(member, ShareInfo.under(manifest, member.point), manifest.epoch)
+    if old is not None and old.info.epoch == 0:
+        write_archive(visit.place.archive_path, old, member.archive_keys())
+    visit.place.adopt(chain)  # the manifest's replacement is the step to the new epoch; the old share is removed
+    visit.forget("new share and manifest kept, the old share erased")
+    return Progress("sign", (), manifest)
+
+
+def _was_adopted(chain: list[Manifest], terms: Terms, folder: Path) -> bool:
+    """Whether the ceremony in this folder is finished here: it started from the manifest before the current one."""
+    if len(chain) < 2 or chain[-1].terms.digest() != terms.digest():
+        return False
+    return started_from(folder) == chain[-1].predecessor
+
+
+def discard(place: ConsortiumFolder) -> bool:
     """Forgets a ceremony that cannot go on; whether there was one. The next needs a new, empty folder."""
-    place = home.consortium(terms)
     with only_one(place.path):
         there = place.ceremony_path.exists()
         place.ceremony_path.unlink(missing_ok=True)
         return there
 
 
-class _Run:
-    """One member's visit to the folder."""
+# --- one member's visit to the folder ---------------------------------------------------------------------
 
-    def __init__(self, home: Home, unlock: Unlock, terms: Terms, folder: Path, note: Callable[[str], None]) -> None:
-        self._place = home.consortium(terms)
-        self._unlock, self._terms, self._folder, self._note = unlock, terms, folder, note
+Member = TypeVar("Member", bound=Ceremony)
+
+
+class _Visit(Generic[Member]):
+    """Carries one member's messages, and remembers what was sent and used."""
+
+    def __init__(
+        self,
+        home: Home,
+        unlock: Unlock,
+        place: ConsortiumFolder,
+        folder: str | os.PathLike[str],
+        note: Note,
+        context: bytes,
+        make: Callable[[Identity, bytes], Member],
+    ) -> None:
+        self.place, self._unlock, self._folder, self._note = place, unlock, Path(folder), note
         identity = home.identity(unlock)
-        if self._place.ceremony_path.exists():
-            self._state: dict[str, Any] = json.loads(read_sealed(self._place.ceremony_path, unlock, _KIND))
+        fresh = not place.ceremony_path.exists()
+        if fresh:
+            seed = os.urandom(32).hex()
+            self._state: dict[str, Any] = {"context": context.hex(), "seed": seed, "sent": {}, "used": {}, "failed": ""}
         else:
-            self._state = {"seed": os.urandom(32).hex(), "sent": {}, "used": {}, "failed": ""}
-            self._save()
+            self._state = json.loads(read_sealed(place.ceremony_path, unlock, _KIND))
+            self._saved = canonical(self._state)
+        if self._state["context"] != context.hex():
+            raise CeremonyError("another ceremony of this consortium is under way here: finish it or discard it first")
         if self._state["failed"]:
             raise CeremonyError(f"this ceremony has failed ({self._state['failed']}); discard it and start a new one")
-        self._member = DkgMember(identity, terms, bytes.fromhex(self._state["seed"]))
-        self._others = [m.point for m in terms.roster if m.point != self._member.point]
-
-    def all_steps(self) -> Manifest:
-        member = self._member
-        self._publish("commit", member.commit())
-        # a commitment is not held against its sender until it was revealed: it may be one of an earlier ceremony
-        self._publish("reveal", self._use("commit", member.reveal, remember=False))
-        for recipient, message in self._use("reveal", member.deal).items():
-            self._publish("deal", message, recipient)
-        self._use("deal", member.receive)  # fixed on disk before this member opens anything of it
-        chosen = openers(self._terms)
-        if member.point in chosen:
-            self._publish("open", member.open(chosen))
-        openings = {x: self._path("open", x) for x in chosen}
-        self._wait("open", [x for x, path in openings.items() if not path.exists()])
-        total = relay_sum(self._terms, member.session, {x: self._read(p, "open", x) for x, p in openings.items()})
-        self._publish("confirm", member.confirm(total))
-        self._publish("root", self._use("confirm", member.root))
-        self._publish("echo", self._use("root", member.echo))
-        self._publish("health", self._use("echo", member.health))
-        self._use("health", member.finish)
-        self._publish("sign", member.sign())
-        manifest: Manifest = self._use("sign", member.signed)
-        self._keep(manifest)
-        return manifest
-
-    def give_up(self, reason: str) -> None:
-        """After a fault these dealings must never be opened again, whatever the folder shows next."""
-        if not self._state["failed"]:
-            self._state["failed"] = reason
+        self.member = make(identity, bytes.fromhex(self._state["seed"]))
+        self._terms = self.member.terms
+        self._others = [m.point for m in self._terms.roster if m.point != self.member.point]
+        if fresh:
+            if self._path("commit", self.member.point).exists():
+                raise CeremonyError(
+                    f"{str(self._folder)!r} holds an earlier ceremony of this member: use a new, empty folder"
+                )
             self._save()
 
-    def _keep(self, manifest: Manifest) -> None:
-        """The share first, then the manifest; then everything that made them is forgotten."""
-        member = self._member
+    def attempt(self, steps: Callable[[_Visit[Member]], Progress]) -> Progress:
+        """Runs the steps as far as they go. After a fault these dealings must never be opened again."""
+        try:
+            return steps(self)
+        except _Waiting as waiting:
+            return waiting.progress
+        except CeremonyError as error:
+            if not self._state["failed"]:
+                self._state["failed"] = str(error)
+                self._save()
+            raise
+
+    def begin(self) -> None:
+        """The steps that all ceremonies begin with."""
+        self.publish("commit", self.member.commit())
+        # a commitment is not held against its sender until it was revealed: it may be one of an earlier ceremony
+        self.publish("reveal", self.use("commit", self.member.reveal, remember=False))
+
+    def keep_share(self, member: KeyCeremony | ReshareMember, info: ShareInfo, epoch: int) -> None:
         if member.share is None:
             raise CeremonyError("this member has no share yet")
-        info = ShareInfo.of(self._terms, member.session, 0, member.point, block=0)
-        with ShareWriter(self._place.share_path, self._unlock, info, member.salt, member.others_salts) as file:
+        path = self.place.share_path(epoch)
+        with ShareWriter(path, self._unlock, info, member.salt, member.others_salts) as file:
             file.write(member.share)
-        write_private(self._place.manifest_path, manifest.to_bytes())
-        self._place.ceremony_path.unlink()
-        self._note("share and manifest kept")
+
+    def forget(self, what: str) -> None:
+        """The ceremony is over."""
+        self.place.ceremony_path.unlink()
+        self._note(what)
 
     # --- files ---
 
     def _path(self, step: str, sender: int, recipient: int = 0) -> Path:
         name = f"{sender}-to-{recipient}.msg" if recipient else f"{sender}.msg"
-        return self._folder / f"{STEPS.index(step) + 1}-{step}" / name
+        return self._folder / f"{self.member.STEPS.index(step) + 1}-{step}" / name
 
     def _read(self, path: Path, step: str, sender: int) -> bytes:
         try:
@@ -165,13 +344,13 @@ class _Run:
         except OSError as error:
             name = self._terms.member(sender).name
             raise MessageError(
-                f"the message of {name!r} for step 'dkg/{step}' cannot be read: {error.strerror}"
+                f"the message of {name!r} for step '{self.member.NAME}/{step}' cannot be read: {error.strerror}"
             ) from None
 
-    def _publish(self, step: str, message: bytes, recipient: int = 0) -> None:
+    def publish(self, step: str, message: bytes, recipient: int = 0) -> None:
         """Writes this member's message unless it is there already, as it was written."""
-        path = self._path(step, self._member.point, recipient)
-        written = hashlib.sha256(self._read(path, step, self._member.point)).hexdigest() if path.exists() else ""
+        path = self._path(step, self.member.point, recipient)
+        written = hashlib.sha256(self._read(path, step, self.member.point)).hexdigest() if path.exists() else ""
         if written and written == self._state["sent"].get(path.name + step):
             return
         self._state["sent"][path.name + step] = hashlib.sha256(message).hexdigest()
@@ -179,31 +358,42 @@ class _Run:
         write_shared(path, message)  # for the others; what is secret in it is sealed to them
         self._note(f"{step} written" + (f" for {self._terms.member(recipient).name}" if recipient else ""))
 
-    def _use(self, step: str, consume: Callable[[Mapping[int, bytes]], Any], *, remember: bool = True) -> Any:
+    def wait_for(self, step: str, senders: Iterable[int], recipient: int = 0) -> dict[int, bytes]:
+        """A step's messages, once all are there."""
+        paths = {x: self._path(step, x, recipient) for x in senders}
+        missing = [x for x, path in paths.items() if not path.exists()]
+        if missing:
+            raise _Waiting(step, tuple(self._terms.member(x).name for x in missing))
+        return {x: self._read(path, step, x) for x, path in paths.items()}
+
+    def use(
+        self,
+        step: str,
+        consume: Callable[[Mapping[int, bytes]], Any],
+        senders: Iterable[int] | None = None,
+        *,
+        remember: bool = True,
+    ) -> Any:
         """Hands a step's messages over once all are there. What was used once must not change afterwards."""
-        recipient = self._member.point if step == "deal" else 0
-        paths = {x: self._path(step, x, recipient) for x in self._others}
-        self._wait(step, [x for x, path in paths.items() if not path.exists()])
-        messages = {x: self._read(path, step, x) for x, path in paths.items()}
+        wanted = [x for x in (senders or self._others) if x != self.member.point]
+        messages = self.wait_for(step, wanted, self.member.point if step == "deal" else 0)
         result = consume(messages)
         if not remember:
             return result
         # compare what they say, not their bytes: a sealed message that is sent again looks different
-        said = {str(x): hashlib.sha256(self._member.read(step, x, data)).hexdigest() for x, data in messages.items()}
+        said = {str(x): hashlib.sha256(self.member.read(step, x, data)).hexdigest() for x, data in messages.items()}
         before = self._state["used"].setdefault(step, said)
         for x, value in said.items():
             if before[x] != value:
                 name = self._terms.member(int(x)).name
-                raise MessageError(f"{name!r} says something else for step 'dkg/{step}' than when it was used: refused")
+                raise MessageError(
+                    f"{name!r} says something else for step '{self.member.NAME}/{step}' than when it was used: refused"
+                )
         self._save()
         return result
-
-    def _wait(self, step: str, missing: list[int]) -> None:
-        if missing:
-            raise _Waiting(step, tuple(self._terms.member(x).name for x in missing))
 
     def _save(self) -> None:
         content = canonical(self._state)
         if getattr(self, "_saved", None) != content:
-            write_sealed(self._place.ceremony_path, self._unlock, _KIND, content)
+            write_sealed(self.place.ceremony_path, self._unlock, _KIND, content)
             self._saved = content

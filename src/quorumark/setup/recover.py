@@ -43,8 +43,8 @@ def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, h
     manifest, identity = place.manifest(), home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)
     _check_helpers(manifest, point, helpers)
-    if place.share_path.exists():
-        raise CeremonyError(f"{str(place.share_path)!r} is still there: move it away if it is damaged")
+    if place.share_path().exists():
+        raise CeremonyError(f"{str(place.share_path())!r} is still there: move it away if it is damaged")
     nonce = os.urandom(32).hex()
     body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers)})
     write_sealed(place.path / "recovery.sealed", unlock, "recovery", body)
@@ -89,7 +89,7 @@ def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) ->
     missing = tuple(terms.member(h).name for h in helpers if not (folder / f"answer-{h}.msg").exists())
     if missing:
         return missing
-    total = np.zeros(SALT_ELEMENTS * (1 + terms.members) + terms.coordinates, np.uint64)
+    total = np.zeros(SALT_ELEMENTS * (1 + terms.members) + manifest.share_length, np.uint64)
     for helper in helpers:
         try:
             data = (folder / f"answer-{helper}.msg").read_bytes()  # as large as a share: no record's limit holds here
@@ -103,13 +103,14 @@ def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) ->
             raise MessageError(f"the answer of {terms.member(helper).name!r} is no share")
         field.add(total, words, out=total, checked=False)
     salt, others, values = np.split(total, [SALT_ELEMENTS, SALT_ELEMENTS * (1 + terms.members)])
-    if share_root([values], salt, terms.leaf, terms.coordinates).hex() != manifest.roots[point - 1]:
+    if share_root([values], salt, terms.leaf, manifest.share_length).hex() != manifest.roots[point - 1]:
         names = ", ".join(terms.member(h).name for h in helpers)
         raise CeremonyError(f"what {names} sent is not this member's share: one of them is wrong; ask others")
-    info = ShareInfo.of(terms, manifest.genesis.session, manifest.epoch, point, block=0)
-    with ShareWriter(place.share_path, unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)) as file:
+    info = ShareInfo.under(manifest, point)
+    with ShareWriter(place.share_path(), unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)) as file:
         file.write(values)
     (place.path / "recovery.sealed").unlink()
+    place.tidy()
     return ()
 
 

@@ -14,7 +14,7 @@ from quorumark.errors import CeremonyError, ShareError
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.keystore import Unlock, write_private
 from quorumark.setup.dealer import check_commitment
-from quorumark.shares import ShareFile
+from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = ["reconstruct_key"]
 
@@ -35,11 +35,11 @@ def reconstruct_key(
     vectors = {}
     for share in [place.share(unlock), *(ShareFile(path, Unlock.by_identity(identity)) for path in handed_over)]:
         name = terms.member(share.info.point).name
-        if share.info.consortium != terms.digest().hex() or share.info.epoch != manifest.epoch:
+        if share.info != ShareInfo.under(manifest, share.info.point, share.info.block):
             raise ShareError(f"the share of {name!r} belongs to another consortium or epoch")
         if share.root().hex() != manifest.roots[share.info.point - 1]:
             raise ShareError(f"the share of {name!r} is not the one that its root in the manifest commits to")
-        vectors[share.info.point] = share.vector()
+        vectors[share.info.point] = share.vector()[: terms.coordinates]
     if len(vectors) < terms.threshold:
         raise ShareError(f"the key needs the shares of {terms.threshold} members, but there are {len(vectors)}")
     key = field.to_signed(shamir.reconstruct(vectors, terms.threshold))

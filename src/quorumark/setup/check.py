@@ -1,0 +1,100 @@
+"""The health of a finished setup, on the shares as they lie on disk: do they fit together, and do they hold a key?
+
+Every member's share is first checked against its root in the signed manifest. But roots are what members (or a dealer)
+said their shares are: nothing yet shows that these shares lie on one polynomial of degree t−1, or that the key consists
+of signs. Two masked random combinations show both, and say nothing else about the key:
+
+    commit, reveal   a session that nobody chose                                                to everybody
+    deal             shares of a random number and of zero, which mask the answers              to each member
+    echo, health     the answers, committed to before any is said                               to everybody
+
+All K members take part. The degree needs K > t; signs (or a dealer's gaussian norm) need K ≥ 2t−1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from quorumark import field
+from quorumark.errors import CeremonyError
+from quorumark.field import P, Vector
+from quorumark.identity import Identity
+from quorumark.records import Manifest, digest
+from quorumark.setup.ceremony import Ceremony, to_bytes
+from quorumark.shares import ShareFile
+
+__all__ = ["CheckMember"]
+
+
+class CheckMember(Ceremony):
+    """One member's side of the check. `share` must be what the manifest's root commits to."""
+
+    NAME = "check"
+    STEPS = ("commit", "reveal", "deal", "echo", "health")
+
+    def __init__(self, identity: Identity, manifest: Manifest, share: ShareFile, seed: bytes) -> None:
+        super().__init__(identity, manifest.terms, seed, digest("check", manifest.digest()))
+        if self._k == self._t:
+            raise CeremonyError(
+                "with t = K any shares lie on one polynomial: there is nothing to check but each share by itself "
+                "(quorumark share verify)"
+            )
+        self.manifest = manifest
+        self._share = share
+
+    def deal(self, reveals: Mapping[int, bytes]) -> dict[int, bytes]:
+        """One message for each other member: its shares of two masks."""
+        self._join(reveals)
+        others = [x for x in self._everyone if x != self.point]
+        return {x: self._say("deal", to_bytes(self._small_for(x)), x) for x in others}
+
+    def _small_for(self, point: int) -> Vector:
+        return np.array([sharing[point] for sharing in self._small_sharings(self._health_sharings())], np.uint64)
+
+    def echo(self, deals: Mapping[int, bytes]) -> bytes:
+        """Computes this member's answers, and commits to them."""
+        bodies = self._hear("deal", deals, 16)
+        masks = [self._small_for(self.point), *(self._elements(body, x, "deal") for x, body in bodies.items())]
+        seen = digest("check session", bytes.fromhex(self.session), self.manifest.digest())
+        degree, _ = self._combined(seen, "degree", self._share.pieces())
+        square, ones = (0, 0)
+        if self._knows_square():
+            square, ones = self._squares(seen)
+        self._expected = ones
+        answer = [(value + sum(int(mask[i]) for mask in masks)) % P for i, value in enumerate((degree, square))]
+        return self._echo(seen, np.array(answer, np.uint64))
+
+    def _knows_square(self) -> bool:
+        """Whether the squares of the key's entries are public: of signs, or a dealer's norm."""
+        return self._k >= 2 * self._t - 1 and self.terms.setup != "paper"
+
+    def _squares(self, seed: bytes) -> tuple[int, int]:
+        """Σ ρ_j·s_j² over the key's coordinates, and what it must open to."""
+        if self.terms.key == "rademacher":
+            return self._combined(seed, "square", self._key_pieces(), squares=True)
+        norm = self.manifest.commitment["norm"] if self.manifest.commitment else "0"
+        return sum(field.dot(piece, piece, checked=False) for piece in self._key_pieces()) % P, int(norm) % P
+
+    def _key_pieces(self) -> Iterable[Vector]:
+        left = self.terms.coordinates
+        for piece in self._share.pieces():
+            yield piece[:left]
+            left -= min(left, piece.size)
+            if not left:
+                return
+
+    def finish(self, healths: Mapping[int, bytes]) -> str:
+        """Checks everybody's answers; what was found, in words."""
+        answers = self._answers(healths)
+        self._judge({x: int(v[0]) for x, v in answers.items()}, self._t, "do not lie on one polynomial")
+        found = f"the shares of all {self._k} members lie on one polynomial of degree {self._t - 1}"
+        if not self._knows_square():
+            why = "the norm of such a key is not known" if self.terms.setup == "paper" else "K < 2t−1"
+            return f"{found}; what they hold was not checked ({why})"
+        fault = "do not hold signs" if self.terms.key == "rademacher" else "do not hold a key of the committed norm"
+        self._judge({x: int(v[1]) for x, v in answers.items()}, 2 * self._t - 1, fault, self._expected)
+        return found + (
+            " and hold signs" if self.terms.key == "rademacher" else " and hold a key of the committed norm"
+        )

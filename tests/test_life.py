@@ -1,0 +1,473 @@
+"""The life of a share through the commands: refreshed, reshared, amended, audited, checked, and killed on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from quorumark import field, shamir
+from quorumark.archive import Archive, key_place, leaf_count
+from quorumark.cli import app
+from quorumark.errors import CeremonyError, KeystoreError, QuorumarkError, RecordError, ShareError
+from quorumark.home import ConsortiumFolder, Home
+from quorumark.identity import verify_chain
+from quorumark.keystore import Unlock
+from quorumark.merkle import root_from
+from quorumark.records import Manifest
+from quorumark.shares import ShareFile, ShareInfo, ShareWriter, share_root
+from tests.ceremony import NAMES
+from tests.test_ceremony_cli import Consortium
+
+
+def place(home: Path) -> ConsortiumFolder:
+    return Home(home).only_consortium()
+
+
+def unlock(home: Path) -> Unlock:
+    return Unlock.key_file(home.with_suffix(".key"))
+
+
+def together(group: Consortium, homes: list[Path], *command: str, rounds: int = 12) -> list[str]:
+    """All run a command until all have finished."""
+    for _ in range(rounds):
+        outputs = [group.run(*command, *group.secrets(home)) for home in homes]
+        if not any("waiting for" in output for output in outputs):
+            return outputs
+    raise AssertionError("the ceremony does not end")
+
+
+def refresh(group: Consortium, name: str) -> None:
+    together(group, group.homes, "share", "refresh", "--folder", str(group.base / name))
+
+
+def newcomer(group: Consortium, index: int) -> Path:
+    home = group.base / NAMES[index]
+    group.run("member", "init", "--name", NAMES[index], *group.secrets(home))
+    return home
+
+
+def reshared(group: Consortium, name: str, *changes: str) -> Path:
+    """New terms from Cedar, a member who stays in all these tests."""
+    terms = group.base / f"{name}.json"
+    group.run("consortium", "amend", "--out", str(terms), *changes, "--home", str(group.homes[2]))
+    return terms
+
+
+def audited_leaf(archives: dict[int, Path], homes: list[Path], index: int) -> np.ndarray[Any, Any]:
+    """What an audit does: t members open one leaf's keys, and everybody's genesis values come out, checked."""
+    manifest = place(homes[0]).manifest()
+    opened = {}
+    for point, path in archives.items():
+        archive = Archive.read(path, manifest)
+        assert archive.point == point
+        where = key_place(manifest, point, index)
+        parts = {}
+        for home in homes[: manifest.terms.threshold]:
+            share = place(home).share(unlock(home))
+            parts[share.info.point] = share.vector()[where]
+        opening = archive.open(index, shamir.reconstruct(parts, manifest.terms.threshold))
+        terms = manifest.terms
+        assert root_from(opening, terms.leaf, terms.coordinates).hex() == manifest.genesis.roots[point - 1]
+        opened[point] = opening.values
+    return field.to_signed(shamir.reconstruct(opened, 3))
+
+
+def test_years_of_a_consortium(tmp_path: Path) -> None:
+    """Three refreshes, one leaves and two come: the key is the same, old shares are worth nothing, audits still reach
+    the genesis roots."""
+    group = Consortium(tmp_path, size=400)  # 2,800 coordinates, three leaves
+    group.finish()
+    key, first = group.key(), group.manifests()[0]
+    kept = place(group.homes[0]).share(unlock(group.homes[0])).vector()  # what a careless member might keep
+    for name in ("one", "two", "three"):
+        refresh(group, name)
+    manifest = group.manifests()[0]
+    assert (manifest.epoch, manifest.genesis) == (3, first.genesis)
+    assert (manifest.genesis.whitening(0, 2800) == first.genesis.whitening(0, 2800)).all()
+    for path in tmp_path.glob("handed-*"):
+        path.unlink()
+    group.base.joinpath("key-0-1-2.npy").unlink()
+    assert (group.key() == key).all()
+    # Birch leaves with its share, Hazel and Iris come, four are needed from now on
+    birch = place(group.homes[1]).share(unlock(group.homes[1])).vector()
+    hazel, iris = newcomer(group, 7), newcomer(group, 8)
+    changes = ["--remove", "2", "--threshold", "4", "--add", f"{hazel}/member.json:70", "--add", f"{iris}/member.json"]
+    terms = reshared(group, "later", *changes)
+    homes = [group.homes[0], *group.homes[2:], hazel, iris]
+    command = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "reshare")]
+    assert "a member who holds a share must go first" in group.run(
+        *command, *group.secrets(hazel), fails=QuorumarkError
+    )
+    assert "not a member" in group.run(*command, *group.secrets(group.homes[1]), fails=QuorumarkError)
+    outputs = together(group, homes, *command)
+    assert all("epoch 4" in output for output in outputs)
+    chains = [place(home).chain() for home in homes]
+    assert {tuple(m.digest() for m in chain) for chain in chains} == {tuple(m.digest() for m in chains[0])}
+    verify_chain(chains[0])
+    assert len(chains[0]) == 5
+    shown = group.run("consortium", "check", str(place(iris).manifest_path))
+    assert "4 steps after the first one" in shown
+    assert first.digest().hex() in shown
+    later = Consortium.__new__(Consortium)
+    later.base, later.homes, later.folder, later.terms = tmp_path / "later", homes, group.folder, terms
+    later.base.mkdir()
+    assert (later.key((0, 1, 2, 3)) == key).all()
+    assert (later.key((5, 4, 3, 2)) == key).all()
+    # nothing old is left, except the archive of those who were there at first
+    for home in homes:
+        names = {p.name for p in place(home).path.iterdir()}
+        assert names == {".lock", "terms.json", "manifest.json", "history", "share-4.sealed"} | (
+            set() if home in (hazel, iris) else {"archive.bin"}
+        )
+    # Birch's last share, or a genesis share that somebody kept, adds nothing to three new ones
+    new = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[:2800] for x in (1, 2, 3)}
+    for extra in (birch[:2800], kept):
+        for point in (4, 5, 6, 9):
+            guess = field.to_signed(shamir.reconstruct({**new, point: extra}, 4))
+            assert not (guess == key).any()
+    # the audit: every leaf of the genesis shares of all who stayed, by four of the members of today
+    archives = {1: homes[0], 3: homes[1], 4: homes[2], 5: homes[3]}
+    paths = {point: place(home).archive_path for point, home in archives.items()}
+    for index in range(leaf_count(2800, 1024)):
+        values = audited_leaf(paths, [iris, hazel, homes[0], homes[2]], index)
+        assert (values == key[index * 1024 : (index + 1) * 1024]).all()
+    # the archive alone, and fewer than four members with it, show nothing
+    manifest = chains[0][-1]
+    archive = Archive.read(paths[1], manifest)
+    where = key_place(manifest, 1, 0)
+    parts = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[where] for x in (1, 2, 3)}
+    with pytest.raises(KeystoreError, match="wrong key or damaged"):
+        archive.open(0, shamir.reconstruct(parts, 3))
+    # and a health check of what lies on the disks
+    outputs = together(group, homes, "setup", "check", "--folder", str(tmp_path / "health"))
+    assert all("lie on one polynomial of degree 3" in output for output in outputs)
+
+
+def test_archives_are_checked(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    refresh(group, "one")
+    manifest = group.manifests()[0]
+    path = place(group.homes[0]).archive_path
+    assert path.stat().st_mode & 0o777 == 0o600
+    whole = path.read_bytes()
+    for at in (5, 4 + int.from_bytes(whole[:4], "big") + 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(RecordError):
+            Archive.read(path, manifest)
+    path.write_bytes(whole[:40])
+    with pytest.raises(RecordError):
+        Archive.read(path, manifest)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    key = shamir.reconstruct(
+        {
+            i + 1: place(home).share(unlock(home)).vector()[key_place(manifest, 1, 0)]
+            for i, home in enumerate(group.homes[:2])
+        },
+        2,
+    )
+    with pytest.raises(KeystoreError, match="damaged"):
+        Archive.read(path, manifest).open(0, key)
+    with pytest.raises(RecordError, match="leaves 0 to 0"):
+        key_place(manifest, 1, 1)
+    with pytest.raises(RecordError, match="not archived"):
+        key_place(manifest, 4, 0)
+
+
+def test_a_refreshed_share_can_be_recovered_and_restored_backups_catch_up(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    group.finish()
+    key = group.key()
+    cedar = group.homes[2]
+    group.run("member", "backup", str(tmp_path / "old.tar"), "--home", str(cedar))
+    refresh(group, "one")
+    # Cedar's disk dies; its backup is from before the refresh
+    later = place(group.homes[0])
+    restored = tmp_path / "Cedar restored"
+    restored.with_suffix(".key").write_bytes(cedar.with_suffix(".key").read_bytes())
+    restored.with_suffix(".key").chmod(0o600)
+    group.run("member", "restore", str(tmp_path / "old.tar"), "--home", str(restored))
+    group.homes[2] = restored
+    update = ["consortium", "update", "--manifest", str(later.manifest_path), "--home", str(restored)]
+    assert "share must be recovered" in group.run(*update)
+    folder = str(tmp_path / "recovery")
+    recover = ["share", "recover", "--folder", folder, *group.secrets(restored)]
+    group.run(*recover, "--helpers", "1,2,5")
+    for i in (0, 1, 4):
+        group.run("share", "help", "--folder", folder, *group.secrets(group.homes[i]))
+    assert "recovered" in group.run(*recover)
+    assert not (place(restored).path / "share-0.sealed").exists()
+    for path in tmp_path.glob("handed-*"):
+        path.unlink()
+    assert (group.key((0, 2, 4)) == key).all()
+    # a manifest of somebody else's chain is refused
+    other = Consortium(tmp_path / "other", count=3, threshold=2)
+    other.finish()
+    foreign = ["consortium", "update", "--manifest", str(place(other.homes[0]).manifest_path), "--home", str(restored)]
+    assert "not a member" in group.run(*foreign, fails=QuorumarkError)
+
+
+def test_old_and_new_files_do_not_mix(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    group.finish()
+    birch = group.homes[1]
+    old = place(birch).share_path().read_bytes()
+    handed = tmp_path / "handed-early"
+    group.run(
+        "share", "hand-over", "--to", f"{group.homes[0]}/member.json", "--out", str(handed),
+        "--i-understand-this-hands-over-my-share", *group.secrets(birch),
+    )  # fmt: skip
+    refresh(group, "one")
+    place(birch).share_path().write_bytes(old)
+    assert "belongs to another consortium or epoch" in group.run(
+        "share", "verify", *group.secrets(birch), fails=QuorumarkError
+    )
+    said = group.run(
+        "key", "reconstruct", "--share", str(handed), "--out", str(tmp_path / "k"),
+        "--i-understand-this-reveals-the-key", *group.secrets(group.homes[0]), fails=ShareError,
+    )  # fmt: skip
+    assert "'Birch' belongs to another consortium or epoch" in said
+
+
+# --- amendments -------------------------------------------------------------------------------------------
+
+
+def test_new_numbers_of_examples(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    group.finish()
+    before = group.manifests()[0]
+    terms = reshared(group, "more", "--examples", "2=5000", "--policy", "z=7")
+    sign = ["consortium", "sign", "--terms", str(terms), "--folder", str(tmp_path / "signatures")]
+    said = group.run(*sign, *group.secrets(group.homes[0]))
+    assert "Birch: examples 101 → 5000" in said
+    assert "waiting for Birch, Cedar, Delta, Elm" in said
+    assert group.manifests()[0].digest() == before.digest()  # nothing is in force before all have signed
+    outputs = together(group, group.homes, *sign)
+    assert all("in force" in output for output in outputs)
+    after = group.manifests()
+    assert len({m.to_bytes() for m in after}) == 1
+    assert after[0].terms.member(2).examples == 5000
+    assert after[0].terms.policy["z"] == "7"
+    assert (after[0].predecessor, after[0].roots, after[0].genesis) == (
+        before.digest().hex(),
+        before.roots,
+        before.genesis,
+    )
+    for home in group.homes:
+        group.run("share", "verify", *group.secrets(home))
+    # a forged signature is named
+    terms = reshared(group, "most", "--examples", "2=9000")
+    folder = tmp_path / "forged"
+    sign = ["consortium", "sign", "--terms", str(terms), "--folder", str(folder)]
+    group.run(*sign, *group.secrets(group.homes[0]))
+    (folder / "signature-2.hex").write_text((folder / "signature-1.hex").read_text())
+    assert "signature of Birch does not hold" in group.run(*sign, *group.secrets(group.homes[0]), fails=QuorumarkError)
+    group.run(*sign, *group.secrets(group.homes[1]))
+    together(group, group.homes, *sign)
+    # shares stay usable: a refresh after amendments
+    refresh(group, "after")
+    assert [m.epoch for m in place(group.homes[0]).chain()] == [0, 0, 0, 1]
+    for options, text in [
+        ((), "must change something"),
+        (("--examples", "x=3"), "POINT=VALUE"),
+        (("--examples", "2=many"), "POINT=NUMBER"),
+        (("--remove", "9"), "no member at point 9"),
+        (("--threshold", "9"), "must not exceed"),
+    ]:
+        said = group.run(
+            "consortium", "amend", "--out", str(tmp_path / "bad"), *options, "--home", str(group.homes[0]),
+            fails=QuorumarkError,
+        )  # fmt: skip
+        assert text in said
+        assert not (tmp_path / "bad").exists()
+
+
+def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
+    """Elm's keys and share were stolen: an amendment gives Elm new keys, a recovery its share, a refresh makes the
+    stolen one worthless; the thief, with everything that Elm had, gets in nowhere."""
+    group = Consortium(tmp_path)
+    group.finish()
+    key, thief = group.key(), group.homes[4]
+    stolen = place(thief).share(unlock(thief)).vector()
+    elm = newcomer(group, 5)
+    terms = reshared(group, "replaced", "--replace", f"5={elm}/member.json")
+    sign = ["consortium", "sign", "--terms", str(terms), "--folder", str(tmp_path / "signatures")]
+    homes = [*group.homes[:4], elm]
+    outputs = together(group, homes, *sign)
+    assert "share recover" in outputs[4]
+    assert "not a member" in group.run(*sign, *group.secrets(thief), fails=QuorumarkError)
+    folder = str(tmp_path / "recovery")
+    group.run("share", "recover", "--folder", folder, *group.secrets(elm), "--helpers", "1,2,3")
+    # the thief asks too, with the old keys: nobody answers
+    (tmp_path / "thief").mkdir()
+    group.run("share", "inspect", "--home", str(thief))
+    place(thief).share_path().unlink()
+    group.run("share", "recover", "--folder", str(tmp_path / "thief"), *group.secrets(thief), "--helpers", "1,2,3")
+    said = group.run(
+        "share", "help", "--folder", str(tmp_path / "thief"), *group.secrets(homes[0]), fails=QuorumarkError
+    )
+    assert "belongs elsewhere" in said
+    for home in homes[:3]:
+        group.run("share", "help", "--folder", folder, *group.secrets(home))
+    assert "recovered" in group.run("share", "recover", "--folder", folder, *group.secrets(elm))
+    together(group, homes, "share", "refresh", "--folder", str(tmp_path / "one"))
+    group.homes = homes
+    for path in tmp_path.glob("handed-*"):
+        path.unlink()
+    assert (group.key((0, 1, 4)) == key).all()
+    mixed = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[:280] for x in (1, 2)}
+    assert not (field.to_signed(shamir.reconstruct({**mixed, 5: stolen}, 3)) == key).any()
+
+
+# --- health -----------------------------------------------------------------------------------------------
+
+
+def rewrite(home: Path, group: Consortium, change: Any) -> None:
+    """Another share in a member's home, with a manifest that all sign for it: what a faulty setup would have left."""
+    where = place(home)
+    share = where.share(unlock(home))
+    values, salt, others, info = share.vector(), share.salt, share.others_salts, share.info
+    change(values)
+    with ShareWriter(where.share_path(), unlock(home), _dense(info), salt, others) as file:
+        file.write(values)
+    root = share_root([values], salt, info.leaf, info.length).hex()
+    _sign_with_roots(group, {info.point: root})
+
+
+def _dense(info: ShareInfo) -> ShareInfo:
+    return ShareInfo(**{**info.__dict__, "block": 0})
+
+
+def _sign_with_roots(group: Consortium, changed: dict[int, str]) -> None:
+    from dataclasses import replace
+
+    old = Manifest.from_bytes(place(group.homes[0]).manifest_path.read_bytes())
+    roots = tuple(changed.get(i + 1, root) for i, root in enumerate(old.roots))
+    manifest = replace(old, roots=roots, genesis=replace(old.genesis, roots=roots), signatures={})
+    for i, home in enumerate(group.homes, 1):
+        identity = Home(home).identity(unlock(home))
+        manifest = manifest.with_signature(i, identity.sign("manifest", manifest.sign_bytes()))
+    for home in group.homes:
+        place(home).manifest_path.write_bytes(manifest.to_bytes())
+
+
+def dealt(base: Path, **options: Any) -> Consortium:
+    group = Consortium(base, setup="dealer", **options)
+    group.run("setup", "dealer", "--terms", str(group.terms), "--folder", str(base / "dealt"))
+    for _ in range(2):
+        for home in group.homes:
+            group.run("setup", "accept", "--folder", str(base / "dealt"), *group.secrets(home))
+    return group
+
+
+@pytest.mark.parametrize("key", ["rademacher", "gaussian"])
+def test_a_dealers_shares_are_checked_against_each_other(tmp_path: Path, key: str) -> None:
+    group = dealt(tmp_path, key=key)
+    check = ["setup", "check", "--folder"]
+    outputs = together(group, group.homes, *check, str(tmp_path / "health"))
+    held = "hold signs" if key == "rademacher" else "hold a key of the committed norm"
+    assert all("healthy" in output and held in output for output in outputs)
+    again = [*check, str(tmp_path / "health"), *group.secrets(group.homes[0])]
+    assert "healthy" in group.run(*again)  # and again changes nothing
+    # one coordinate of one share, with a root that commits to it: no member sees it alone, all together do
+
+    def change(values: Any) -> None:
+        values[17] = (int(values[17]) + 1) % field.P
+
+    rewrite(group.homes[3], group, change)
+    for home in group.homes:
+        group.run("share", "verify", *group.secrets(home))
+    assert "use a new, empty folder" in group.run(*again, fails=QuorumarkError)
+    with pytest.raises(AssertionError, match="'Delta' must be wrong"):
+        together(group, group.homes, *check, str(tmp_path / "second"))
+    group.run("setup", "discard", "--home", str(group.homes[0]))
+
+
+def test_shares_that_fit_together_but_hold_no_signs_are_noticed(tmp_path: Path) -> None:
+    """All shares doubled lie on one polynomial; the key would be ±2."""
+    group = dealt(tmp_path)
+    for home in group.homes:
+        rewrite(home, group, lambda values: field.scale(2, values, out=values))
+    with pytest.raises(AssertionError, match="do not hold signs"):
+        together(group, group.homes, "setup", "check", "--folder", str(tmp_path / "health"))
+
+
+def test_a_check_where_numbers_allow_less(tmp_path: Path) -> None:
+    group = dealt(tmp_path / "a", count=4, threshold=3)
+    outputs = together(group, group.homes, "setup", "check", "--folder", str(tmp_path / "health"))
+    assert all("not checked (K < 2t−1)" in output for output in outputs)
+    group = dealt(tmp_path / "b", count=3, threshold=3)
+    said = group.run(
+        "setup", "check", "--folder", str(tmp_path / "c"), *group.secrets(group.homes[0]), fails=CeremonyError
+    )
+    assert "with t = K any shares lie on one polynomial" in said
+
+
+# --- the paper's protocol ---------------------------------------------------------------------------------
+
+
+def test_the_papers_protocol_runs_where_its_leak_is_accepted(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, setup="paper", key="gaussian", count=4, threshold=3)
+    step = ["setup", "dkg", "--terms", str(group.terms), "--folder", str(group.folder)]
+    said = group.run(*step, *group.secrets(group.homes[0]), fails=QuorumarkError)
+    assert "must be what the terms ask for" in said
+    said = group.run(*step, "--protocol", "paper", *group.secrets(group.homes[0]), fails=QuorumarkError)
+    assert "--accept-leak must be given" in said
+    assert "cosine 0.707" in said  # √((t−1)/K) = √(2/4)
+    accepted = [*step, "--protocol", "paper", "--accept-leak"]
+    result = CliRunner().invoke(app, [*accepted, *group.secrets(group.homes[0])])
+    assert "cosine 0.707 to the key, √((t−1)/K)" in result.stderr
+    together(group, group.homes, *accepted)
+    key = group.key((0, 1, 2)) / 2**8
+    assert abs(key.std() - 1) < 6 / np.sqrt(2 * key.size)
+    assert (group.key((3, 2, 1)) / 2**8 == key).all()
+    outputs = together(group, group.homes, "setup", "check", "--folder", str(tmp_path / "health"))
+    assert all("what they hold was not checked" in output for output in outputs)
+    with pytest.raises(AssertionError, match="makes a 'gaussian' key"):
+        Consortium(tmp_path / "other", setup="paper")
+
+
+# --- killed on the way ------------------------------------------------------------------------------------
+
+
+def killed(what: str, base: Path, environment: dict[str, str], *how: str) -> int:
+    command = [sys.executable, "-m", "tests.killed", what, str(base), *how]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return int(json.loads(result.stdout.splitlines()[-1])["killed"])
+
+
+@pytest.mark.parametrize("what", ["setup", "refresh"])
+def test_processes_killed_again_and_again_lose_nothing(tmp_path: Path, what: str, environment: dict[str, str]) -> None:
+    """SIGKILL before and after files that the members write, in processes of their own (tests/killed.py)."""
+    assert killed(what, tmp_path, environment) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["setup", "refresh"])
+def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, what: str, environment: dict[str, str]) -> None:
+    """The same with a ceremony of its own for each write of a member: messages, states, share, archive, manifest."""
+    assert killed(what, tmp_path, environment, "each") >= 2 * 24
+
+
+def test_share_files_of_later_epochs_are_found(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    refresh(group, "one")
+    info = json.loads(group.run("share", "inspect", "--home", str(group.homes[0]), "--json"))
+    assert (info["epoch"], info["length"]) == (1, 280 + 3 * 3)
+    assert isinstance(place(group.homes[0]).share(unlock(group.homes[0])), ShareFile)
+    group.run("member", "backup", str(tmp_path / "b.tar"), "--home", str(group.homes[0]))
+    restored = tmp_path / "restored"
+    group.run("member", "restore", str(tmp_path / "b.tar"), "--home", str(restored))
+    names = {p.relative_to(place(restored).path).as_posix() for p in place(restored).path.rglob("*") if p.is_file()}
+    old = place(group.homes[0]).manifest().predecessor
+    assert old is not None
+    assert names == {"terms.json", "manifest.json", "share-1.sealed", "archive.bin", f"history/{old[:16]}.json"}
