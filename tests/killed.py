@@ -1,6 +1,6 @@
 """Run as a program: members' processes are killed (SIGKILL) before and after the files that they write.
 
-    python -m tests.killed setup|refresh FOLDER         one ceremony, in which every command dies again and again: at its
+    python -m tests.killed setup|refresh FOLDER         one ceremony in which every command dies again and again: at its
                                                         first write, at its second, and so on, until it comes through
     python -m tests.killed setup|refresh FOLDER each    a ceremony of its own for every write of one member
 
