@@ -53,8 +53,7 @@ def draw(dkg: Path, dealer: Path, target: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         left.set_ylabel(f"seconds, {size / 1e6:.1f}M coordinates")
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        left.legend(frameon=False, loc="upper left", fontsize=8)
         buffer = io.BytesIO()
         # neither a date nor a version: the file changes only when the rows do
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
