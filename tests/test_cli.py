@@ -76,6 +76,15 @@ def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], t
             assert stored * 0.95 < row["elements_per_member"] < stored * 1.1
 
 
+def test_a_dealing_is_scaled_to_half_the_free_disk() -> None:
+    from quorumark.bench.dealer import _fitting
+
+    assert _fitting(11_200_000, 128, 64, 10**12) == 11_200_000
+    size = _fitting(11_200_000, 128, 64, 4 * 10**9)
+    assert 1 <= size < 11_200_000
+    assert size * 8 * (128 - 64 + 2) <= 2 * 10**9
+
+
 def test_the_figure_of_the_setup_is_drawn_from_the_results(
     environment: dict[str, str], tmp_path: Path, root: Path
 ) -> None:
