@@ -24,11 +24,13 @@ format: setup
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-# full sizes: several minutes; the JSON that is committed comes from here
+# full sizes: a quarter of an hour or more, and 12 GB of free disk; the JSON that is committed comes from here
 bench: setup
 	$(BIN)/quorumark bench field --json benchmarks/results/field.json
 	$(BIN)/quorumark bench shamir --json benchmarks/results/shamir.json
 	$(BIN)/quorumark bench dkg --json benchmarks/results/dkg.json
+	$(BIN)/quorumark bench dealer --json benchmarks/results/dealer.json
+	$(BIN)/quorumark bench plot
 
 setup: .venv/.ready
 

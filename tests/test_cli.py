@@ -32,14 +32,28 @@ def test_demo_tells_its_story(environment: dict[str, str]) -> None:
     assert 48 < float(percent[1]) < 52  # 19 standard deviations either way
 
 
-@pytest.mark.parametrize("name", ["field", "shamir", "dkg"])
+SETUP_KEYS = [
+    "elements_per_member",
+    "role",
+    "members",
+    "threshold",
+    "runs",
+    "communication_seconds",
+    "paper_seconds",
+    "paper_elements",
+    "paper_communication_seconds",
+]
+
+
+@pytest.mark.parametrize("name", ["field", "shamir", "dkg", "dealer"])
 def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.json"
     done = run(environment, "bench", name, "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
-    assert len(rows) > (3 if name == "dkg" else 10)
-    extra = ["elements_per_member"] if name == "dkg" else []
+    setup = name in ("dkg", "dealer")
+    assert len(rows) > (3 if setup else 10)
+    extra = SETUP_KEYS if setup else []
     for row in rows:
         assert list(row) == ["name", "against", "size", "threads", "ratio", "seconds", *extra]
         assert row.get("elements_per_member", 0) <= 4.0
@@ -49,6 +63,64 @@ def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], t
         assert row["threads"] >= 1
         assert row["name"].split()[0] in done.stdout
     assert f"{len(rows)} rows written" in done.stdout
+    for row in rows if setup else ():
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["paper_seconds"])
+        wire = row["elements_per_member"] * (row["members"] if row["role"] == "dealer" else 1)
+        assert row["communication_seconds"] == pytest.approx(wire * row["size"] * 8 / 125e6)
+        assert row["paper_communication_seconds"] == pytest.approx(row["paper_elements"] * row["size"] * 8 / 125e6)
+    if name == "dealer":
+        assert [row["role"] for row in rows] == ["dealer", "member"] * (len(rows) // 2)
+        # of K shares K−t+1 are stored: (K−t+1)/K of d for each, and a little for headers, salts and records
+        for row in rows:
+            stored = (row["members"] - row["threshold"] + 1) / row["members"]
+            assert stored * 0.95 < row["elements_per_member"] < stored * 1.1
+
+
+def test_a_dealing_is_scaled_to_half_the_free_disk() -> None:
+    from quorumark.bench.dealer import _fitting
+
+    assert _fitting(11_200_000, 128, 64, 10**12) == 11_200_000
+    size = _fitting(11_200_000, 128, 64, 4 * 10**9)
+    assert 1 <= size < 11_200_000
+    assert size * 8 * (128 - 64 + 2) <= 2 * 10**9
+
+
+def test_the_figure_of_the_setup_is_drawn_from_the_results(
+    environment: dict[str, str], tmp_path: Path, root: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = []
+    for name in ("one.svg", "two.svg"):
+        done = run(
+            environment, "bench", "plot", "--results", str(root / "benchmarks/results"), "--out", str(tmp_path / name)
+        )
+        assert done.returncode == 0, done.stderr
+        drawn.append((tmp_path / name).read_bytes())
+    assert drawn[0] == drawn[1]
+    assert drawn[0].startswith(b"<?xml")
+    assert b"<dc:date>" not in drawn[0]
+
+
+def test_a_figure_needs_results_of_the_present_shape(environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = str(tmp_path / "figure.svg")
+    done = run(environment, "bench", "plot", "--results", str(tmp_path), "--out", out)
+    assert done.returncode == 2
+    assert "--results must be a folder with the rows" in done.stderr
+    for name in ("dkg", "dealer"):
+        (tmp_path / f"{name}.json").write_text('[{"name": "old", "seconds": 1}]')
+    done = run(environment, "bench", "plot", "--results", str(tmp_path), "--out", out)
+    assert done.returncode == 2
+    assert "run the benchmark again" in done.stderr
+    assert not Path(out).exists()
+
+
+def test_a_figure_without_matplotlib_names_the_extra(environment: dict[str, str], tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['matplotlib'] = None; from quorumark.cli import main; main()"
+    command = [sys.executable, "-c", hidden, "bench", "plot", "--out", str(tmp_path / "figure.svg")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "pip install quorumark[report]" in done.stderr
 
 
 def test_layout_shows_what_carries(environment: dict[str, str], tmp_path: Path) -> None:

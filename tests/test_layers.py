@@ -35,12 +35,14 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.field._triton",
         "quorumark.field._random",
         "quorumark.layout",
+        "quorumark.bench.dealer",
         "quorumark.bench.dkg",
         "quorumark.bench.field",
         "quorumark.bench.peers",
     },
     "triton": {"quorumark.field._triton"},
     "galois": {"quorumark.bench.peers"},
+    "matplotlib": {"quorumark.bench.plot"},
 }
 
 

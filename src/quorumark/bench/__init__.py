@@ -10,11 +10,13 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Row", "SetupRow", "compare", "write_rows"]
+__all__ = ["Row", "SetupRow", "compare", "setup_row", "write_rows"]
+
+GIGABIT = 1e9 / 8  # bytes a second on the network that the paper assumes
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,58 @@ class Row:
 
 @dataclass(frozen=True)
 class SetupRow(Row):
-    """A comparison of key ceremonies: also what a member sends and receives, in field elements over d."""
+    """A comparison of key ceremonies: one party's computation (`seconds`) and traffic, and the paper's for the same K.
+
+    `elements_per_member` is what a member sends and receives, in field elements over d; in a dealer's row, what the
+    dealer sends to each member. Seconds of communication are the party's whole traffic at 1 Gbit/s: calculated, not
+    measured. `paper_seconds` is what the paper's code would take for `size` elements, from what it took for fewer.
+    """
 
     elements_per_member: float
+    role: str  # "dealer" or "member"
+    members: int
+    threshold: int
+    runs: int  # the medians are of so many
+    communication_seconds: float
+    paper_seconds: float
+    paper_elements: float  # what the paper's party sends and receives, over d
+    paper_communication_seconds: float
+
+
+def setup_row(
+    name: str,
+    against: str,
+    *,
+    size: int,
+    few: int,
+    role: str,
+    members: int,
+    threshold: int,
+    times: Sequence[float],
+    their_times: Sequence[float],
+    moved: int,
+    paper_elements: float,
+) -> SetupRow:
+    """The row for one party: `times` for `size` elements, `their_times` for `few`; `moved` is all its bytes."""
+    seconds = statistics.median(times)
+    paper_seconds = statistics.median(their_times) * size / few
+    return SetupRow(
+        name=name,
+        against=f"{against}, {few} elements",
+        size=size,
+        threads=1,
+        ratio=seconds / paper_seconds,
+        seconds=seconds,
+        elements_per_member=moved / 8 / size / (members if role == "dealer" else 1),
+        role=role,
+        members=members,
+        threshold=threshold,
+        runs=len(times),
+        communication_seconds=moved / GIGABIT,
+        paper_seconds=paper_seconds,
+        paper_elements=paper_elements,
+        paper_communication_seconds=paper_elements * 8 * size / GIGABIT,
+    )
 
 
 def compare(

@@ -9,12 +9,11 @@ fewer elements, and the ratio is per element.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
 from quorumark import field
-from quorumark.bench import SetupRow
+from quorumark.bench import SetupRow, setup_row
 from quorumark.bench.peers import PAPER_MODULUS, paper_sharing
 from quorumark.errors import MissingDependencyError
 from quorumark.identity import Identity
@@ -65,12 +64,19 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
         mine.echo(roots)
         times.append(time.perf_counter() - start)
         their_times.append(peer())
-    seconds = statistics.median(times)
-    moved = sum(map(len, [*incoming.values(), *dealt.values(), opened, total]))
-
-    name, against = f"dealer-free setup ({count},{threshold})", "the paper's torch code"
-    ratio = (seconds / size) / (statistics.median(their_times) / few)
-    return SetupRow(name, f"{against}, {few} elements", size, 1, ratio, seconds, moved / 8 / size)
+    return setup_row(
+        f"dealer-free setup ({count},{threshold})",
+        "the paper's torch code",
+        size=size,
+        few=few,
+        role="member",
+        members=count,
+        threshold=threshold,
+        times=times,
+        their_times=their_times,
+        moved=sum(map(len, [*incoming.values(), *dealt.values(), opened, total])),
+        paper_elements=2 * (count - 1),  # a vector to each other member, and one from each
+    )
 
 
 def _paper_member(few: int, threshold: int, count: int) -> Callable[[], float]:

@@ -47,6 +47,31 @@ def dkg(json: Json = None, quick: Quick = False) -> None:
     _run("Dealer-free setup, one member", bench.rows(quick), json)
 
 
+@app.command("dealer")
+def dealer(json: Json = None, quick: Quick = False) -> None:
+    """The setup with a dealer: the dealer's and one member's computation and traffic, against the paper's."""
+    from quorumark.bench import dealer as bench
+
+    _run("Setup with a dealer", bench.rows(quick), json)
+
+
+@app.command("plot")
+def plot(
+    results: Annotated[Path, typer.Option(help="The folder with dkg.json and dealer.json.")] = Path(
+        "benchmarks/results"
+    ),
+    out: Annotated[Path, typer.Option(help="Where the SVG goes.")] = Path("docs/figures/setup-overhead.svg"),
+) -> None:
+    """Draw the setup's overhead from the results: needs the extra `report`."""
+    from quorumark.bench.plot import draw
+    from quorumark.errors import InputError
+
+    if not out.parent.is_dir():
+        raise InputError("--out", "must name a file in a folder that exists", str(out))
+    draw(results / "dkg.json", results / "dealer.json", out)
+    typer.echo(f"drawn: {out}")
+
+
 def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
@@ -73,13 +98,16 @@ def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool
     console.print(table)
     for row in done:
         if hasattr(row, "elements_per_member"):
-            wire = row.elements_per_member * row.size * 8 / 125e6
+            moves = "sends each member" if row.role == "dealer" else "sends and receives"
             console.print(
-                f"{row.name}: sends and receives {row.elements_per_member:.2f}·d field elements "
-                f"({wire:.1f} s at 1 Gbit/s), computes {row.seconds:.2f} s"
+                f"{row.name}: {moves} {row.elements_per_member:.2f}·d field elements "
+                f"({row.communication_seconds:.1f} s in all at 1 Gbit/s), computes {row.seconds:.2f} s; "
+                f"the paper's {row.paper_communication_seconds:.1f} s and {row.paper_seconds:.2f} s"
             )
+    fewest = min((row.runs for row in done if hasattr(row, "runs")), default=5)
     console.print(
-        "ratio = our time over theirs: the median of at least five runs each, in turns; per element where sizes differ"
+        "ratio = our time over theirs: "
+        f"the median of at least {fewest} runs each, in turns; per element where sizes differ"
     )
     for package in peers.missing() if with_peers else ():
         console.print(f"not compared with {package}: the package is not installed")
