@@ -23,6 +23,7 @@ ORDER = [
     "quorumark.shares",
     "quorumark.home",
     "quorumark.setup",
+    "quorumark.secagg",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",
