@@ -454,7 +454,7 @@ class SecAggMember:
             for other in plan.members:
                 if other != point:
                     low, high = sorted((point, other))
-                    masks.append((Stream(pairs[other], "secagg mask", _word(low), _word(high)), point == high))
+                    masks.append((_pair_mask(pairs[other], low, high), point == high))
             shares = shamir.share(seed, plan.quorum, len(self.group.roster))
             boxes = b"".join(
                 _cipher(pairs[other], point, other, commitment).encrypt(_NONCE, _bytes(shares[other - 1]), None)
@@ -776,6 +776,11 @@ _PROBE = X25519PrivateKey.generate()
 
 def _private(entry: Mapping[str, Any]) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(derive_key(bytes.fromhex(entry["secret"]), "secagg round key"))
+
+
+def _pair_mask(pair: bytes, low: int, high: int) -> Stream:
+    """The lower one adds it, the higher one subtracts it."""
+    return Stream(pair, "secagg mask", _word(low), _word(high))
 
 
 def _self_mask(ctx: bytes, point: int, seed: Vector) -> Stream:
