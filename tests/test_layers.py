@@ -41,6 +41,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     },
     "triton": {"quorumark.field._triton"},
     "galois": {"quorumark.bench.peers"},
+    "flwr": {"quorumark.bench.secagg"},
 }
 
 

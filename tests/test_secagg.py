@@ -210,7 +210,14 @@ def test_cohorts_are_drawn_publicly_and_nobody_else_takes_part() -> None:
         net.members[outside].ready(1, BINDING, LENGTH)
     with pytest.raises(MessageError, match="no message is expected"):
         net.server.take_ready(outside, b"")
-    net.upload(net.announce(inside), inside)
+    told = net.announce(inside)
+    # nor if it signs that it is ready: more members than n would make T too small
+    header = net.group.header("ready", net.group.session(1, "model"), outside)
+    ready = _PEOPLE[outside - 1].write(header, os.urandom(32) + BINDING + LENGTH.to_bytes(8, "big"))
+    net.server._readies[outside] = ready, ""
+    with pytest.raises(RoundError, match="not drawn for this round"):
+        net.members[inside[0]].plan(announcement(net, 1, [*inside, outside]))
+    net.upload(told, inside)
     net.answer(inside)
     assert (net.server.finish() == net.expected(inside)).all()
 
@@ -321,6 +328,25 @@ def test_one_upload_is_uniform_even_to_all_other_members_together() -> None:
 
 def test_two_attempts_share_no_mask() -> None:
     assert_noise(difference_of_attempts)
+
+
+def test_two_attempts_share_no_pairwise_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    assert_noise(difference_of_attempts)
+
+
+def test_even_a_memory_that_was_turned_back_repeats_no_self_mask() -> None:
+    def difference(vector: Vector) -> Vector:
+        net = Net(3, 2, length=vector.size)
+        plan = net.members[1].plan(net.announce())
+        before = net.states[1]._load()
+        first = net.members[1].upload(plan, vector.copy())
+        net.states[1]._save(before)
+        second = net.members[1].upload(plan, np.zeros_like(vector))
+        result: Vector = field.sub(first.vector, second.vector)
+        return result
+
+    assert_noise(difference)
 
 
 def test_the_test_notices_a_missing_self_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,6 +714,15 @@ def test_a_member_restarts_at_any_time_and_goes_on(tmp_path: Path) -> None:
     assert (net.server.finish() == net.expected([1, 2, 3, 4])).all()
 
 
+def test_an_error_leaves_the_memory_as_it_was() -> None:
+    state = MemoryState(make_group(3, 2))
+    before = state._load()
+    with pytest.raises(CrashError), state.edit() as memory:
+        memory["round"] = 9
+        raise CrashError
+    assert state._load() == before
+
+
 class CrashError(Exception):
     """The machine stops here."""
 
@@ -855,6 +890,21 @@ def test_a_spoiled_upload_excludes_its_sender_by_name_and_the_round_goes_on() ->
     assert (net.server.finish() == net.expected(alive)).all()
 
 
+def test_a_signed_vector_outside_the_field_is_refused() -> None:
+    net = Net(4, 2)
+    told = net.announce()
+    good = net.members[2].upload(net.members[2].plan(told), field.random(LENGTH))
+    vector, hashed = good.vector.copy(), secagg._VectorDigest()
+    vector[3] = P
+    hashed.update(vector)
+    stop = 4 + int.from_bytes(good.head[:4], "big")
+    header = net.group.header("upload", net.server.plan.ctx, 2, 1)
+    message = _PEOPLE[1].write(header, hashed.digest() + good.head[stop - 64 : stop])
+    head = len(message).to_bytes(4, "big") + message + good.head[stop:]
+    with pytest.raises(MessageError, match=r"excluded .* must hold values in \[0, p\)"):
+        net.server.take_upload(2, Upload(head, vector))
+
+
 def test_spoiled_words_of_a_server_are_refused_and_change_nothing() -> None:
     net = Net(4, 2)
     told = net.announce()
@@ -993,3 +1043,13 @@ def test_a_manifest_makes_a_group() -> None:
     group = Group.of_manifest(manifest, attempts=2)
     assert group.context == manifest.digest()
     assert (group.quorum, group.attempts) == (3, 2)
+
+
+def test_the_benchmark_makes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from quorumark.bench import secagg as bench
+
+    monkeypatch.setattr(bench, "QUICK_SIZE", 5_000)
+    rows = list(bench.rows(quick=True))
+    assert [row.size for row in rows] == [5_000] * 7
+    assert all(row.ratio > 0 and row.seconds > 0 for row in rows)
