@@ -717,9 +717,14 @@ def test_a_member_restarts_at_any_time_and_goes_on(tmp_path: Path) -> None:
 def test_an_error_leaves_the_memory_as_it_was() -> None:
     state = MemoryState(make_group(3, 2))
     before = state._load()
-    with pytest.raises(CrashError), state.edit() as memory:
-        memory["round"] = 9
-        raise CrashError
+
+    def fail() -> None:
+        with state.edit() as memory:
+            memory["round"] = 9
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        fail()
     assert state._load() == before
 
 
@@ -1028,6 +1033,20 @@ def test_spoiled_answers_exclude_their_senders() -> None:
     with pytest.raises(MessageError, match="no message is expected"):
         net.server.take_answer(3, good)
     assert (net.server.finish() == net.expected(net.members)).all()
+
+
+@pytest.mark.parametrize(("count", "threshold"), [(4, 2), (5, 3), (7, 3)])
+def test_fewer_than_the_quorum_open_no_mask(count: int, threshold: int) -> None:
+    net = Net(count, threshold)
+    net.until_uploaded().answer(net.members)
+    server, quorum = net.server, net.group.quorum
+    for used in range(2, count + 1):
+        xs = list(range(1, used + 1))
+        answers = np.stack([server._answers[x] for x in xs])
+        seeds = field.matmul(shamir.lagrange_matrix(xs, [0]), answers)[0].reshape(-1, 5)
+        for dealer, seed in zip(server.plan.members, seeds, strict=True):
+            opened = secagg._commitment(server.plan.ctx, dealer, seed) == server._uploads[dealer][2]
+            assert opened == (used >= quorum)
 
 
 def test_a_manifest_makes_a_group() -> None:
