@@ -7,6 +7,7 @@ import itertools
 import os
 import tracemalloc
 from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,15 @@ def test_a_round_is_given_up_below_the_quorum_and_after_the_last_attempt() -> No
         net.server.retry()
 
 
+def test_there_is_no_retry_without_a_loss() -> None:
+    net = Net(5, 2)
+    net.until_uploaded()
+    with pytest.raises(RoundError, match="no reason to try again"):
+        net.server.retry()
+    net.answer(net.members)
+    assert (net.server.finish() == net.expected(net.members)).all()
+
+
 def test_a_late_upload_is_refused_and_does_not_touch_the_sum() -> None:
     net = Net(5, 2)
     told = net.announce()
@@ -637,6 +647,27 @@ def test_one_attempt_takes_one_vector() -> None:
         with pytest.raises(RoundError, match="attempt 2 is next"):
             net.members[1].upload(plan, untouched)
         assert (untouched == np.arange(LENGTH)).all()
+
+
+def test_everything_that_members_must_agree_on_is_in_ctx() -> None:
+    net = Net(4, 2)
+    plan = net.members[1].plan(net.announce())
+    changes: list[dict[str, Any]] = [
+        {"group": bytes(32)},
+        {"quorum": 2},
+        {"round": 2},
+        {"purpose": "scale"},
+        {"attempt": 2},
+        {"length": LENGTH + 1},
+        {"binding": OTHER},
+        {"members": (1, 2, 3, 5)},
+        {"keys": (*plan.keys[:3], "11" * 32)},
+    ]
+    assert {name for change in changes for name in change} == {f.name for f in fields(plan)}
+    assert len({replace(plan, **change).ctx for change in [{}, *changes]}) == 1 + len(changes)
+    for change in changes[:3] + changes[5:7]:
+        with pytest.raises((RoundError, InputError)):
+            net.members[1].upload(replace(plan, **change), field.random(LENGTH))
 
 
 def test_a_round_is_not_replayed() -> None:
