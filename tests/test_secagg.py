@@ -865,6 +865,8 @@ def test_keys_are_erased_once_they_are_not_needed() -> None:
     net.answer([1])
     with net.states[1].edit() as memory:
         assert memory["purposes"] == {"model": {"answered": 1}}
+    assert not net.members[1]._shared
+    assert net.members[2]._shared
     net.members[2].close()
     with net.states[2].edit() as memory:
         assert memory["purposes"] == {}

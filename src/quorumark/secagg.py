@@ -26,7 +26,7 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ __all__ = ["FolderState", "Group", "MemoryState", "Plan", "SecAggMember", "SecAg
 _SEED = 5  # field elements in the seed of a self-mask: 305 bits, so that 256-bit keys lose nothing
 _SHARE = 8 * _SEED
 _BOX = _SHARE + 16
-_PIECE = 1 << 18  # elements that all masks are added to before the next ones: 2 MiB stay in the cache
+# Elements that all masks are added to before the next ones: 1 MiB stays in the cache, and is one thread's part. Larger
+# pieces would be spread over threads, which costs more than it brings while the cipher holds the interpreter's lock.
+_PIECE = 1 << 17
 _SMALLEST_SET = 3  # of two members, each learns the other's vector from the sum
 _LARGEST_ROUND = 1 << 53
 # every box has a key of its own (ctx, sender, recipient, seed), so one nonce is right
@@ -311,9 +313,27 @@ class Upload:
         return cls(bytes(data[4:stop]), vector if vector.flags.aligned else vector.copy())
 
 
+@dataclass(frozen=True)
+class _Only:
+    """A roster of one member."""
+
+    who: Member
+
+    def member(self, point: int) -> Member:
+        if point != self.who.point:
+            raise RecordError(f"nobody is known at point {point}")
+        return self.who
+
+
+@lru_cache(maxsize=1 << 12)
+def _opened(sender: Member, expected: Header, data: bytes) -> bytes:
+    """An open message's body. The same ones come again in a further attempt, and to all members of a simulation."""
+    return open_message(data, _Only(sender), expected)
+
+
 def _read_ready(group: Group, round_no: int, purpose: str, point: int, data: bytes) -> tuple[str, bytes, int]:
     """A member's key for the round, what it was told, and how long its vector is."""
-    body = open_message(data, group, group.header("ready", group.session(round_no, purpose), point))
+    body = _opened(group.member(point), group.header("ready", group.session(round_no, purpose), point), data)
     if len(body) != 72:
         raise MessageError(f"the message of {group.name(point)} for step 'secagg/ready' must hold 72 bytes")
     return body[:32].hex(), body[32:64], int.from_bytes(body[64:], "big")
@@ -321,7 +341,7 @@ def _read_ready(group: Group, round_no: int, purpose: str, point: int, data: byt
 
 def _read_upload(group: Group, plan: Plan, point: int, data: bytes) -> tuple[bytes, bytes, bytes]:
     """Digests of a member's vector and of its boxes, and the commitment to its seed."""
-    body = open_message(data, group, group.header("upload", plan.ctx, point, plan.attempt))
+    body = _opened(group.member(point), group.header("upload", plan.ctx, point, plan.attempt), data)
     if len(body) != 96:
         raise MessageError(f"the message of {group.name(point)} for step 'secagg/upload' must hold 96 bytes")
     return body[:32], body[32:64], body[64:]
@@ -363,6 +383,7 @@ class SecAggMember:
         self._identity = identity
         self._state = state
         self._lasting: dict[int, bytes] = {}
+        self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
         with state.edit() as memory:
             if memory["group"] != group.id.hex():
                 raise RoundError("this memory of rounds belongs to another group, manifest or epoch")
@@ -389,6 +410,7 @@ class SecAggMember:
         with self._state.edit() as memory:
             if round_no > memory["round"]:
                 memory.update(round=round_no, open=True, purposes={})
+                self._shared.clear()
             if round_no == memory["round"] and memory["open"] and purpose not in memory["purposes"]:
                 memory["purposes"][purpose] = {**told, "secret": os.urandom(32).hex(), "attempt": 0}
             entry = self._entry(memory, round_no, purpose)
@@ -498,12 +520,14 @@ class SecAggMember:
                         f"the share from {self.group.name(dealer)} cannot be opened (step 'secagg/unmask')"
                     ) from None
             memory["purposes"][purpose] = {"answered": attempt}  # the keys are gone
+            self._shared.clear()
         return self._identity.write(self.group.header("unmask", plan.ctx, self.point, attempt), shares)
 
     def close(self) -> None:
         """Ends the current round for this member: it erases the round's keys, and answers no more."""
         with self._state.edit() as memory:
             memory.update(open=False, purposes={})
+            self._shared.clear()
 
     # --- rules and keys ---
 
@@ -551,13 +575,16 @@ class SecAggMember:
             else:
                 if point not in self._lasting:
                     self._lasting[point] = self._identity.exchange(self.group.member(point).x25519)
+                known = (entry["secret"], key)
                 try:
-                    # both the lasting keys and the round's: the first say who, the second can be forgotten
-                    secret = exchange(private, key) + self._lasting[point]
+                    if known not in self._shared:
+                        self._shared[known] = exchange(private, key)
                 except MessageError:
                     raise MessageError(
                         f"{self.group.name(point)} shows a key of no use (step 'secagg/ready')"
                     ) from None
+                # both the round's keys and the lasting ones: the first can be forgotten, the second say who
+                secret = self._shared[known] + self._lasting[point]
             pairs[point] = derive_key(secret, "secagg pair", plan.ctx)
         return pairs
 
