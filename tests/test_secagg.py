@@ -147,7 +147,7 @@ def test_the_sum_is_exact_whoever_is_lost_as_long_as_the_round_can_live(data: st
 
 
 def test_no_vector_that_is_long_enough_for_several_pieces_and_threads_is_summed_otherwise() -> None:
-    net = Net(3, 2, length=secagg._PIECE * 2 + 12345)
+    net = Net(3, 2, length=secagg._PIECE + 12345)
     net.until_uploaded().answer(net.members)
     total = net.vectors[1]
     for x in (2, 3):

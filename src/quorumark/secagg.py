@@ -55,9 +55,9 @@ __all__ = ["FolderState", "Group", "MemoryState", "Plan", "SecAggMember", "SecAg
 _SEED = 5  # field elements in the seed of a self-mask: 305 bits, so that 256-bit keys lose nothing
 _SHARE = 8 * _SEED
 _BOX = _SHARE + 16
-# Elements that all masks are added to before the next ones: 1 MiB stays in the cache, and is one thread's part. Larger
-# pieces would be spread over threads, which costs more than it brings while the cipher holds the interpreter's lock.
-_PIECE = 1 << 17
+# elements that all masks are added to before the next ones: 8 MiB, enough to be worth spreading over threads, and small
+# enough to stay in a third-level cache
+_PIECE = 1 << 20
 _SMALLEST_SET = 3  # of two members, each learns the other's vector from the sum
 _LARGEST_ROUND = 1 << 53
 # every box has a key of its own (ctx, sender, recipient, seed), so one nonce is right
