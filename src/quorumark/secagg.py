@@ -82,6 +82,8 @@ class Group:
     cohort_size: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.context, bytes):
+            raise InputError("context", "must be bytes", type(self.context).__name__)
         points = [member.point for member in self.roster]
         if points != list(range(1, len(points) + 1)):
             raise InputError("roster", f"must list the points 1..{len(points)} in order", points)
@@ -399,11 +401,7 @@ class SecAggMember:
         round apart; every one has its own keys and is opened once.
         """
         _round(round_no)
-        if not isinstance(binding, bytes) or len(binding) != 32:
-            raise InputError("binding", "must be a digest of 32 bytes", type(binding).__name__)
-        if not _is_count(length, 1):
-            raise InputError("length", "must be a whole number, at least 1", length)
-        _purpose(purpose)
+        _check_told(binding, length, purpose)
         if self.point not in self.group.cohort(round_no):
             raise RoundError(f"{self._name()} is not drawn for round {round_no}")
         told = {"binding": binding.hex(), "length": length}
@@ -606,11 +604,12 @@ class SecAggServer:
     """
 
     def __init__(self, group: Group, round_no: int, binding: bytes, length: int, purpose: str = "model") -> None:
+        _check_told(binding, length, purpose)
         self.group = group
         self.excluded: dict[int, str] = {}
         self.disputed: dict[int, tuple[int, ...]] = {}
         self._stage = "ready"
-        self._plan = Plan(group.id, group.quorum, _round(round_no), _purpose(purpose), 0, length, binding, (), ())
+        self._plan = Plan(group.id, group.quorum, _round(round_no), purpose, 0, length, binding, (), ())
         self._cohort = group.cohort(round_no)
         self._readies: dict[int, tuple[bytes, str]] = {}  # message, key
         self._uploads: dict[int, tuple[bytes, bytes, bytes]] = {}  # message, boxes, commitment
@@ -663,8 +662,10 @@ class SecAggServer:
         """Adds a vector to the sum, if everything about it is right."""
         plan = self._plan
         with self._taking("upload", point, plan.members, self._uploads):
-            if not isinstance(upload, Upload):
+            if isinstance(upload, bytes):
                 upload = Upload.from_bytes(upload)
+            if not isinstance(upload, Upload) or not isinstance(upload.head, bytes):
+                raise MessageError("what came is not an upload")
             name, head, vector = self.group.name(point), upload.head, upload.vector
             stop = 4 + int.from_bytes(head[:4], "big")
             message, boxes = head[4:stop], head[stop:]
@@ -699,6 +700,8 @@ class SecAggServer:
             self._stage = "unmask"
         if self._stage != "unmask":
             raise RoundError(f"nobody answers before all have uploaded; missing: {self.group.names(self.missing)}")
+        if point not in self._plan.members:
+            raise RoundError(f"{self.group.name(point)} does not take part in this attempt, and is not asked")
         place = self._plan.members.index(point) * _BOX
         parts: list[bytes] = []
         for dealer in self._plan.members:
@@ -722,7 +725,9 @@ class SecAggServer:
         Up to ⌊(answers − T)/2⌋ wrong ones are corrected. `disputed` then says whose answers were wrong, and about whose
         masks: if about all, that member lied; if about a few, it did, or those dealt it wrong shares.
         """
-        if self._stage != "unmask" or len(self._answers) < self.group.quorum:
+        if self._stage != "unmask":
+            raise RoundError(f"round {self._plan.round} has no answers to finish with")
+        if len(self._answers) < self.group.quorum:
             lost = self.group.names(self.missing)
             raise self._give_up(f"{len(self._answers)} members answered, and {self.group.quorum} must; missing: {lost}")
         plan, masks = self._plan, []
@@ -871,7 +876,10 @@ def _round(number: int) -> int:
     return number
 
 
-def _purpose(purpose: str) -> str:
+def _check_told(binding: bytes, length: int, purpose: str) -> None:
+    if not isinstance(binding, bytes) or len(binding) != 32:
+        raise InputError("binding", "must be a digest of 32 bytes", type(binding).__name__)
+    if not _is_count(length, 1):
+        raise InputError("length", "must be a whole number, at least 1", length)
     if not isinstance(purpose, str) or not 0 < len(purpose) <= 100 or not purpose.isprintable():
         raise InputError("purpose", "must be a short text", repr(purpose)[:80])
-    return purpose
