@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
@@ -1111,6 +1112,14 @@ def test_the_benchmark_makes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(bench.rows(quick=True))
     assert [row.size for row in rows] == [5_000] * 7
     assert all(row.ratio > 0 and row.seconds > 0 for row in rows)
+
+
+def test_the_documents_example_runs(root: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", (root / "docs" / "secagg.md").read_text(), re.DOTALL)
+    assert example
+    printed: list[str] = []
+    exec(example[1], {"print": lambda *values: printed.append(" ".join(map(str, values)))})  # noqa: S102
+    assert printed == ["[10 10 10]"]
 
 
 @pytest.mark.slow
