@@ -571,10 +571,10 @@ class SecAggMember:
             if point == self.point:
                 secret = bytes.fromhex(entry["secret"])
             else:
-                if point not in self._lasting:
-                    self._lasting[point] = self._identity.exchange(self.group.member(point).x25519)
                 known = (entry["secret"], key)
                 try:
+                    if point not in self._lasting:
+                        self._lasting[point] = self._identity.exchange(self.group.member(point).x25519)
                     if known not in self._shared:
                         self._shared[known] = exchange(private, key)
                 except MessageError:

@@ -33,7 +33,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     size = QUICK_SIZE if quick else FULL_SIZE
     model = np.random.default_rng(1).normal(0, 0.05, size).astype(np.float32)
     yield _one_mask(size)
-    ours, theirs = _Ours(model), _Flower(model)
+    theirs, ours = _Flower(model), _Ours(model)
     cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
         (f"a client masks, K={MEMBERS}", ours.client, theirs.client),
         (f"a client, {DROPS} of {MEMBERS} drop, retry included", ours.client_with_retry, theirs.client),
