@@ -24,6 +24,7 @@ ORDER = [
     "quorumark.archive",
     "quorumark.home",
     "quorumark.setup",
+    "quorumark.secagg",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",
@@ -43,6 +44,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "triton": {"quorumark.field._triton"},
     "galois": {"quorumark.bench.peers"},
     "matplotlib": {"quorumark.bench.plot"},
+    "flwr": {"quorumark.bench.secagg"},
 }
 
 

@@ -10,6 +10,7 @@
     ├── SignatureError          a signature that does not hold: names whose
     ├── MessageError            a message that is refused: names the sender and the step
     ├── CeremonyError           a key ceremony that cannot go on: says why, and who, where that is known
+    ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     └── MissingDependencyError  a part that needs an extra which is not installed
 
@@ -81,6 +82,10 @@ class MessageError(QuorumarkError):
 
 class CeremonyError(QuorumarkError):
     """A key ceremony that cannot go on; the text says why, and who, where that is known."""
+
+
+class RoundError(QuorumarkError):
+    """A round that cannot go on, or a step of it that a member refuses; the text says why."""
 
 
 class KeystoreError(QuorumarkError):

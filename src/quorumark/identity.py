@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import serialization
@@ -24,13 +24,29 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from quorumark.field import derive_key
-from quorumark.records import Card, Manifest, Terms, canonical, check_follows, digest, parse
+from quorumark.records import Card, Manifest, Member, canonical, check_follows, digest, parse
 
-__all__ = ["Header", "Identity", "exchange", "open_message", "verify", "verify_card", "verify_chain", "verify_manifest"]
+__all__ = [
+    "Header",
+    "Identity",
+    "Roster",
+    "exchange",
+    "open_message",
+    "verify",
+    "verify_card",
+    "verify_chain",
+    "verify_manifest",
+]
 
 _RAW = serialization.Encoding.Raw
 _PUBLIC = serialization.PublicFormat.Raw
 _PRIVATE = serialization.PrivateFormat.Raw
+
+
+class Roster(Protocol):
+    """What says who sits where: a consortium's terms, or a group."""
+
+    def member(self, point: int) -> Member: ...
 
 
 def verify(ed25519: str, purpose: str, data: bytes, signature: bytes | str, who: str) -> None:
@@ -122,7 +138,7 @@ class Identity:
         signature = self.sign("message", digest("message", prefix, body))
         return len(prefix).to_bytes(4, "big") + prefix + signature + body
 
-    def read(self, data: bytes, terms: Terms, expected: Header) -> bytes:
+    def read(self, data: bytes, terms: Roster, expected: Header) -> bytes:
         """The body of a message that must be exactly the expected one, sealed to this member or in the open."""
         prefix, shown, signature, body = _split(data, terms, expected)
         sender = terms.member(expected.sender)
@@ -144,7 +160,7 @@ def exchange(private: X25519PrivateKey, x25519: str) -> bytes:
         raise MessageError("a public key that no secret can be shared with") from None
 
 
-def open_message(data: bytes, terms: Terms, expected: Header) -> bytes:
+def open_message(data: bytes, terms: Roster, expected: Header) -> bytes:
     """The body of an open message, for somebody who is not a member (the relay)."""
     if expected.recipient != 0:
         raise InputError("expected", "must be an open message", f"one to the member at point {expected.recipient}")
@@ -191,7 +207,7 @@ def _verify_message(ed25519: str, prefix: bytes, body: bytes, signature: bytes, 
         ) from None
 
 
-def _split(data: bytes, terms: Terms, expected: Header) -> tuple[bytes, dict[str, Any], bytes, bytes]:
+def _split(data: bytes, terms: Roster, expected: Header) -> tuple[bytes, dict[str, Any], bytes, bytes]:
     """Prefix, header, signature and body; refused unless the header is the expected one."""
     name = terms.member(expected.sender).name
     refuse = f"the message of {name!r} for step {expected.step!r}"

@@ -102,22 +102,23 @@ def compare(
     work: float = 1.0,
     their_work: float = 1.0,
     repeats: int = 9,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Row:
     """Times both in turns after one untimed call each; the row holds the ratio of the medians per unit of work."""
     ours()
     theirs()
     our_times, their_times = [], []
     for _ in range(max(5, repeats)):
-        our_times.append(_seconds(ours))
-        their_times.append(_seconds(theirs))
+        our_times.append(_seconds(ours, clock))
+        their_times.append(_seconds(theirs, clock))
     mine, other = statistics.median(our_times), statistics.median(their_times)
     return Row(name, against, size, threads, (mine / work) / (other / their_work), mine)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def write_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:

@@ -72,6 +72,14 @@ def plot(
     typer.echo(f"drawn: {out}")
 
 
+@app.command("secagg")
+def secagg(json: Json = None, quick: Quick = False) -> None:
+    """Secure aggregation: a client's and the server's computation, against Flower's SecAgg+."""
+    from quorumark.bench import secagg as bench
+
+    _run("Secure aggregation", bench.rows(quick), json, with_peers=False)
+
+
 def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
