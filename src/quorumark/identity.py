@@ -122,7 +122,7 @@ class Identity:
 
     # --- messages ---
 
-    def write(self, header: Header, body: bytes, recipient_x25519: str | None = None) -> bytes:
+    def write(self, header: Header, body: bytes | memoryview, recipient_x25519: str | None = None) -> bytes:
         """A message: sealed to the recipient's key if the header names a recipient, else in the open; signed in both
         cases."""
         if (header.recipient == 0) != (recipient_x25519 is None):
@@ -136,7 +136,7 @@ class Identity:
         else:
             prefix = canonical(shown)
         signature = self.sign("message", digest("message", prefix, body))
-        return len(prefix).to_bytes(4, "big") + prefix + signature + body
+        return b"".join([len(prefix).to_bytes(4, "big"), prefix, signature, body])
 
     def read(self, data: bytes, terms: Roster, expected: Header) -> bytes:
         """The body of a message that must be exactly the expected one, sealed to this member or in the open."""

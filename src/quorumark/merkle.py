@@ -143,7 +143,7 @@ def root_from(opening: Opening, leaf: int, length: int) -> bytes:
 
 def _leaf_hash(salt: bytes, index: int, values: Vector) -> bytes:
     hashed = hashlib.sha256(b"\x00" + salt + index.to_bytes(8, "big"))
-    hashed.update(values.astype("<u8", copy=False).tobytes())
+    hashed.update(np.ascontiguousarray(values.astype("<u8", copy=False)).data)
     return hashed.digest()
 
 

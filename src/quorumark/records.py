@@ -62,7 +62,7 @@ def _refuse_floats(value: Any) -> None:
             _refuse_floats(inner)
 
 
-def digest(domain: str, *parts: bytes) -> bytes:
+def digest(domain: str, *parts: bytes | memoryview) -> bytes:
     """SHA-256 over a domain and length-prefixed parts: no two lists of parts collide."""
     hashed = hashlib.sha256(b"quorumark/v1")
     for part in (domain.encode(), *parts):

@@ -15,6 +15,7 @@ mod p = 2^61−1, on whole vectors, coordinate by coordinate:
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ __all__ = [
     "is_generated",
     "lagrange",
     "lagrange_matrix",
-    "lagrange_through_secret",
     "reconstruct",
     "share",
     "share_chunks",
@@ -133,28 +133,33 @@ def _lagrange(xs: Sequence[int], target: int) -> list[int]:
     whole = 1
     for x in xs:
         whole = whole * (target - x) % P
+    return [whole * pow(below * (target - x), -1, P) % P for x, below in zip(xs, _differences(tuple(xs)), strict=True)]
+
+
+@functools.lru_cache(maxsize=512)
+def _differences(xs: tuple[int, ...]) -> tuple[int, ...]:
+    """Π_{j≠i} (x_i − x_j) for each i: the part that is the same for all targets, and for all blocks of a sharing."""
     result = []
     for i, x in enumerate(xs):
-        below = target - x
+        below = 1
         for j, other in enumerate(xs):
             if j != i:
                 below = below * (x - other) % P
-        result.append(whole * pow(below, -1, P) % P)
-    return result
+        result.append(below)
+    return tuple(result)
 
 
-def lagrange_through_secret(points: Sequence[int], at: int) -> list[int]:
-    """The same where the secret itself is known too: coefficients of f(0) and of the values at `points`, in order."""
-    return _lagrange([0, *_check_points("points", points)], _check_target("at", at))
+def lagrange_matrix(points: Sequence[int], targets: Sequence[int], *, secret: bool = False) -> Vector:
+    """One row of Lagrange coefficients per target: `matmul` with it moves shares from points to targets.
 
-
-def lagrange_matrix(points: Sequence[int], targets: Sequence[int]) -> Vector:
-    """One row of Lagrange coefficients per target: `matmul` with it moves shares from points to targets."""
+    With `secret`, f(0) is known too: its coefficient comes first in each row.
+    """
     xs = _check_points("points", points)
     targets = list(targets)
     if not targets:
         raise InputError("targets", "must not be empty", "none")
-    return np.array([_lagrange(xs, _check_target("targets", target)) for target in targets], dtype=np.uint64)
+    known = [0, *xs] if secret else xs
+    return np.array([_lagrange(known, _check_target("targets", target)) for target in targets], dtype=np.uint64)
 
 
 def reconstruct(shares: Mapping[int, Vector], threshold: int, at: int = 0) -> Vector:
@@ -263,7 +268,7 @@ def compressed_block(secret: Vector, index: int, seeds: Mapping[int, bytes], thr
     for row, point in enumerate(generated, start=1):
         _generated(seeds[point], point, index, known[row])
     # t values fix the polynomial: the secret at 0 and the t−1 generated ones
-    weights = np.array([lagrange_through_secret(generated, point) for point in others], np.uint64)
+    weights = lagrange_matrix(generated, others, secret=True)
     values = field.matmul(weights, known, checked=False)
     return dict(zip(others, values, strict=True))
 

@@ -27,7 +27,7 @@ from quorumark.identity import Header, Identity, exchange
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Terms, digest
 
-__all__ = ["Ceremony", "evaluate", "round_table", "slices", "to_bytes"]
+__all__ = ["Ceremony", "evaluate", "round_table", "slices", "to_bytes", "view"]
 
 _NO_SESSION = "00" * 32
 _BLIND_AT = 1 << 40  # where a member's own stream gives the blinding of its answer: far from everything else
@@ -197,7 +197,7 @@ class Ceremony:
         session = _NO_SESSION if step in _UNBOUND else self.session
         return Header(self._context.hex(), session, f"{self.NAME}/{step}", sender, recipient)
 
-    def _say(self, step: str, body: bytes, recipient: int = 0) -> bytes:
+    def _say(self, step: str, body: bytes | memoryview, recipient: int = 0) -> bytes:
         to = self.terms.member(recipient).x25519 if recipient else None
         return self._identity.write(self._header(step, self.point, recipient), body, to)
 
@@ -232,7 +232,7 @@ class Ceremony:
         return self._identity.read(data, self.terms, self._header(step, sender, recipient))
 
     def _elements(self, body: bytes, sender: int, step: str) -> Vector:
-        words = np.frombuffer(body, "<u8").astype(np.uint64)
+        words = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
         if words.size and int(words.max()) >= P:
             raise MessageError(
                 f"the message of {self._name(sender)} for step '{self.NAME}/{step}' holds no field elements"
@@ -254,6 +254,11 @@ def round_table(members: Sequence[int], after: int, count: int) -> list[int]:
 
 def to_bytes(vector: Vector) -> bytes:
     return vector.astype("<u8", copy=False).tobytes()
+
+
+def view(vector: Vector) -> memoryview:
+    """The same without a copy, for vectors as long as the model."""
+    return np.ascontiguousarray(vector.astype("<u8", copy=False)).data.cast("B")
 
 
 def evaluate(coefficients: Sequence[int], x: int) -> int:

@@ -36,12 +36,13 @@ from quorumark.field import P, Stream, Vector
 from quorumark.identity import Header, Identity, open_message, verify
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Genesis, Manifest, Terms, digest
-from quorumark.setup.ceremony import Ceremony, round_table, to_bytes
+from quorumark.setup.ceremony import Ceremony, round_table, to_bytes, view
 from quorumark.shares import share_root
 
-__all__ = ["DkgMember", "KeyCeremony", "check_terms", "openers", "relay_sum"]
+__all__ = ["DkgMember", "KeyCeremony", "check_terms", "neighbours", "openers", "relay_sum"]
 
 _SMALL = 2 + SALT_ELEMENTS  # elements besides the vector in a deal: two health masks and the salt
+_PIECE = 1 << 18
 
 
 def check_terms(terms: Terms) -> None:
@@ -62,6 +63,16 @@ def check_terms(terms: Terms) -> None:
 def openers(terms: Terms) -> tuple[int, ...]:
     """The members who open the squares: the first 2t−1."""
     return tuple(range(1, 2 * terms.threshold))
+
+
+def neighbours(chosen: Sequence[int], point: int, threshold: int) -> list[int]:
+    """With whom an opener shares masks: the ⌈t/2⌉ on either side, round the table of 2t−1.
+
+    Such a ring stays in one piece when any t−1 members are taken out of it (a Harary graph: 2⌈t/2⌉ ≥ t of them would
+    have to go), so t−1 colluders who strip their own masks still see only the sum of all the others' vectors.
+    """
+    at, size, reach = chosen.index(point), len(chosen), (threshold + 1) // 2
+    return sorted({chosen[(at + step) % size] for step in range(-reach, reach + 1) if step})
 
 
 class KeyCeremony(Ceremony):
@@ -172,16 +183,16 @@ class DkgMember(KeyCeremony):
         for point in self._everyone:
             if point == self.point:
                 continue
-            body = to_bytes(np.array(small[point], np.uint64))
-            if point in dealt:
-                body += to_bytes(dealt[point])
-            messages[point] = self._say("deal", body, point)
+            parts = [view(np.array(small[point], np.uint64))] + ([view(dealt[point])] if point in dealt else [])
+            messages[point] = self._say("deal", b"".join(parts), point)
         return messages
 
     def _dealing(self) -> dict[int, Vector]:
         """The vectors for those members whose values are not generated, this member among them."""
         generated = self._generated(self.point)
-        known = np.stack([self._dealt_stream(self.point, point).elements(self._length) for point in generated])
+        known = np.empty((self._t, self._length), np.uint64)
+        for row, point in zip(known, generated, strict=True):
+            self._dealt_stream(self.point, point).elements(self._length, out=row)
         others = [point for point in self._everyone if point not in generated]
         values = field.matmul(shamir.lagrange_matrix(generated, others), known, checked=False)
         return dict(zip(others, values, strict=True))
@@ -206,11 +217,11 @@ class DkgMember(KeyCeremony):
             words = self._elements(body, dealer, "deal")
             small[dealer] = [int(v) for v in words[:_SMALL]]
             if self.point in self._generated(dealer):
-                received[dealer - 1] = self._dealt_stream(dealer, self.point).elements(self._length)
+                self._dealt_stream(dealer, self.point).elements(self._length, out=received[dealer - 1])
             else:
                 received[dealer - 1] = words[_SMALL:]
         vandermonde = np.array([[pow(x, a, P) for x in self._everyone] for a in range(self._rows)], np.uint64)
-        self._r = field.matmul(vandermonde, received, checked=False).reshape(-1)[: self.terms.coordinates].copy()
+        self._r = field.matmul(vandermonde, received, checked=False).reshape(-1)[: self.terms.coordinates]
         self._take_small(small)
 
     def open(self, chosen: Sequence[int] | None = None) -> bytes:
@@ -232,13 +243,16 @@ class DkgMember(KeyCeremony):
         vector = field.mul(r, r, checked=False)
         field.scale(weight, vector, out=vector, checked=False)
         context = b"".join(x.to_bytes(8, "big") for x in chosen)
-        for other in chosen:
-            if other != self.point:
-                low, high = sorted((self.point, other))
-                pair = low.to_bytes(8, "big"), high.to_bytes(8, "big")
-                stream = Stream(self._pairs[other], "dkg square mask", *pair, context)
-                stream.add_to(vector, negate=self.point == high, checked=False)
-        return self._say("open", to_bytes(vector))
+        masks = []
+        for other in neighbours(chosen, self.point, self._t):
+            low, high = sorted((self.point, other))
+            pair = low.to_bytes(8, "big"), high.to_bytes(8, "big")
+            masks.append((Stream(self._pairs[other], "dkg square mask", *pair, context), self.point == high))
+        for part in field.chunks(vector.size, _PIECE):
+            piece = vector[part]  # stays in a cache while all masks are added to it
+            for stream, negate in masks:
+                stream.add_to(piece, part.start, negate=negate, checked=False)
+        return self._say("open", view(vector))
 
     # --- confirm, root: everybody sees the same squares, and commits to a share ---
 
@@ -275,7 +289,7 @@ class DkgMember(KeyCeremony):
                 "what was opened are not squares: a dealing or an opening was wrong; "
                 "discard this ceremony and start anew"
             ) from None
-        return self._commit_to(field.mul(r, roots, checked=False))
+        return self._commit_to(field.mul(r, roots, out=roots, checked=False))
 
     def _received(self) -> Vector:
         if self._r is None:

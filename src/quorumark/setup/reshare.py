@@ -132,7 +132,9 @@ class ReshareMember(Ceremony):
     def _dealing(self) -> dict[int, list[Vector]]:
         """The vectors for each member whose values are not generated, as `_parts` lists them; this one's among them."""
         generated = self._generated_old(self.point)
-        known = np.stack([self._dealt_stream(self.point, x, "old").elements(self._length) for x in generated])
+        known = np.empty((self._old_t, self._length), np.uint64)
+        for row, x in zip(known, generated, strict=True):
+            self._dealt_stream(self.point, x, "old").elements(self._length, out=row)
         places = [self._old_points[x] for x in generated]
         others = [x for x in self.dealers if x not in generated]
         targets = [0, *(self._old_points[x] for x in others)]
@@ -150,7 +152,7 @@ class ReshareMember(Ceremony):
         generated = self._generated_new(self.point)
         streams = [self._dealt_stream(self.point, x, purpose).elements(secret.size) for x in generated]
         others = [x for x in self._everyone if x not in generated]
-        matrix = np.array([shamir.lagrange_through_secret(generated, x) for x in others], np.uint64)
+        matrix = shamir.lagrange_matrix(generated, others, secret=True)
         values = field.matmul(matrix, np.stack([secret, *streams]), checked=False)
         return dict(zip(others, values, strict=True))
 
@@ -182,9 +184,9 @@ class ReshareMember(Ceremony):
                 "archive keys", x, self._generated_new(x), vectors[2], self._keys_size
             )
         vandermonde = np.array([[pow(x + 1, a, P) for x in range(count)] for a in range(self._rows)], np.uint64)
-        self._new_rho = field.matmul(vandermonde, new, checked=False).reshape(-1)[: self._size].copy()
+        self._new_rho = field.matmul(vandermonde, new, checked=False).reshape(-1)[: self._size]
         if self.deals_here:
-            self._old_rho = field.matmul(vandermonde, old, checked=False).reshape(-1)[: self._size].copy()
+            self._old_rho = field.matmul(vandermonde, old, checked=False).reshape(-1)[: self._size]
         self._key_shares = [keys[x] for x in sorted(keys)] if self._keys_size else []
         self._take_small(small)
 
