@@ -40,6 +40,7 @@ SETUP_KEYS = [
     "runs",
     "communication_seconds",
     "paper_seconds",
+    "paper_best_seconds",
     "paper_elements",
     "paper_communication_seconds",
 ]

@@ -51,6 +51,7 @@ class SetupRow(Row):
     runs: int  # the medians are of so many
     communication_seconds: float
     paper_seconds: float
+    paper_best_seconds: float  # the same with its matrices small enough to stay in a cache, which no real layer's are
     paper_elements: float  # what the paper's party sends and receives, over d
     paper_communication_seconds: float
 
@@ -66,10 +67,15 @@ def setup_row(
     threshold: int,
     times: Sequence[float],
     their_times: Sequence[float],
+    their_best: Sequence[float] | None = None,
+    few_best: int = 0,
     moved: int,
     paper_elements: float,
 ) -> SetupRow:
-    """The row for one party: `times` for `size` elements, `their_times` for `few`; `moved` is all its bytes."""
+    """The row for one party: `times` for `size` elements, `their_times` for `few`; `moved` is all its bytes.
+
+    `their_best`: for `few_best` elements, so few that the paper's matrices stay in a cache.
+    """
     seconds = statistics.median(times)
     paper_seconds = statistics.median(their_times) * size / few
     return SetupRow(
@@ -86,6 +92,7 @@ def setup_row(
         runs=len(times),
         communication_seconds=moved / GIGABIT,
         paper_seconds=paper_seconds,
+        paper_best_seconds=statistics.median(their_best) * size / few_best if their_best else paper_seconds,
         paper_elements=paper_elements,
         paper_communication_seconds=paper_elements * 8 * size / GIGABIT,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quorumark import field
 from quorumark.bench import SetupRow, setup_row
-from quorumark.bench.peers import PAPER_MODULUS, paper_sharing
+from quorumark.bench.peers import BEST_BYTES, LAYER_BYTES, PAPER_MODULUS, paper_elements, paper_sharing
 from quorumark.errors import MissingDependencyError
 from quorumark.home import Home
 from quorumark.identity import Identity
@@ -36,18 +36,19 @@ def rows(quick: bool = False) -> Iterator[SetupRow]:
     before = field.threads()
     try:
         field.set_threads(1)
-        list(_case(4, 2, 20_000, 100_000, 1))  # compiles
+        list(_case(4, 2, 20_000, 1 << 20, 1))  # compiles
         for members in CASES[:4] if quick else CASES:
-            size, work = (200_000, 4_000_000) if quick else (FULL_SIZE, 40_000_000)
-            yield from _case(members, members // 2, size, work, RUNS if members < 128 else LONG_RUNS)
+            size, layer = (200_000, LAYER_BYTES // 8) if quick else (FULL_SIZE, LAYER_BYTES)
+            yield from _case(members, members // 2, size, layer, RUNS if members < 128 else LONG_RUNS)
     finally:
         field.set_threads(before)
 
 
-def _case(count: int, threshold: int, wanted: int, peer_work: int, runs: int) -> Iterator[SetupRow]:
-    few = max(50, peer_work // (count * threshold))
+def _case(count: int, threshold: int, wanted: int, layer: int, runs: int) -> Iterator[SetupRow]:
+    few, few_best = paper_elements(count, layer), paper_elements(count, BEST_BYTES)
     paper_dealer, paper_member = _paper_dealer(few, threshold, count), _paper_member()
-    dealing, accepting, their_dealing, their_accepting = [], [], [], []
+    best = _paper_dealer(few_best, threshold, count)
+    dealing, accepting, their_dealing, their_best, their_accepting = [], [], [], [], []
     with tempfile.TemporaryDirectory(prefix="quorumark-bench-") as name:
         base = Path(name)
         size = _fitting(wanted, count, threshold, shutil.disk_usage(base).free)
@@ -59,6 +60,7 @@ def _case(count: int, threshold: int, wanted: int, peer_work: int, runs: int) ->
         for _ in range(runs):
             dealing.append(_seconds(lambda: deal(terms, folder)))
             their_dealing.append(_seconds(paper_dealer))
+            their_best.append(_seconds(best))
             record = (folder / "dealing.json").stat().st_size
             sealed = [(folder / f"share-{x}.sealed").stat().st_size for x in range(1, count + 1)]
             accepting.append(_seconds(lambda: accept(home, unlock, folder, terms)))
@@ -78,6 +80,8 @@ def _case(count: int, threshold: int, wanted: int, peer_work: int, runs: int) ->
         threshold=threshold,
         times=dealing,
         their_times=their_dealing,
+        their_best=their_best,
+        few_best=few_best,
         moved=sum(sealed) + count * record,
         paper_elements=count,  # a vector to each member
     )

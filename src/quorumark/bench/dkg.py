@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from quorumark import field
 from quorumark.bench import SetupRow, setup_row
-from quorumark.bench.peers import PAPER_MODULUS, paper_sharing
+from quorumark.bench.peers import BEST_BYTES, LAYER_BYTES, PAPER_MODULUS, paper_elements, paper_sharing
 from quorumark.errors import MissingDependencyError
 from quorumark.identity import Identity
 from quorumark.records import Member, Terms
@@ -30,12 +30,14 @@ def rows(quick: bool = False) -> Iterator[SetupRow]:
     try:
         field.set_threads(1)
         for members in CASES[:4] if quick else CASES:
-            yield _case(members, members // 2, 500_000 if quick else FULL_SIZE, 10_000_000 if quick else 40_000_000)
+            yield _case(
+                members, members // 2, 500_000 if quick else FULL_SIZE, LAYER_BYTES // 8 if quick else LAYER_BYTES
+            )
     finally:
         field.set_threads(before)
 
 
-def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
+def _case(count: int, threshold: int, size: int, layer: int) -> SetupRow:
     people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
     roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 1) for x, p in enumerate(people, 1))
     terms = Terms("bench", threshold, roster, "00" * 32, size, "00" * 32, created="2026-01-31T12:00:00Z")
@@ -48,9 +50,9 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
     total = field.mul(squares, squares, out=squares, checked=False).astype("<u8").tobytes()
     confirms = {m.point: m._say("confirm", m.squares_digest(total)) for m in members[1:]}
     roots = {m.point: m._say("root", os.urandom(32)) for m in members[1:]}
-    few = max(50, peer_work // (count * threshold))
-    peer = _paper_member(few, threshold, count)
-    times, their_times = [], []
+    few, few_best = paper_elements(count, layer), paper_elements(count, BEST_BYTES)
+    peer, best = _paper_member(few, threshold, count), _paper_member(few_best, threshold, count)
+    times, their_times, their_best = [], [], []
     for _ in range(5):
         mine = DkgMember(people[0], terms, seeds[0])
         mine.commit()
@@ -64,6 +66,7 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
         mine.echo(roots)
         times.append(time.perf_counter() - start)
         their_times.append(peer())
+        their_best.append(best())
     return setup_row(
         f"dealer-free setup ({count},{threshold})",
         "the paper's torch code",
@@ -74,6 +77,8 @@ def _case(count: int, threshold: int, size: int, peer_work: int) -> SetupRow:
         threshold=threshold,
         times=times,
         their_times=their_times,
+        their_best=their_best,
+        few_best=few_best,
         moved=sum(map(len, [*incoming.values(), *dealt.values(), opened, total])),
         paper_elements=2 * (count - 1),  # a vector to each other member, and one from each
     )

@@ -45,6 +45,17 @@ PAPER_MODULUS = 2**53 - 1  # composite: 6361 · 69431 · 20394401
 PAPER_COEFFICIENT_BITS = 8
 
 
+LAYER_BYTES = 1 << 26
+BEST_BYTES = 1 << 20
+"""The paper's code keeps a K×n matrix of int64 for a tensor of n weights: 75 MB to 2.4 GB for ResNet-18's largest ones
+and K = 4 to 128. 64 MiB stand for those; 1 MiB stays in a cache, where the same code runs several times faster."""
+
+
+def paper_elements(members: int, size: int) -> int:
+    """n for a matrix of so many bytes."""
+    return max(1, size // 8 // members)
+
+
 def paper_sharing(secrets: list[int], threshold: int, members: int) -> Callable[[], object] | None:
     """What the paper's public code does: Horner's rule on int64 tensors, modulus 2^53−1, coefficients of 8 bits."""
     try:

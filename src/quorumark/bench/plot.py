@@ -9,7 +9,7 @@ from typing import Any
 
 from quorumark.errors import InputError, MissingDependencyError
 
-_NEEDED = {"role", "members", "size", "seconds", "communication_seconds", "paper_seconds"}
+_NEEDED = {"role", "members", "size", "seconds", "communication_seconds", "paper_seconds", "paper_best_seconds"}
 # Okabe and Ito's palette, which colour-blind readers tell apart; line and marker differ as well
 _VERMILION, _BLUE, _GREEN = "#D55E00", "#0072B2", "#009E73"
 
@@ -44,6 +44,14 @@ def draw(dkg: Path, dealer: Path, target: Path) -> None:
                 # per element: a row that was measured on fewer elements stands for the full vector
                 values = [row[prefix + key] * size / row["size"] for row in rows]
                 axes.plot(at, values, label=label, linewidth=1.6, markersize=4.5, **look)
+            if key == "seconds":
+                at = [row["members"] for row in free]
+                low, high = ([row[f"paper_{s}seconds"] * size / row["size"] for row in free] for s in ("best_", ""))
+                axes.fill_between(at, low, high, color=_VERMILION, alpha=0.15, linewidth=0)
+                axes.annotate(
+                    "its best case,\nall in a cache", (at[-2], low[-2]), (0, -4), textcoords="offset points",
+                    color=_VERMILION, fontsize=7, ha="left", va="top",
+                )  # fmt: skip
             ticks = sorted({row["members"] for row in free})
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
