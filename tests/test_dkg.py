@@ -295,7 +295,7 @@ def test_the_health_check_names_a_faulty_member() -> None:
     _share(faulty)[7] = (int(_share(faulty)[7]) + 1) % P
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
-    with pytest.raises(CeremonyError, match=r"do not lie on one polynomial: 'Elm' must be wrong"):
+    with pytest.raises(CeremonyError, match=r"do not lie on one polynomial: what 'Elm' holds must be wrong"):
         run.members[0].finish(run.messages["health"])
 
 

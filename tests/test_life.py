@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from quorumark.identity import verify_chain
 from quorumark.keystore import Unlock
 from quorumark.merkle import root_from
 from quorumark.records import Manifest
+from quorumark.setup.check import CheckMember
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from tests.ceremony import NAMES
 from tests.test_ceremony_cli import Consortium
@@ -102,11 +104,20 @@ def test_years_of_a_consortium(tmp_path: Path) -> None:
     terms = reshared(group, "later", *changes)
     homes = [group.homes[0], *group.homes[2:], hazel, iris]
     command = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "reshare")]
-    assert "a member who holds a share must go first" in group.run(
-        *command, *group.secrets(hazel), fails=QuorumarkError
-    )
+    assert "give it with --from" in group.run(*command, *group.secrets(hazel), fails=QuorumarkError)
+    told = ["--from", manifest.digest().hex()]
+    assert "must go first" in group.run(*command, *told, *group.secrets(hazel), fails=QuorumarkError)
     assert "not a member" in group.run(*command, *group.secrets(group.homes[1]), fails=QuorumarkError)
-    outputs = together(group, homes, *command)
+    said = group.run(*command, *group.secrets(group.homes[0]))
+    assert "threshold 3 → 4" in said
+    assert "the keys of Birch no longer count" in said
+    wrong = ["--from", first.digest().hex()]
+    assert "begun from the manifest" in group.run(*command, *wrong, *group.secrets(hazel), fails=QuorumarkError)
+    for _ in range(14):
+        outputs = [group.run(*command, *group.secrets(home)) for home in homes[:4]]
+        outputs += [group.run(*command, *told, *group.secrets(home)) for home in (hazel, iris)]
+        if not any("waiting for" in output for output in outputs):
+            break
     assert all("epoch 4" in output for output in outputs)
     chains = [place(home).chain() for home in homes]
     assert {tuple(m.digest() for m in chain) for chain in chains} == {tuple(m.digest() for m in chains[0])}
@@ -123,9 +134,8 @@ def test_years_of_a_consortium(tmp_path: Path) -> None:
     # nothing old is left, except the archive of those who were there at first
     for home in homes:
         names = {p.name for p in place(home).path.iterdir()}
-        assert names == {".lock", "terms.json", "manifest.json", "history", "share-4.sealed"} | (
-            set() if home in (hazel, iris) else {"archive.bin"}
-        )
+        always = {".lock", "terms.json", "manifest.json", "history", "share-4.sealed", "signed.json", "finished.json"}
+        assert names == always | (set() if home in (hazel, iris) else {"archive.bin"})
     # Birch's last share, or a genesis share that somebody kept, adds nothing to three new ones
     new = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[:2800] for x in (1, 2, 3)}
     for extra in (birch[:2800], kept):
@@ -200,7 +210,7 @@ def test_a_refreshed_share_can_be_recovered_and_restored_backups_catch_up(tmp_pa
     folder = str(tmp_path / "recovery")
     recover = ["share", "recover", "--folder", folder, *group.secrets(restored)]
     group.run(*recover, "--helpers", "1,2,5")
-    for i in (0, 1, 4):
+    for i in (0, 1, 4, 0, 1):
         group.run("share", "help", "--folder", folder, *group.secrets(group.homes[i]))
     assert "recovered" in group.run(*recover)
     assert not (place(restored).path / "share-0.sealed").exists()
@@ -300,9 +310,14 @@ def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
     terms = reshared(group, "replaced", "--replace", f"5={elm}/member.json")
     sign = ["consortium", "sign", "--terms", str(terms), "--folder", str(tmp_path / "signatures")]
     homes = [*group.homes[:4], elm]
-    outputs = together(group, homes, *sign)
-    assert "share recover" in outputs[4]
-    assert "not a member" in group.run(*sign, *group.secrets(thief), fails=QuorumarkError)
+    told = ["--from", group.manifests()[0].digest().hex()]
+    assert "give it with --from" in group.run(*sign, *group.secrets(elm), fails=QuorumarkError)
+    for home in homes[:4]:
+        group.run(*sign, *group.secrets(home))
+    assert "share recover" in group.run(*sign, *told, *group.secrets(elm))
+    assert all("in force" in group.run(*sign, *group.secrets(home)) for home in homes)
+    said = group.run(*sign, *group.secrets(thief), fails=QuorumarkError)
+    assert "not a member" in said or "--from" in said
     folder = str(tmp_path / "recovery")
     group.run("share", "recover", "--folder", folder, *group.secrets(elm), "--helpers", "1,2,3")
     # the thief asks too, with the old keys: nobody answers
@@ -314,7 +329,7 @@ def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
         "share", "help", "--folder", str(tmp_path / "thief"), *group.secrets(homes[0]), fails=QuorumarkError
     )
     assert "belongs elsewhere" in said
-    for home in homes[:3]:
+    for home in [*homes[:3], *homes[:2]]:
         group.run("share", "help", "--folder", folder, *group.secrets(home))
     assert "recovered" in group.run("share", "recover", "--folder", folder, *group.secrets(elm))
     together(group, homes, "share", "refresh", "--folder", str(tmp_path / "one"))
@@ -324,6 +339,221 @@ def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
     assert (group.key((0, 1, 4)) == key).all()
     mixed = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[:280] for x in (1, 2)}
     assert not (field.to_signed(shamir.reconstruct({**mixed, 5: stolen}, 3)) == key).any()
+
+
+def test_nobody_signs_two_successors_of_one_manifest(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    one, two = reshared(group, "one", "--examples", "1=500"), reshared(group, "two", "--examples", "1=600")
+    sign = ["consortium", "sign", "--folder", str(tmp_path / "signatures"), *group.secrets(group.homes[0])]
+    group.run(*sign, "--terms", str(one))
+    assert "signed another successor" in group.run(*sign, "--terms", str(two), fails=QuorumarkError)
+    # nor a resharing after an amendment that is not in force; nor is what was signed lost with a backup
+    steps = ["share", "refresh", "--folder", str(tmp_path / "refresh")]
+    for _ in range(9):
+        for home in group.homes[1:]:
+            group.run(*steps, *group.secrets(home))
+        result = CliRunner().invoke(app, [*steps, *group.secrets(group.homes[0])])
+        if result.exit_code:
+            break
+    assert "signed another successor" in str(result.exception)
+    group.run("member", "backup", str(tmp_path / "b.tar"), "--home", str(group.homes[0]))
+    restored = tmp_path / "restored"
+    group.run("member", "restore", str(tmp_path / "b.tar"), "--home", str(restored))
+    assert place(restored).has_signed(group.manifests()[0].digest().hex())
+    # what cannot come into force any more can be forgotten, said loudly
+    discard = ["setup", "discard", "--home", str(group.homes[0])]
+    assert "has signed already" in group.run(*discard, fails=QuorumarkError)
+    group.run(*discard, "--although-signed")
+    assert not place(group.homes[0]).has_signed(group.manifests()[0].digest().hex())
+
+
+def test_a_ceremony_under_way_is_not_lost_to_other_commands(tmp_path: Path) -> None:
+    """Neither setup, nor an update, nor a file in the folder makes a member forget a refresh that it is in."""
+    group = Consortium(tmp_path)
+    group.finish()
+    key = group.key()
+    folder = tmp_path / "refresh"
+    steps = ["share", "refresh", "--folder", str(folder)]
+    # all have signed; the first has gone on, the others not yet
+    for home in [home for _ in range(9) for home in group.homes]:
+        group.run(*steps, *group.secrets(home))
+        if place(home).manifest().epoch == 1:
+            break
+    late = [home for home in group.homes if place(home).manifest().epoch == 0]
+    assert late
+    assert all((place(home).path / "share-0.sealed").exists() for home in group.homes)  # nobody erased anything yet
+    cedar = late[-1]
+    assert place(cedar).ceremony_path.exists()
+    group.run("setup", "dkg", "--terms", str(group.terms), "--folder", str(group.folder), *group.secrets(cedar))
+    assert place(cedar).ceremony_path.exists()
+    update = ["consortium", "update", "--manifest", str(place(home).manifest_path), "--home", str(cedar)]
+    assert "under way" in group.run(*update, fails=QuorumarkError)
+    assert "has signed already" in group.run("setup", "discard", "--home", str(cedar), fails=QuorumarkError)
+    current = (folder / "chain" / "current").read_text()
+    (folder / "chain" / "current").write_text("ab" * 32)
+    CliRunner().invoke(app, [*steps, *group.secrets(cedar)])
+    assert place(cedar).ceremony_path.exists() or place(cedar).manifest().epoch == 1
+    (folder / "chain" / "current").write_text(current)
+    together(group, group.homes, *steps)
+    for path in tmp_path.glob("handed-*"):
+        path.unlink()
+    (tmp_path / "key-0-1-2.npy").unlink()
+    assert (group.key() == key).all()
+    for home in group.homes:
+        assert [p.name for p in place(home).path.glob("share-*")] == ["share-1.sealed"]
+        assert not place(home).ceremony_path.exists()
+
+
+def test_commitments_are_fixed_before_anything_is_revealed(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    for index in (0, 1, 2, 0):
+        group.step(index)
+    assert (group.folder / "2-reveal" / "1.msg").exists()
+    # Cedar has seen Avon's reveal, and now wants another nonce
+    place(group.homes[2]).ceremony_path.unlink()
+    for step in ("1-commit", "2-reveal"):
+        (group.folder / step / "3.msg").unlink(missing_ok=True)
+    group.step(2)
+    arguments = ["setup", "dkg", "--terms", str(group.terms), "--folder", str(group.folder)]
+    said = group.run(*arguments, *group.secrets(group.homes[0]), fails=QuorumarkError)
+    assert "'Cedar' says something else for step 'dkg/commit'" in said
+
+
+def test_a_member_comes_back(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    group.finish()
+    key, elm = group.key(), group.homes[4]
+    terms = reshared(group, "without", "--remove", "5")
+    leave = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "leave")]
+    together(group, group.homes[:4], *leave)
+    now = place(group.homes[0]).manifest()
+    terms = reshared(group, "again", "--add", f"{elm}/member.json")
+    back = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "back")]
+    told = ["--from", now.digest().hex()]
+    for _ in range(14):
+        outputs = [group.run(*back, *group.secrets(home)) for home in group.homes[:4]]
+        outputs.append(group.run(*back, *told, *group.secrets(elm)))
+        if not any("waiting for" in output for output in outputs):
+            break
+    assert place(elm).manifest().epoch == 2
+    assert len(place(elm).chain()) == 3
+    for path in tmp_path.glob("handed-*"):
+        path.unlink()
+    assert (group.key((4, 0, 1)) == key).all()
+
+
+def test_two_consortia_of_one_model_do_not_mix(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    hazel = newcomer(group, 7)
+    # Hazel is in a pilot with the same public model
+    cards = [item for home in (hazel, *group.homes[1:]) for item in ("--member", f"{home}/member.json")]
+    group.run(
+        "consortium", "create", "--name", "pilot", "--threshold", "2", *cards,
+        "--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "pilot"),
+    )  # fmt: skip
+    pilot = [
+        "setup",
+        "dkg",
+        "--terms",
+        str(tmp_path / "pilot/terms.json"),
+        "--folder",
+        str(tmp_path / "pilot-exchange"),
+    ]
+    together(group, [hazel, *group.homes[1:]], *pilot)
+    terms = tmp_path / "later.json"
+    add = ["--add", f"{hazel}/member.json", "--out", str(terms), "--home", str(group.homes[0])]
+    group.run("consortium", "amend", *add)
+    told = ["--from", place(group.homes[0]).manifest().digest().hex()]
+    command = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "reshare")]
+    assert "--from" in group.run(*command, *group.secrets(hazel), fails=QuorumarkError)
+    assert not (tmp_path / "reshare").exists()  # and nothing of the pilot was written there
+    for _ in range(14):
+        outputs = [group.run(*command, *group.secrets(home)) for home in group.homes]
+        outputs.append(group.run(*command, *told, *group.secrets(hazel)))
+        if not any("waiting for" in output for output in outputs):
+            break
+    assert len(Home(hazel).consortia()) == 2
+    assert "finished" in outputs[-1]
+
+
+def test_forged_histories_are_refused(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    refresh(group, "one")
+    where = place(group.homes[0])
+    (old,) = (where.path / "history").iterdir()
+    good = old.read_bytes()
+    forged = Manifest.from_bytes(good)
+    old.write_bytes(forged.with_signature(2, bytes(64)).to_bytes())
+    check = ["consortium", "check", str(where.manifest_path)]
+    assert "signature of Birch does not hold" in group.run(*check, fails=QuorumarkError)
+    assert "signature of Birch" in group.run("share", "verify", *group.secrets(group.homes[0]), fails=QuorumarkError)
+    old.write_bytes(where.manifest_path.read_bytes())
+    assert "not the manifest that its successor names" in group.run(*check, fails=QuorumarkError)
+    old.unlink()
+    assert "no such file" in group.run(*check, fails=QuorumarkError)
+    old.write_bytes(good)
+    group.run(*check)
+
+
+def test_a_wrong_share_never_enters_a_ceremony(tmp_path: Path) -> None:
+    """A share that is not what its root commits to, or another member's, is refused before anything is said."""
+    group = dealt(tmp_path, count=5)
+    home = group.homes[3]
+    good = place(home).share_path().read_bytes()
+    share = place(home).share(unlock(home))
+    values = share.vector()
+    values[5] = (int(values[5]) + 1) % field.P
+    with ShareWriter(
+        place(home).share_path(), unlock(home), _dense(share.info), share.salt, share.others_salts
+    ) as file:
+        file.write(values)
+    for command in (["setup", "check"], ["share", "refresh"]):
+        arguments = [*command, "--folder", str(tmp_path / command[1]), *group.secrets(home)]
+        assert "is not the share that the manifest's root commits to" in group.run(*arguments, fails=QuorumarkError)
+        assert not list((tmp_path / command[1]).rglob("*.msg"))
+    other = place(group.homes[0]).share(unlock(group.homes[0]))
+    other.copy_to(place(home).share_path(), unlock(home))
+    assert "the share of another member" in group.run("share", "verify", *group.secrets(home), fails=QuorumarkError)
+    place(home).share_path().write_bytes(good)
+    group.run("share", "verify", *group.secrets(home))
+
+
+def test_a_check_opens_nothing(tmp_path: Path) -> None:
+    """Without masks Σ ρ_j·τ_j would be open."""
+    group = dealt(tmp_path)
+    manifest = group.manifests()[0]
+    members = []
+    for home in group.homes:
+        identity = Home(home).identity(unlock(home))
+        members.append(CheckMember(identity, manifest, place(home).share(unlock(home)), os.urandom(32)))
+    commits = {m.point: m.commit() for m in members}
+    reveals = {m.point: m.reveal(commits) for m in members}
+    deals = {m.point: m.deal(reveals) for m in members}
+    for m in members:
+        m.echo({x: deals[x][m.point] for x in deals if x != m.point})
+    seen = members[0]._seen_roots
+    for i, label in enumerate(("degree", "square")):
+        bare = {m.point: m._combined(seen, label, m._share.pieces(), squares=bool(i))[0] for m in members}
+        answers = {m.point: int(m._answer[i]) for m in members}
+        masks = {x: (answers[x] - bare[x]) % field.P for x in bare}
+        assert len(set(masks.values())) == 5
+        assert 0 not in masks.values()
+        value = shamir.decode(answers, 5 if i else 3).value
+        assert (value == shamir.decode(bare, 5 if i else 3).value) == bool(i)  # squares open to what is public anyway
+
+
+def test_leaf_keys_belong_to_one_leaf() -> None:
+    """The same elements are another key for another leaf and another archive."""
+    from quorumark.archive import _cipher
+
+    key = np.array([1, 2, 3], np.uint64)
+    made = {
+        _cipher(key, header, index).encrypt(bytes(12), b"x" * 32, None) for header in (b"a", b"b") for index in (0, 1)
+    }
+    assert len(made) == 4
 
 
 # --- health -----------------------------------------------------------------------------------------------
@@ -385,7 +615,7 @@ def test_a_dealers_shares_are_checked_against_each_other(tmp_path: Path, key: st
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
     assert "use a new, empty folder" in group.run(*again, fails=QuorumarkError)
-    with pytest.raises(AssertionError, match="'Delta' must be wrong"):
+    with pytest.raises(AssertionError, match="what 'Delta' holds must be wrong"):
         together(group, group.homes, *check, str(tmp_path / "second"))
     group.run("setup", "discard", "--home", str(group.homes[0]))
 
@@ -470,4 +700,5 @@ def test_share_files_of_later_epochs_are_found(tmp_path: Path) -> None:
     names = {p.relative_to(place(restored).path).as_posix() for p in place(restored).path.rglob("*") if p.is_file()}
     old = place(group.homes[0]).manifest().predecessor
     assert old is not None
-    assert names == {"terms.json", "manifest.json", "share-1.sealed", "archive.bin", f"history/{old[:16]}.json"}
+    kept = {"terms.json", "manifest.json", "share-1.sealed", "archive.bin", "signed.json", f"history/{old[:16]}.json"}
+    assert names == kept

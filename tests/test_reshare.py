@@ -17,7 +17,7 @@ from quorumark.errors import CeremonyError, MessageError, RecordError, Signature
 from quorumark.field import P, Vector
 from quorumark.identity import Identity, verify_chain
 from quorumark.merkle import SALT_ELEMENTS, salt_seed
-from quorumark.records import ARCHIVE_KEY, Manifest, Terms, check_follows
+from quorumark.records import ARCHIVE_KEY, Genesis, Manifest, Terms, check_follows
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.reshare import ReshareMember
 from quorumark.shares import share_root
@@ -301,7 +301,7 @@ def test_a_wrong_difference_is_named_before_anything_hangs_on_it() -> None:
         np.frombuffer(again.members[3]._own_difference, "<u8").astype(np.uint64), np.full(500, 1, np.uint64)
     )
     again.messages["difference"][4] = _say(again.members[3], "difference", wrong)
-    with pytest.raises(CeremonyError, match="'Delta' must be wrong"):
+    with pytest.raises(CeremonyError, match="what 'Delta' holds must be wrong"):
         again.members[0].root(again.messages["difference"])
 
 
@@ -341,7 +341,7 @@ def test_a_member_who_computes_a_wrong_new_share_is_named() -> None:
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences()
     faulty = again.members[4]
     faulty._new_rho = field.add(faulty._new_rho, np.full(500, 1, np.uint64))
-    with pytest.raises(CeremonyError, match="of the key do not fit together: 'Elm' must be wrong"):
+    with pytest.raises(CeremonyError, match="of the key do not fit together: what 'Elm' holds must be wrong"):
         again.rooted().healthy()
 
 
@@ -350,7 +350,7 @@ def test_a_member_with_wrong_archive_keys_is_named() -> None:
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences()
     faulty = again.members[4]
     faulty._key_shares[0] = field.add(faulty._key_shares[0], np.full(ARCHIVE_KEY, 1, np.uint64))
-    with pytest.raises(CeremonyError, match="archives' keys do not fit together: 'Elm' must be wrong"):
+    with pytest.raises(CeremonyError, match="archives' keys do not fit together: what 'Elm' holds must be wrong"):
         again.rooted().healthy()
 
 
@@ -396,6 +396,107 @@ def test_two_resharings_from_one_manifest_share_no_randomness() -> None:
     assert all((a != b).any() for a, b in zip(seen[0][:-1], seen[1][:-1], strict=True))
 
 
+def test_a_member_cannot_plant_a_key_that_it_knows() -> None:
+    """Three stay of a threshold of three: one who shifts its difference, and its old answer with it, moves everybody to
+    the key τ + v. What comes out are no signs."""
+    run, chain, shares = founded(5, 3, 400)
+    people = [*run.people, newcomer(), newcomer(8)]
+    terms = propose(run.terms, removed=[4, 5], added=[(people[5].card(), 5), (people[6].card(), 5)])
+    liar_share = field.add(shares[1], np.full(400, 9, np.uint64))
+    moved = Reshare(chain, terms, people, {**shares, 1: liar_share})
+    assert len(moved.members[0].dealers) == 3
+    with pytest.raises(CeremonyError, match="do not hold a key any more"):
+        moved.until_dealt().received().differences().rooted().healthy()
+    assert moved.members[0].unchecked == ""
+    # where squares cannot be checked, the members are told what nobody would notice
+    four = propose(run.terms, removed=[4, 5], added=[(people[5].card(), 5)])
+    assert (
+        "1 who lie could change the key unnoticed"
+        in ReshareMember(run.people[0], chain, four, bytes(32), shares[1]).unchecked
+    )
+
+
+def test_every_stream_of_every_session_is_another() -> None:
+    """Dealer, recipient, purpose and session: what two of them shared would be known to one who should not know it."""
+    run, chain, shares = founded(4, 2, 60)
+    seen: dict[tuple[int, ...], tuple[object, ...]] = {}
+    for session in range(2):
+        again = Reshare(chain, run.terms, run.people, shares)
+        for i, person in enumerate(run.people):  # the same seeds twice: only the session differs, by one member's nonce
+            seed = bytes([i + 1] * 32) if i else os.urandom(32)
+            again.members[i] = ReshareMember(person, chain, run.terms, seed, shares[i + 1])
+        again.until_dealt()
+        for m in again.members:
+            for other in range(1, 5):
+                for purpose in ("old", "new", "archive keys"):
+                    first = tuple(int(v) for v in m._dealt_stream(m.point, other, purpose).elements(3))
+                    assert first not in seen, (m.point, other, purpose, session, seen.get(first))
+                    seen[first] = (m.point, other, purpose, session)
+    # and what is dealt comes from exactly these streams
+    dealer = again.members[0]
+    purposes: list[str] = []
+    honest = dealer._dealt_stream
+    dealer._dealt_stream = lambda *a: purposes.append(a[2]) or honest(*a)  # type: ignore[method-assign,func-returns-value]
+    dealer._dealing()
+    assert sorted(set(purposes)) == ["archive keys", "new", "old"]
+    assert purposes.count("old") == 2
+    assert purposes.count("new") == purposes.count("archive keys") == 1
+
+
+def test_no_answer_of_a_resharing_is_bare() -> None:
+    run, chain, shares = founded(5, 3, 50)
+    again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences().rooted()
+    again.each("echo", lambda m: m.echo(again.messages["root"]))
+    for m in again.members:
+        share, seen = _share(m), m._seen_roots
+        bare = [
+            m._combined(seen, "key", [share[:50]])[0],
+            m._combined(seen, "archive keys", [share[50:]])[0],
+            m._combined(seen, "square", [share[:50]], squares=True)[0],
+            m._combined(seen, "key", [shares[m.point]])[0],
+        ]
+        assert len(m._answer) == 4
+        assert not set(bare) & {int(v) for v in m._answer}
+    # all masks are fresh sharings of their degree: random, none of them of degree 0
+    for i, degree in ((0, 2), (1, 2), (2, 4), (3, 2)):
+        masks = {m.point: m._masks[i] for m in again.members}
+        assert shamir.decode(masks, degree + 1).wrong == ()
+        assert len(set(masks.values())) == 5
+    assert shamir.decode({m.point: m._masks[2] for m in again.members}, 5).value == 0
+    salts = {m.point: int(m.others_salts[0][0]) for m in again.members}
+    assert len(set(salts.values())) == 5
+
+
+def test_who_does_not_keep_to_its_word_is_named() -> None:
+    run, chain, shares = founded(5, 3, 50)
+    again = Reshare(chain, run.terms, run.people, shares)
+    again.each("commit", lambda m: m.commit())
+    again.each("reveal", lambda m: m.reveal(again.messages["commit"]))
+    other = ReshareMember(run.people[1], chain, run.terms, os.urandom(32), shares[2])
+    other.commit()
+    changed = {**again.messages["reveal"], 2: other.reveal(again.messages["commit"])}
+    with pytest.raises(MessageError, match="'Birch' reveals something else than it committed to"):
+        again.members[0].deal(changed)
+    again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences().rooted()
+    false_root = {
+        **again.messages["root"],
+        3: again.members[2]._say("root", bytes(32) + again.members[2]._seen_differences),
+    }
+    again.messages["echo"] = {
+        m.point: m.echo(false_root if m.point == 5 else again.messages["root"]) for m in again.members
+    }
+    with pytest.raises(CeremonyError, match="'Elm' saw other roots"):
+        again.members[0].health(again.messages["echo"])
+    again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences().rooted()
+    again.each("echo", lambda m: m.echo(again.messages["root"]))
+    again.each("health", lambda m: m.health(again.messages["echo"]))
+    liar = again.members[3]
+    liar._answer = field.add(liar._answer, np.ones(4, np.uint64))
+    again.messages["health"][4] = liar.health(again.messages["echo"])
+    with pytest.raises(MessageError, match="'Delta' answers something else than it committed to"):
+        again.members[0].finish(again.messages["health"])
+
+
 # --- chains -----------------------------------------------------------------------------------------------
 
 
@@ -428,6 +529,64 @@ def test_successors_that_are_not_allowed() -> None:
     traded = replace(good.terms, roster=(replace(b, point=1), replace(a, point=2), *others))
     with pytest.raises(RecordError, match="at their points"):
         check_follows(replace(good, terms=traded), first)
+
+
+def _signed(manifest: Manifest, people: Sequence[Identity]) -> Manifest:
+    for person in people:
+        point = manifest.terms.point_of(person.ed25519)
+        manifest = manifest.with_signature(point, person.sign("manifest", manifest.sign_bytes()))
+    return manifest
+
+
+def test_every_rule_of_a_successor_is_checked() -> None:
+    run, chain, shares = founded(7, 3, 300)
+    first, terms = chain[0], run.terms
+    # more than half must stay, not only t: 3 of 7 are not enough
+    strangers = [newcomer(i) for i in (7, 8)] + [Identity.generate(f"new {i}") for i in range(2)]
+    with pytest.raises(RecordError, match="at least 4 members with their keys, but keeps 3"):
+        propose(terms, removed=[1, 2, 3, 4], added=[(p.card(), 1) for p in strangers])
+    # who keeps one of its two keys has not stayed: 3 + one with another x25519 are not enough either
+    half = replace(terms.roster[0], x25519=strangers[0].x25519)
+    rest = [
+        replace(m, ed25519=p.ed25519, x25519=p.x25519) for m, p in zip(terms.roster[1:4], strangers[1:], strict=True)
+    ]
+    from quorumark.records import check_terms_follow
+
+    with pytest.raises(RecordError, match="keeps 3"):
+        check_terms_follow(replace(terms, roster=(half, *rest, *terms.roster[4:])), terms)
+    after = Reshare(chain, terms, run.people, shares).whole()[-1]
+    check_follows(after, first)
+    with pytest.raises(RecordError, match="new shares for everybody"):
+        check_follows(replace(after, roots=(first.roots[0], *after.roots[1:])), first)
+    later = replace(after, epoch=2, predecessor=after.digest().hex(), roots=tuple(f"{i:02x}" * 32 for i in range(7)))
+    check_follows(later, after)
+    with pytest.raises(RecordError, match="archives must not change"):
+        check_follows(replace(later, archived=(1, 2, 3)), after)
+    # every link's signatures count, those in the middle too
+    middle = replace(after, signatures={**after.signatures, 2: after.signatures[1]})
+    good = _signed(later, run.people)
+    verify_chain([first, after, good])
+    with pytest.raises(SignatureError, match="Birch"):
+        verify_chain([first, middle, good])
+
+
+def test_a_dealers_commitment_does_not_change() -> None:
+    people = [Identity.generate(name) for name in NAMES[:3]]
+    from tests.ceremony import make_terms
+
+    terms = make_terms(people, 2, 300, setup="dealer")
+    roots = tuple(f"{i:02x}" * 32 for i in range(3))
+    session = "ab" * 32
+    genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, session, roots)
+    first = Manifest(terms, genesis, roots, commitment={"hash": "11" * 32, "nonce": "22" * 32})
+    good = successor(first, propose(terms, examples={1: 7}))
+    check_follows(good, first)
+    with pytest.raises(RecordError, match="commitment must not change"):
+        check_follows(replace(good, commitment={"hash": "33" * 32, "nonce": "22" * 32}), first)
+    rubbish: list[Any] = [[], "text", 5]
+    for commitment in rubbish:
+        with pytest.raises(RecordError, match="commitment"):
+            replace(first, commitment=commitment)
 
 
 def test_a_chain_needs_every_link_and_every_signature() -> None:

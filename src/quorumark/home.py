@@ -4,6 +4,8 @@
     HOME/identity.sealed                 the private keys
     HOME/consortia/ID/terms.json         ID: the first 16 digits of the first terms' digest
     HOME/consortia/ID/ceremony.sealed    while a ceremony runs
+    HOME/consortia/ID/finished.json      which ceremony this member finished last, and what it showed
+    HOME/consortia/ID/signed.json        which successor of which manifest this member signed: never two of one
     HOME/consortia/ID/manifest.json      the current one, once setup is finished
     HOME/consortia/ID/history/….json     the manifests before it, by the first 16 digits of their digests
     HOME/consortia/ID/share-EPOCH.sealed
@@ -21,25 +23,28 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from quorumark.errors import KeystoreError, RecordError
+from quorumark.errors import CeremonyError, KeystoreError, RecordError
 from quorumark.identity import Identity, verify_chain
 from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed, write_shared
-from quorumark.records import Card, Manifest, Terms
+from quorumark.records import Card, Manifest, Terms, canonical, parse
 from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = ["ConsortiumFolder", "Home", "follow_back", "history_name"]
 
 _LARGEST_RECORD = 1 << 26
+_SIGNED = "quorumark-signed/v1"
 # what a home consists of, and all that a backup may hold
 _KEPT = re.compile(
     r"member\.json|identity\.sealed|consortia/[0-9a-f]{16}/"
-    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|share-[0-9]{1,9}\.sealed|archive\.bin)"
+    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|signed\.json|share-[0-9]{1,9}\.sealed|archive\.bin)"
 )
 
 
 def read_file(path: Path, what: str) -> bytes:
     """A small public file."""
     try:
+        if not path.is_file():
+            raise RecordError(f"cannot read {what} from {str(path)!r}: there is no such file")
         if path.stat().st_size > _LARGEST_RECORD:
             raise RecordError(f"{str(path)!r} is too large to be {what}")
         return path.read_bytes()
@@ -90,18 +95,11 @@ class Home:
         """The consortium by the start of its id, or the only one there is."""
         found = [c for c in self.consortia() if which is None or c.path.name.startswith(which)]
         if len(found) != 1:
-            known = ", ".join(c.path.name for c in self.consortia()) or "none"
+            known = ", ".join(c.path.name for c in self.consortia())
+            if not known:
+                raise RecordError(f"{str(self.path)!r} holds no consortium yet")
             raise RecordError(f"name one consortium of {str(self.path)!r} by its id (there: {known})")
         return found[0]
-
-    def place_of(self, anchor: str, layout: str, which: str | None = None) -> ConsortiumFolder | None:
-        """The consortium that terms belong to, by its model and anchor; None for one that is new here."""
-        if which is not None:
-            return self.only_consortium(which)
-        found = [c for c in self.consortia() if (c.terms().anchor, c.terms().layout) == (anchor, layout)]
-        if len(found) > 1:
-            raise RecordError(f"several consortia of {str(self.path)!r} have this model: name one by its id")
-        return found[0] if found else None
 
     # --- backup ---
 
@@ -112,7 +110,10 @@ class Home:
         """All of it in one tar file. Secrets stay sealed as they are; how many files went in."""
         buffer = io.BytesIO()
         # not a running ceremony's state: brought back later, it could open the same dealings a second time
-        names = sorted(p for p in self.path.rglob("*") if not p.is_symlink() and _KEPT.fullmatch(self._relative(p)))
+        found = [p for p in self.path.rglob("*") if not p.is_symlink() and _KEPT.fullmatch(self._relative(p))]
+        # nor a share of another epoch than the one in force
+        current = {place.share_path() for place in self.consortia()}
+        names = sorted(p for p in found if not p.name.startswith("share-") or p in current)
         if not names:
             raise KeystoreError(f"there is nothing to back up in {str(self.path)!r}")
         with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -186,10 +187,49 @@ class ConsortiumFolder:
         for manifest in chain[:-1]:
             write_shared(self.path / "history" / history_name(manifest.digest().hex()), manifest.to_bytes())
         write_private(self.manifest_path, chain[-1].to_bytes())
-        self.tidy()
+
+    def remember_signed(self, predecessor: str, successor: str) -> None:
+        """Before a signature leaves: of each manifest (or of the first terms) this member signs one successor."""
+        signed = self._signed()
+        if signed.get(predecessor, successor) != successor:
+            raise CeremonyError(
+                "this member has signed another successor of the same manifest; if that one never came into force, and "
+                "never can, run: quorumark setup discard --although-signed"
+            )
+        if predecessor not in signed:
+            write_private(
+                self._signed_path, canonical({"format": _SIGNED, "signed": {**signed, predecessor: successor}})
+            )
+
+    def has_signed(self, predecessor: str) -> bool:
+        return predecessor in self._signed()
+
+    def forget_signed(self, predecessor: str) -> None:
+        left = {before: after for before, after in self._signed().items() if before != predecessor}
+        write_private(self._signed_path, canonical({"format": _SIGNED, "signed": left}))
+
+    @property
+    def _signed_path(self) -> Path:
+        return self.path / "signed.json"
+
+    def _signed(self) -> dict[str, str]:
+        if not self._signed_path.exists():
+            return {}
+        signed = parse(read_file(self._signed_path, "what was signed"), _SIGNED, "what was signed").get("signed")
+        if not isinstance(signed, dict) or not all(isinstance(v, str) for v in signed.values()):
+            raise RecordError(f"{str(self._signed_path)!r} is damaged")
+        return signed
+
+    def check_idle(self) -> None:
+        """No ceremony may be under way where the manifest is to change."""
+        if self.ceremony_path.exists():
+            raise CeremonyError("a ceremony of this consortium is under way here: finish it or discard it first")
 
     def tidy(self) -> None:
-        """Removes shares of other epochs than the current one: t kept copies of an old one still give the key."""
+        """Removes shares of other epochs than the current one: t kept copies of an old one still give the key.
+
+        Only once the current one was checked, and all members are known to have theirs.
+        """
         keep = self.share_path()
         for path in self.path.glob("share-*.sealed"):
             if path != keep and keep.exists():
@@ -204,6 +244,9 @@ class ConsortiumFolder:
         path = str(self.share_path(manifest.epoch))
         if share.info != ShareInfo.under(manifest, share.info.point, share.info.block):
             raise KeystoreError(f"{path!r} belongs to another consortium or epoch than the manifest")
+        own = Card.from_bytes(read_file(self.path.parent.parent / "member.json", "a member's card"))
+        if share.info.point != manifest.terms.point_of(own.ed25519):
+            raise KeystoreError(f"{path!r} is the share of another member")
         if share.root().hex() != manifest.roots[share.info.point - 1]:
             raise KeystoreError(f"{path!r} is not the share that the manifest's root commits to")
         return share

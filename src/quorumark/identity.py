@@ -12,6 +12,7 @@ refused, by the sender's name and the step.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -122,13 +123,27 @@ class Identity:
 
     # --- messages ---
 
-    def write(self, header: Header, body: bytes | memoryview, recipient_x25519: str | None = None) -> bytes:
-        """A message: sealed to the recipient's key if the header names a recipient, else in the open; signed in both
-        cases."""
-        if (header.recipient == 0) != (recipient_x25519 is None):
+    def write(
+        self,
+        header: Header,
+        body: bytes | memoryview,
+        recipient_x25519: str | None = None,
+        *,
+        secret: bytes | None = None,
+    ) -> bytes:
+        """A message: sealed if the header names a recipient, else in the open; signed in both cases.
+
+        It is sealed to the recipient's key, or under a `secret` of the two that both will forget: then who steals the
+        recipient's keys later cannot read it.
+        """
+        if (header.recipient == 0) != (recipient_x25519 is None and secret is None):
             raise InputError("recipient_x25519", "must be given exactly for messages to one member", "otherwise")
         shown = {"format": _FORMAT, **header.as_dict()}
-        if recipient_x25519 is not None:
+        if secret is not None:
+            shown["nonce"] = os.urandom(32).hex()  # so that no two messages have one key
+            prefix = canonical(shown)
+            body = AESGCM(_message_key(secret, prefix)).encrypt(_NONCE, body, prefix)
+        elif recipient_x25519 is not None:
             ephemeral = X25519PrivateKey.generate()
             shown["ephemeral"] = ephemeral.public_key().public_bytes(_RAW, _PUBLIC).hex()
             prefix = canonical(shown)
@@ -138,16 +153,28 @@ class Identity:
         signature = self.sign("message", digest("message", prefix, body))
         return b"".join([len(prefix).to_bytes(4, "big"), prefix, signature, body])
 
-    def read(self, data: bytes, terms: Roster, expected: Header) -> bytes:
-        """The body of a message that must be exactly the expected one, sealed to this member or in the open."""
-        prefix, shown, signature, body = _split(data, terms, expected)
+    def read(
+        self,
+        data: bytes,
+        terms: Roster,
+        expected: Header,
+        *,
+        secret: bytes | None = None,
+        private: X25519PrivateKey | None = None,
+    ) -> bytes:
+        """The body of a message that must be exactly the expected one, sealed to this member or in the open.
+
+        `secret`: what it was sealed under; `private`: another key of this member's that it was sealed to.
+        """
+        prefix, shown, signature, body = _split(data, terms, expected, "ephemeral" if secret is None else "nonce")
         sender = terms.member(expected.sender)
         _verify_message(sender.ed25519, prefix, body, signature, expected, sender.name)
         if expected.recipient == 0:
             return body
         try:
-            key = _message_key(self.exchange(str(shown["ephemeral"])), prefix)
-            return AESGCM(key).decrypt(_NONCE, body, prefix)
+            if secret is None:
+                secret = exchange(private or self._unseal, str(shown["ephemeral"]))
+            return AESGCM(_message_key(secret, prefix)).decrypt(_NONCE, body, prefix)
         except (InvalidTag, ValueError, KeyError, MessageError):
             raise MessageError(f"the message of {sender.name!r} for step {expected.step!r} cannot be opened") from None
 
@@ -207,7 +234,9 @@ def _verify_message(ed25519: str, prefix: bytes, body: bytes, signature: bytes, 
         ) from None
 
 
-def _split(data: bytes, terms: Roster, expected: Header) -> tuple[bytes, dict[str, Any], bytes, bytes]:
+def _split(
+    data: bytes, terms: Roster, expected: Header, extra: str = "ephemeral"
+) -> tuple[bytes, dict[str, Any], bytes, bytes]:
     """Prefix, header, signature and body; refused unless the header is the expected one."""
     name = terms.member(expected.sender).name
     refuse = f"the message of {name!r} for step {expected.step!r}"
@@ -222,7 +251,7 @@ def _split(data: bytes, terms: Roster, expected: Header) -> tuple[bytes, dict[st
         raise MessageError(f"{refuse} cannot be read: {error}") from None
     allowed = {"format": _FORMAT, **expected.as_dict()}
     if expected.recipient:
-        allowed["ephemeral"] = shown.get("ephemeral")
+        allowed[extra] = shown.get(extra)
     for key, value in allowed.items():
         if shown.get(key) != value or type(shown.get(key)) is not type(value):
             received = repr(shown.get(key))[:80]

@@ -363,7 +363,7 @@ class Manifest:
             names = {"hash", "nonce"} | ({"norm"} if self.terms.key == "gaussian" else set())
             sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
             sound = sound and all(_is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
-            norm = self.commitment.get("norm", "0")
+            norm = self.commitment.get("norm", "0") if sound else "0"
             sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
             _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
@@ -430,7 +430,7 @@ class Manifest:
 # --- chains -----------------------------------------------------------------------------------------------
 
 # what no successor may change: the key hangs on it
-_FIXED = ("layout", "coordinates", "anchor", "key", "setup", "leaf", "statistic")
+_FIXED = ("name", "layout", "coordinates", "anchor", "key", "setup", "leaf", "statistic")
 
 
 def unchanged(terms: Terms, before: Terms) -> dict[int, int]:

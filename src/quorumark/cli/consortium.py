@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
+from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
 
 app = typer.Typer(
     help="What the members agree on: terms before the key exists, the manifest after, and its amendments.",
@@ -150,7 +150,8 @@ def amend(
 
     if out.exists():
         raise InputError("--out", "must not exist yet", str(out))
-    before = Home(home).only_consortium(consortium).manifest().terms
+    current = Home(home).only_consortium(consortium).manifest()
+    before = current.terms
     numbers = pairs("--examples", examples)
     if not all(map(str.isdecimal, numbers.values())):
         raise InputError("--examples", "must be like POINT=NUMBER", ", ".join(examples or ()))
@@ -175,7 +176,7 @@ def amend(
     typer.echo("\n".join(found))
     typer.echo(
         f"terms {terms.digest().hex()}\nwritten to {out}; once all agree, every member of the new terms runs: "
-        f"quorumark {what} --terms … --folder …"
+        f"quorumark {what} --terms … --folder …\nwho is new, or has new keys, adds: --from {current.digest().hex()}"
     )
 
 
@@ -183,6 +184,7 @@ def amend(
 def sign_amendment(
     terms: Annotated[Path, typer.Option(help="The new terms, from `consortium amend`, as agreed.")],
     folder: Annotated[Path, typer.Option(help="The folder to exchange signatures through.")],
+    pinned: From = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     key_file: KeyFile = None,
@@ -192,18 +194,20 @@ def sign_amendment(
     from quorumark.home import Home, read_file
     from quorumark.records import Terms
     from quorumark.setup.amend import changes, sign
+    from quorumark.setup.chain import find_place
 
     member = Home(home)
     agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
-    place = member.place_of(agreed.anchor, agreed.layout, consortium)
+    place = None if pinned is not None else find_place(member, agreed, consortium)
     if place is not None and place.manifest_path.exists():
         typer.echo("\n".join(changes(agreed, place.manifest().terms)) or "in force already")
-    manifest, missing = sign(member, unlock(key_file, passphrase_file), agreed, folder, place)
+    manifest, missing = sign(member, unlock(key_file, passphrase_file), agreed, folder, place, pinned)
     if missing:
         typer.echo(f"signed; waiting for {', '.join(missing)}; run this again when they have signed")
         return
     typer.echo(f"in force: manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
-    if not member.place_of(agreed.anchor, agreed.layout, consortium).share_path().exists():  # type: ignore[union-attr]
+    place = find_place(member, agreed, consortium)
+    if place is None or not place.share_path().exists():
         typer.echo("this member's share is not here: get it with quorumark share recover")
 
 

@@ -18,6 +18,10 @@ KeyFile = Annotated[Path | None, typer.Option(help="A file that opens this membe
 PassphraseFile = Annotated[Path | None, typer.Option(help="A file whose first line is the passphrase (mode 0600).")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
+From = Annotated[
+    str | None,
+    typer.Option("--from", help="For who is new here: the digest of the manifest in force, as the others tell it."),
+]
 Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
 
 

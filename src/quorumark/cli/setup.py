@@ -74,6 +74,9 @@ def check_setup(
 @app.command("discard")
 def discard_ceremony(
     terms: Annotated[Path | None, typer.Option(help="terms.json of the setup, if there are several.")] = None,
+    although_signed: Annotated[
+        bool, typer.Option("--although-signed", help="Even after this member has signed: only if nobody can finish.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
 ) -> None:
@@ -87,7 +90,7 @@ def discard_ceremony(
         place = member.consortium(Terms.from_bytes(read_file(terms, "a consortium's terms")))
     else:
         place = member.only_consortium(consortium)
-    there = discard(place)
+    there = discard(place, although_signed)
     typer.echo("forgotten; start again with a new folder" if there else "there is no running ceremony to forget")
 
 

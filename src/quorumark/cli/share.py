@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, report, unlock
+from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, KeyFile, PassphraseFile, Which, report, unlock
 
 app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no_args_is_help=True)
 
@@ -29,7 +29,7 @@ def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Jso
     kind = f"compressed, blocks of {info.block:,}" if info.block else "dense"
     typer.echo(
         f"{place.share_path()}: {place.share_path().stat().st_size:,} bytes, {kind}\n"
-        f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} coordinates, "
+        f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} elements, "
         f"epoch {info.epoch}"
     )
 
@@ -46,6 +46,8 @@ def verify(
 
     place = Home(home).only_consortium(consortium)
     info = place.verify_share(unlock(key_file, passphrase_file)).info
+    if not place.ceremony_path.exists():
+        place.tidy()
     typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
 
 
@@ -87,13 +89,20 @@ def help_other(
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Help another member to get its share back. Make sure first that it is really that member who asks."""
+    """Help another member to get its share back. Make sure first that it is really that member who asks.
+
+    Helpers first say hello to each other; run it again when all have, until it says answered.
+    """
     from quorumark.home import Home
     from quorumark.setup.recover import help_recover
 
     member = Home(home)
-    name = help_recover(member, member.only_consortium(consortium), unlock(key_file, passphrase_file), folder)
-    typer.echo(f"answered: {name} can now read its own share, and nothing else")
+    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
+    name, missing = help_recover(member, place, opened, folder)
+    if missing:
+        typer.echo(f"said hello; waiting for {', '.join(missing)}; run this again when they have")
+    else:
+        typer.echo(f"answered: {name} can now read its own share, and nothing else")
 
 
 @app.command("refresh")
@@ -120,6 +129,7 @@ def refresh(
 def reshare(
     terms: Annotated[Path, typer.Option(help="The new terms, from `quorumark consortium amend`, as all agreed.")],
     folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
+    pinned: From = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     key_file: KeyFile = None,
@@ -132,12 +142,17 @@ def reshare(
     """
     from quorumark.home import Home, read_file
     from quorumark.records import Terms
+    from quorumark.setup.amend import changes
+    from quorumark.setup.chain import find_place
     from quorumark.setup.folder import reshare as advance
 
     member = Home(home)
     agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
-    place = member.place_of(agreed.anchor, agreed.layout, consortium)
-    report(advance(member, unlock(key_file, passphrase_file), folder, agreed, place, note=typer.echo), home)
+    place = None if pinned is not None else find_place(member, agreed, consortium)
+    if place is not None and place.manifest().terms.digest() != agreed.digest() and not place.ceremony_path.exists():
+        typer.echo("\n".join(changes(agreed, place.manifest().terms)))
+    opened = unlock(key_file, passphrase_file)
+    report(advance(member, opened, folder, agreed, place, pinned, note=typer.echo), home)
 
 
 @app.command("hand-over")

@@ -11,6 +11,7 @@ that member's old signature; nobody can do it alone.
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def changes(terms: Terms, before: Terms) -> list[str]:
             if one != two:
                 found.append(f"{member.name}: {what} {one} → {two}")
     found += [f"point {member.point}: the keys of {member.name} no longer count" for member in known.values()]
-    for what in ("name", "strength", "policy"):
+    for what in ("strength", "policy"):
         if getattr(terms, what) != getattr(before, what):
             found.append(f"{what}: {getattr(before, what)} → {getattr(terms, what)}")
     return found
@@ -101,17 +102,24 @@ def successor(before: Manifest, terms: Terms) -> Manifest:
 
 
 def sign(
-    home: Home, unlock: Unlock, terms: Terms, folder: Path, place: ConsortiumFolder | None = None
+    home: Home,
+    unlock: Unlock,
+    terms: Terms,
+    folder: Path,
+    place: ConsortiumFolder | None = None,
+    pinned: str | None = None,
 ) -> tuple[Manifest, tuple[str, ...]]:
     """Signs the amendment; once all have signed, makes it the manifest in force. Who is still awaited.
 
-    A member with new keys has no `place` yet: it takes the manifests so far from the folder.
+    A member with new keys has no `place` yet: it takes the manifests so far from the folder, up to the `pinned` digest.
     """
+    known = place is not None
     if place is None:
-        place = home.consortium(chain_for_newcomer(folder, terms)[0].terms)
+        newcomers_chain = chain_for_newcomer(folder, terms, pinned)
+        place = home.consortium(newcomers_chain[0].terms)
     with only_one(place.path):
-        known = place.manifest_path.exists()
-        chain = place.chain() if known else chain_for_newcomer(folder, terms)
+        place.check_idle()
+        chain = place.chain() if known else newcomers_chain
         if chain[-1].terms.digest() == terms.digest():
             return chain[-1], ()
         identity = home.identity(unlock)
@@ -119,6 +127,7 @@ def sign(
         manifest = successor(chain[-1], terms)
         if known:
             show_chain(chain, folder)
+        place.remember_signed(chain[-1].digest().hex(), manifest.digest().hex())
         signature = identity.sign("manifest", manifest.sign_bytes()).hex()
         write_shared(folder / f"signature-{point}.hex", signature.encode())
         for member in terms.roster:
@@ -144,6 +153,9 @@ def update(home: Home, manifest: Manifest, history: Path) -> ConsortiumFolder:
     manifest.terms.point_of(home.card().ed25519)
     place = home.consortium(chain[0].terms)
     with only_one(place.path):
+        place.check_idle()
+        for before, link in itertools.pairwise(chain):
+            place.remember_signed(before.digest().hex(), link.digest().hex())  # none that this member's own forbids
         if place.manifest_path.exists():
             current = place.manifest().digest()
             if current not in {link.digest() for link in chain}:

@@ -25,9 +25,18 @@ from quorumark.errors import CeremonyError, DecodingError, MessageError
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.identity import Header, Identity, exchange
 from quorumark.merkle import SALT_ELEMENTS
-from quorumark.records import Terms, digest
+from quorumark.records import Manifest, Terms, digest
 
-__all__ = ["Ceremony", "evaluate", "round_table", "slices", "to_bytes", "view"]
+__all__ = [
+    "Ceremony",
+    "combined_squares",
+    "evaluate",
+    "round_table",
+    "slices",
+    "squares_are_known",
+    "to_bytes",
+    "view",
+]
 
 _NO_SESSION = "00" * 32
 _BLIND_AT = 1 << 40  # where a member's own stream gives the blinding of its answer: far from everything else
@@ -181,7 +190,8 @@ class Ceremony:
         except DecodingError:
             raise CeremonyError(f"the shares {fault}, and there are too few members to tell whose are wrong") from None
         if decoded.wrong:
-            raise CeremonyError(f"the shares {fault}: {self._names(self._who(decoded.wrong, points))} must be wrong")
+            names = self._names(self._who(decoded.wrong, points))
+            raise CeremonyError(f"the shares {fault}: what {names} holds must be wrong, or what was dealt to it")
         if expected is not None and decoded.value != expected:
             raise CeremonyError(f"the shares {fault}: what they were made from was wrong; discard this ceremony")
         return decoded.value
@@ -198,8 +208,10 @@ class Ceremony:
         return Header(self._context.hex(), session, f"{self.NAME}/{step}", sender, recipient)
 
     def _say(self, step: str, body: bytes | memoryview, recipient: int = 0) -> bytes:
-        to = self.terms.member(recipient).x25519 if recipient else None
-        return self._identity.write(self._header(step, self.point, recipient), body, to)
+        """To everybody, or sealed to one member under a key of this session, which dies with it: who steals that
+        member's lasting keys later cannot read what was dealt to it, and so cannot go back from new shares to old."""
+        secret = self._pairs[recipient] if recipient else None
+        return self._identity.write(self._header(step, self.point, recipient), body, secret=secret)
 
     def _hear(
         self,
@@ -228,8 +240,10 @@ class Ceremony:
 
     def read(self, step: str, sender: int, data: bytes) -> bytes:
         """One message's body, if it is that member's for this step (and sealed to this one, for a dealing)."""
-        recipient = self.point if step == "deal" else 0
-        return self._identity.read(data, self.terms, self._header(step, sender, recipient))
+        if step != "deal":
+            return self._identity.read(data, self.terms, self._header(step, sender))
+        header = self._header(step, sender, self.point)
+        return self._identity.read(data, self.terms, header, secret=self._pairs[sender])
 
     def _elements(self, body: bytes, sender: int, step: str) -> Vector:
         words = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
@@ -244,6 +258,22 @@ class Ceremony:
 
     def _names(self, points: Iterable[int]) -> str:
         return ", ".join(self._name(x) for x in points)
+
+
+def squares_are_known(terms: Terms) -> bool:
+    """Whether a check of the key's squares is possible: of signs, or of a dealer's norm, by 2t−1 members or more."""
+    return terms.members >= 2 * terms.threshold - 1 and terms.setup != "paper"
+
+
+def combined_squares(member: Ceremony, seed: bytes, manifest: Manifest, pieces: Iterable[Vector]) -> tuple[int, int]:
+    """A combination of the squares of a share of the key, and what all together must open to.
+
+    For signs Σ ρ_j·s_j², which opens to Σ ρ_j; for a dealer's gaussian key Σ s_j², which opens to the committed norm.
+    """
+    if manifest.terms.key == "rademacher":
+        return member._combined(seed, "square", pieces, squares=True)
+    norm = manifest.commitment["norm"] if manifest.commitment else "0"
+    return sum(field.dot(piece, piece, checked=False) for piece in pieces) % P, int(norm) % P
 
 
 def round_table(members: Sequence[int], after: int, count: int) -> list[int]:

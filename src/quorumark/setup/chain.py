@@ -6,14 +6,15 @@ FOLDER/chain/current     the digest of the one in force when the folder was begu
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from quorumark.errors import CeremonyError, RecordError
-from quorumark.home import follow_back, history_name, read_file
+from quorumark.home import ConsortiumFolder, Home, follow_back, history_name, read_file
 from quorumark.keystore import write_shared
 from quorumark.records import Manifest, Terms, check_terms_follow
 
-__all__ = ["chain_for_newcomer", "show_chain", "started_from"]
+__all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]
 
 
 def show_chain(chain: list[Manifest], folder: Path) -> None:
@@ -32,17 +33,59 @@ def started_from(folder: Path) -> str | None:
     return read_file(path, "a digest").decode(errors="replace").strip() if path.exists() else None
 
 
-def chain_for_newcomer(folder: Path, terms: Terms) -> list[Manifest]:
-    """The manifests so far, every link checked; the terms that were agreed must be able to follow them.
+def find_place(home: Home, terms: Terms, which: str | None = None) -> ConsortiumFolder | None:
+    """The consortium that these terms follow (or are already in force in); None if this member holds none such."""
+    if which is not None:
+        return home.only_consortium(which)
+    found = []
+    for place in home.consortia():
+        if not place.manifest_path.exists():
+            continue
+        current = place.manifest().terms
+        with contextlib.suppress(RecordError):
+            if current.digest() != terms.digest():
+                check_terms_follow(terms, current)
+            current.point_of(home.card().ed25519)
+            found.append(place)
+    if len(found) > 1:
+        raise RecordError(f"these terms could follow several consortia of {str(home.path)!r}: name one by its id")
+    return found[0] if found else None
 
-    So nobody can invent them without the keys of most of the members in those terms.
+
+def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[Manifest]:
+    """The manifests so far, every link checked, up to the one that this member was told of: `pinned`, its digest.
+
+    Without it whoever writes to the folder could invent a consortium.
     """
+    if pinned is None:
+        raise CeremonyError(
+            "this member holds no manifest of this consortium: ask the others for the digest of the one in force, and "
+            "give it with --from"
+        )
     current = started_from(folder)
     if current is None:
         raise CeremonyError("the manifests so far are not in the folder yet: a member who holds a share must go first")
+    if current != pinned:
+        raise RecordError(f"the folder was begun from the manifest {current[:16]}…, not from {pinned[:16]}…")
     manifest = Manifest.from_bytes(read_file(folder / "chain" / Path(history_name(current)).name, "a manifest"))
-    if manifest.digest().hex() != current:
+    if manifest.digest().hex() != pinned:
         raise RecordError("the manifest in the folder is not the one that it names as current")
     chain = follow_back(manifest, folder / "chain")
     check_terms_follow(terms, chain[-1].terms)
     return chain
+
+
+def place_for_newcomer(home: Home, chain: list[Manifest]) -> ConsortiumFolder:
+    """Where a member who is new, or who comes back, keeps a consortium."""
+    place = home.consortium(chain[0].terms)
+    if place.manifest_path.exists() and place.manifest().digest() not in {link.digest() for link in chain}:
+        raise RecordError("the manifests in the folder do not follow the one that this member holds")
+    if place.manifest_path.exists() and place.manifest().digest() == chain[-1].digest():
+        raise CeremonyError("this member holds the manifest in force: it is not new (leave --from away)")
+    with contextlib.suppress(RecordError):
+        chain[-1].terms.point_of(home.card().ed25519)
+        raise CeremonyError(
+            "this member belongs to the consortium, but its own manifest is older: first run quorumark consortium "
+            "update, then quorumark share recover"
+        )
+    return place

@@ -17,12 +17,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from quorumark import field
 from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector
 from quorumark.identity import Identity
 from quorumark.records import Manifest, digest
-from quorumark.setup.ceremony import Ceremony, to_bytes
+from quorumark.setup.ceremony import Ceremony, combined_squares, squares_are_known, to_bytes
 from quorumark.shares import ShareFile
 
 __all__ = ["CheckMember"]
@@ -59,23 +58,11 @@ class CheckMember(Ceremony):
         masks = [self._small_for(self.point), *(self._elements(body, x, "deal") for x, body in bodies.items())]
         seen = digest("check session", bytes.fromhex(self.session), self.manifest.digest())
         degree, _ = self._combined(seen, "degree", self._share.pieces())
-        square, ones = (0, 0)
-        if self._knows_square():
-            square, ones = self._squares(seen)
-        self._expected = ones
+        square, self._expected = 0, 0
+        if squares_are_known(self.terms):
+            square, self._expected = combined_squares(self, seen, self.manifest, self._key_pieces())
         answer = [(value + sum(int(mask[i]) for mask in masks)) % P for i, value in enumerate((degree, square))]
         return self._echo(seen, np.array(answer, np.uint64))
-
-    def _knows_square(self) -> bool:
-        """Whether the squares of the key's entries are public: of signs, or a dealer's norm."""
-        return self._k >= 2 * self._t - 1 and self.terms.setup != "paper"
-
-    def _squares(self, seed: bytes) -> tuple[int, int]:
-        """Σ ρ_j·s_j² over the key's coordinates, and what it must open to."""
-        if self.terms.key == "rademacher":
-            return self._combined(seed, "square", self._key_pieces(), squares=True)
-        norm = self.manifest.commitment["norm"] if self.manifest.commitment else "0"
-        return sum(field.dot(piece, piece, checked=False) for piece in self._key_pieces()) % P, int(norm) % P
 
     def _key_pieces(self) -> Iterable[Vector]:
         left = self.terms.coordinates
@@ -90,7 +77,7 @@ class CheckMember(Ceremony):
         answers = self._answers(healths)
         self._judge({x: int(v[0]) for x, v in answers.items()}, self._t, "do not lie on one polynomial")
         found = f"the shares of all {self._k} members lie on one polynomial of degree {self._t - 1}"
-        if not self._knows_square():
+        if not squares_are_known(self.terms):
             why = "the norm of such a key is not known" if self.terms.setup == "paper" else "K < 2t−1"
             return f"{found}; what they hold was not checked ({why})"
         fault = "do not hold signs" if self.terms.key == "rademacher" else "do not hold a key of the committed norm"

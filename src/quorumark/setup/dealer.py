@@ -143,6 +143,7 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
         if sealed.root().hex() != manifest.roots[point - 1]:
             raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
         sealed.copy_to(place.share_path(), unlock)
+    place.remember_signed(manifest.terms.digest().hex(), manifest.digest().hex())
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
     write_shared(source / f"signature-{point}.hex", signature.encode())
     for member in manifest.terms.roster:

@@ -28,11 +28,11 @@ from typing import Any, Generic, TypeVar
 from quorumark.archive import write_archive
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.home import ConsortiumFolder, Home, read_file
-from quorumark.identity import Identity
+from quorumark.identity import Header, Identity, open_message
 from quorumark.keystore import Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
-from quorumark.records import Manifest, Terms, canonical, digest, parse, unchanged
+from quorumark.records import Manifest, Terms, canonical, check_terms_follow, digest, parse
 from quorumark.setup.ceremony import Ceremony
-from quorumark.setup.chain import chain_for_newcomer, show_chain, started_from
+from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
 from quorumark.setup.check import CheckMember
 from quorumark.setup.dkg import DkgMember, KeyCeremony, check_terms, openers, relay_sum
 from quorumark.setup.paper import PaperMember, check_paper_terms
@@ -42,7 +42,7 @@ from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 __all__ = ["Progress", "advance", "check", "discard", "reshare"]
 
 _KIND = "ceremony"
-_CHECKED = "quorumark-checked/v1"
+_FINISHED = "quorumark-finished/v1"
 Note = Callable[[str], None]
 
 
@@ -84,7 +84,8 @@ def advance(home: Home, unlock: Unlock, terms: Terms, folder: str | os.PathLike[
     place = home.consortium(terms)
     with only_one(place.path):
         if place.manifest_path.exists():
-            place.ceremony_path.unlink(missing_ok=True)  # a power cut came between the two
+            if _context_of(place, unlock) == terms.digest().hex():
+                place.ceremony_path.unlink()  # a power cut came between the two
             if place.share_path().exists():
                 return Progress("sign", (), place.manifest())
             raise CeremonyError("the ceremony is finished, but this member's share is gone: it must be recovered")
@@ -112,11 +113,12 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
         visit.publish("root", member.root())
     visit.publish("echo", visit.use("root", member.echo))
     visit.publish("health", visit.use("echo", member.health))
-    visit.use("health", member.finish)
+    unsigned: Manifest = visit.use("health", member.finish)
+    # the share first, then the signature, then the manifest; then everything that made them is forgotten
+    visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
+    visit.place.remember_signed(terms.digest().hex(), unsigned.digest().hex())
     visit.publish("sign", member.sign())
     manifest: Manifest = visit.use("sign", member.signed)
-    # the share first, then the manifest; then everything that made them is forgotten
-    visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
     write_private(visit.place.manifest_path, manifest.to_bytes())
     visit.forget("share and manifest kept")
     return Progress("sign", (), manifest)
@@ -131,8 +133,9 @@ def check(
     """Does what can be done now of a health check of the shares on disk; `found` says what it showed."""
     with only_one(place.path):
         manifest = place.manifest()
-        before = _earlier_check(home, place, manifest, Path(folder))
-        if before:
+        context = digest("check", manifest.digest())
+        before = _finished_before(place, context, Path(folder), manifest.terms.point_of(home.card().ed25519))
+        if before is not None:
             return Progress("health", (), manifest, before)
         share = place.verify_share(unlock)
         visit: _Visit[CheckMember] = _Visit(
@@ -141,7 +144,7 @@ def check(
             place,
             folder,
             note,
-            digest("check", manifest.digest()),
+            context,
             lambda identity, seed: CheckMember(identity, manifest, share, seed),
         )
         progress = visit.attempt(_check_steps)
@@ -156,22 +159,30 @@ def _check_steps(visit: _Visit[CheckMember]) -> Progress:
     visit.publish("echo", visit.use("deal", member.echo))
     visit.publish("health", visit.use("echo", member.health))
     found: str = visit.use("health", member.finish)
-    commit = hashlib.sha256(visit.wait_for("commit", [member.point])[member.point]).hexdigest()
-    record = {"format": _CHECKED, "manifest": member.manifest.digest().hex(), "commit": commit, "found": found}
-    write_private(visit.place.path / "checked.json", canonical(record))
+    visit.finish(found)
     visit.forget("checked")
     return Progress("health", (), found=found)
 
 
-def _earlier_check(home: Home, place: ConsortiumFolder, manifest: Manifest, folder: Path) -> str:
-    """What the check in this folder showed, if this member finished it: running it again changes nothing."""
-    path = place.path / "checked.json"
-    if not path.exists():
-        return ""
-    record = parse(read_file(path, "a check"), _CHECKED, "a check")
-    own = folder / "1-commit" / f"{manifest.terms.point_of(home.card().ed25519)}.msg"
-    same = own.exists() and hashlib.sha256(own.read_bytes()).hexdigest() == record.get("commit")
-    return str(record.get("found")) if same and record.get("manifest") == manifest.digest().hex() else ""
+def _finished_before(place: ConsortiumFolder, context: bytes, folder: Path, point: int) -> str | None:
+    """What the ceremony in this folder showed, if this member finished it: running it again changes nothing."""
+    path, own = place.path / "finished.json", folder / "1-commit" / f"{point}.msg"
+    if not path.exists() or not own.is_file():
+        return None
+    record = parse(read_file(path, "a record"), _FINISHED, "a record")
+    same = (record.get("context"), record.get("commit")) == (context.hex(), _hash_file(own))
+    return str(record.get("found")) if same else None
+
+
+def _hash_file(path: Path) -> str:
+    return hashlib.sha256(read_file(path, "a message")).hexdigest()
+
+
+def _context_of(place: ConsortiumFolder, unlock: Unlock) -> str | None:
+    """What the ceremony under way here belongs to."""
+    if not place.ceremony_path.exists():
+        return None
+    return str(json.loads(read_sealed(place.ceremony_path, unlock, _KIND))["context"])
 
 
 # --- new shares -------------------------------------------------------------------------------------------
@@ -183,47 +194,66 @@ def reshare(
     folder: str | os.PathLike[str],
     terms: Terms | None = None,
     place: ConsortiumFolder | None = None,
+    pinned: str | None = None,
     note: Note = _silent,
 ) -> Progress:
     """Does what can be done now of making new shares: for the members in `terms`, or for the present ones.
 
-    A member who holds a share names its `place`; one who is new has none, needs `terms`, and takes the manifests so far
-    from the folder.
+    A member who holds a share names its `place`. One who is new, or comes back, needs `terms` and the digest of the
+    manifest in force (`pinned`), and takes the manifests so far from the folder.
     """
     folder = Path(folder)
-    if place is None:
+    newcomers_chain: list[Manifest] = []
+    if place is None or pinned is not None:
         if terms is None:
             raise CeremonyError("who is new to the consortium must know the terms that were agreed")
-        chain = chain_for_newcomer(folder, terms)
-        place = home.consortium(chain[0].terms)
+        place = _newcomers_place(home, folder, terms)
+        if place is None:
+            newcomers_chain = chain_for_newcomer(folder, terms, pinned)
+            place = place_for_newcomer(home, newcomers_chain)
     with only_one(place.path):
-        if place.manifest_path.exists():
-            chain = place.chain()
-        elif terms is not None:
-            chain = chain_for_newcomer(folder, terms)
-        else:
-            raise CeremonyError("this member holds no manifest: it must know the terms that were agreed")
+        chain = newcomers_chain or place.chain()
         agreed = terms or chain[-1].terms
-        if _was_adopted(chain, agreed, folder):
-            place.ceremony_path.unlink(missing_ok=True)
-            place.tidy()
-            return Progress("sign", (), chain[-1])
-        share: ShareFile | None = None
-        if place.manifest_path.exists():
-            show_chain(chain, folder)
+        own = agreed.point_of(home.card().ed25519)
+        done = _reshare_context(chain[-1].predecessor, chain[-1].terms)
+        if not newcomers_chain and _context_of(place, unlock) == done.hex():
+            return _keep(home, unlock, place, folder, note)  # the manifest is in force; the last step is not done
+        if not newcomers_chain and _finished_before(place, done, folder, own) is not None:
+            return Progress("kept", (), chain[-1])
+        check_terms_follow(agreed, chain[-1].terms)
+        share = None
+        if not newcomers_chain:
             share = place.verify_share(unlock)
-        before = chain[-1]
+            show_chain(chain, folder)
 
         def make(identity: Identity, seed: bytes) -> ReshareMember:
-            old = share if agreed.point_of(identity.ed25519) in unchanged(agreed, before.terms) else None
-            return ReshareMember(identity, chain, agreed, seed, None if old is None else old.vector())
+            return ReshareMember(identity, chain, agreed, seed, None if share is None else share.vector())
 
-        context = digest("reshare", before.digest(), agreed.digest())
+        context = _reshare_context(chain[-1].digest().hex(), agreed)
         visit: _Visit[ReshareMember] = _Visit(home, unlock, place, folder, note, context, make)
-        return visit.attempt(lambda v: _reshare_steps(v, share))
+        if visit.member.unchecked:
+            note(f"warning: {visit.member.unchecked}")
+        progress = visit.attempt(lambda v: _reshare_steps(v, share))
+        return progress if progress.waiting else _keep(home, unlock, place, folder, note)
+
+
+def _reshare_context(before: str | None, terms: Terms) -> bytes:
+    return digest("reshare", bytes.fromhex(before or ""), terms.digest())
+
+
+def _newcomers_place(home: Home, folder: Path, terms: Terms) -> ConsortiumFolder | None:
+    """A newcomer's place once its manifest is in force: then it is new no longer."""
+    for place in home.consortia():
+        if not place.manifest_path.exists():
+            continue
+        current = place.manifest()
+        if current.terms.digest() == terms.digest() and current.predecessor == started_from(folder):
+            return place
+    return None
 
 
 def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progress:
+    """Up to the manifest in force. The new share is on disk before this member signs for it."""
     member = visit.member
     visit.begin()
     for recipient, message in visit.use("reveal", member.deal).items():
@@ -234,29 +264,67 @@ def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progr
     visit.publish("root", visit.use("difference", member.root, member.dealers))
     visit.publish("echo", visit.use("root", member.echo))
     visit.publish("health", visit.use("echo", member.health))
-    visit.use("health", member.finish)
+    unsigned: Manifest = visit.use("health", member.finish)
+    visit.keep_share(member, ShareInfo.under(unsigned, member.point), unsigned.epoch)
+    if old is not None and old.info.epoch == 0 and member.deals_here:
+        write_archive(visit.place.archive_path, old, member.archive_keys())
+    visit.place.remember_signed(str(unsigned.predecessor), unsigned.digest().hex())
     visit.publish("sign", member.sign())
     chain: list[Manifest] = visit.use("sign", member.signed)
-    manifest = chain[-1]
-    visit.keep_share(member, ShareInfo.under(manifest, member.point), manifest.epoch)
-    if old is not None and old.info.epoch == 0:
-        write_archive(visit.place.archive_path, old, member.archive_keys())
-    visit.place.adopt(chain)  # the manifest's replacement is the step to the new epoch; the old share is removed
-    visit.forget("new share and manifest kept, the old share erased")
-    return Progress("sign", (), manifest)
+    visit.place.adopt(chain)  # the manifest's replacement is the step to the new epoch
+    return Progress("sign", (), chain[-1])
 
 
-def _was_adopted(chain: list[Manifest], terms: Terms, folder: Path) -> bool:
-    """Whether the ceremony in this folder is finished here: it started from the manifest before the current one."""
-    if len(chain) < 2 or chain[-1].terms.digest() != terms.digest():
-        return False
-    return started_from(folder) == chain[-1].predecessor
+def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, note: Note) -> Progress:
+    """The last step: all say that they hold their new shares under the new manifest; only then are old ones erased.
+
+    If one were erased earlier, members who are not so far yet and lose their way could leave fewer than t of either.
+    """
+    manifest = place.manifest()
+    place.verify_share(unlock)
+    identity, terms = home.identity(unlock), manifest.terms
+    point = terms.point_of(identity.ed25519)
+    step = folder / f"{len(ReshareMember.STEPS)}-kept"
+
+    def header(sender: int) -> Header:
+        return Header(manifest.digest().hex(), manifest.genesis.session, "reshare/kept", sender)
+
+    if not (step / f"{point}.msg").exists():
+        write_shared(step / f"{point}.msg", identity.write(header(point), b"kept"))
+        note("new share and manifest kept")
+    missing = [m for m in terms.roster if not (step / f"{m.point}.msg").exists()]
+    if missing:
+        return Progress("kept", tuple(m.name for m in missing))
+    for member in terms.roster:
+        data = read_file(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
+        open_message(data, terms, header(member.point))
+    place.tidy()
+    record = {"format": _FINISHED, "context": _reshare_context(manifest.predecessor, terms).hex(), "found": "kept"}
+    own = folder / "1-commit" / f"{point}.msg"
+    commit = _hash_file(own) if own.is_file() else ""
+    write_private(place.path / "finished.json", canonical(record | {"commit": commit}))
+    place.ceremony_path.unlink(missing_ok=True)
+    note("all hold their new shares: the old one is erased")
+    return Progress("kept", (), manifest)
 
 
-def discard(place: ConsortiumFolder) -> bool:
-    """Forgets a ceremony that cannot go on; whether there was one. The next needs a new, empty folder."""
+def discard(place: ConsortiumFolder, although_signed: bool = False) -> bool:
+    """Forgets a ceremony that cannot go on; whether there was one. The next needs a new, empty folder.
+
+    Once this member has signed, the others may finish without it, and its share would be missing: that takes
+    `although_signed`.
+    """
     with only_one(place.path):
         there = place.ceremony_path.exists()
+        at = place.manifest().digest() if place.manifest_path.exists() else place.terms().digest()
+        if place.has_signed(at.hex()):
+            if not although_signed:
+                raise CeremonyError(
+                    "this member has signed already: the others may finish, or have. Go on with this ceremony; only if "
+                    "nobody has finished, and nobody will, give --although-signed"
+                )
+            there = True
+            place.forget_signed(at.hex())
         place.ceremony_path.unlink(missing_ok=True)
         return there
 
@@ -317,8 +385,8 @@ class _Visit(Generic[Member]):
     def begin(self) -> None:
         """The steps that all ceremonies begin with."""
         self.publish("commit", self.member.commit())
-        # a commitment is not held against its sender until it was revealed: it may be one of an earlier ceremony
-        self.publish("reveal", self.use("commit", self.member.reveal, remember=False))
+        # all commitments are fixed on disk before this member reveals anything
+        self.publish("reveal", self.use("commit", self.member.reveal))
 
     def keep_share(self, member: KeyCeremony | ReshareMember, info: ShareInfo, epoch: int) -> None:
         if member.share is None:
@@ -326,6 +394,12 @@ class _Visit(Generic[Member]):
         path = self.place.share_path(epoch)
         with ShareWriter(path, self._unlock, info, member.salt, member.others_salts) as file:
             file.write(member.share)
+
+    def finish(self, found: str) -> None:
+        """Remembers that this ceremony is finished, and what it showed."""
+        commit = _hash_file(self._path("commit", self.member.point))
+        record = {"format": _FINISHED, "context": self._state["context"], "commit": commit, "found": found}
+        write_private(self.place.path / "finished.json", canonical(record))
 
     def forget(self, what: str) -> None:
         """The ceremony is over."""
@@ -371,15 +445,11 @@ class _Visit(Generic[Member]):
         step: str,
         consume: Callable[[Mapping[int, bytes]], Any],
         senders: Iterable[int] | None = None,
-        *,
-        remember: bool = True,
     ) -> Any:
         """Hands a step's messages over once all are there. What was used once must not change afterwards."""
         wanted = [x for x in (senders or self._others) if x != self.member.point]
         messages = self.wait_for(step, wanted, self.member.point if step == "deal" else 0)
         result = consume(messages)
-        if not remember:
-            return result
         # compare what they say, not their bytes: a sealed message that is sent again looks different
         said = {str(x): hashlib.sha256(self.member.read(step, x, data)).hexdigest() for x, data in messages.items()}
         before = self._state["used"].setdefault(step, said)

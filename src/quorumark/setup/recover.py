@@ -3,28 +3,33 @@
 Helper h sends λ_h·s_h, with λ_h the Lagrange coefficient of the helpers' points at x_i, under masks that cancel over
 exactly this set of helpers and this request; so only the sum can be read, and the sum is f(x_i). (Unmasked, t such
 answers would be t shares: the key.) The salts come back the same way, and the result is checked against the root in
-the signed manifest.
+the signed manifest. Masks and seals come from keys made for this recovery and forgotten after it: who steals a
+member's lasting keys later cannot read what was sent.
 
-    FOLDER/request.msg            signed by the member who lost its share: a nonce and the helpers
-    FOLDER/answer-POINT.msg       sealed to it, one from each helper
+    FOLDER/request.msg            signed by the member who lost its share: a nonce, a key, the helpers
+    FOLDER/hello-POINT.msg        a key of each helper
+    FOLDER/answer-POINT.msg       sealed to the member's key, one from each helper, once all helpers said hello
 
 The member keeps its identity: restore it from a backup first (`quorumark member restore`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key
 from quorumark.home import ConsortiumFolder, Home, read_file
-from quorumark.identity import Header, Identity
-from quorumark.keystore import Unlock, read_sealed, write_sealed, write_shared
+from quorumark.identity import Header, Identity, exchange
+from quorumark.keystore import Unlock, only_one, read_sealed, write_sealed, write_shared
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Manifest, canonical, parse
 from quorumark.shares import ShareInfo, ShareWriter, share_root
@@ -40,78 +45,121 @@ def _header(manifest: Manifest, step: str, sender: int, recipient: int = 0, sess
 
 def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]) -> str:
     """Asks `helpers` (t points, not this member's) for this member's share; the request's nonce."""
-    manifest, identity = place.manifest(), home.identity(unlock)
-    point = manifest.terms.point_of(identity.ed25519)
-    _check_helpers(manifest, point, helpers)
-    if place.share_path().exists():
-        raise CeremonyError(f"{str(place.share_path())!r} is still there: move it away if it is damaged")
-    nonce = os.urandom(32).hex()
-    body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers)})
-    write_sealed(place.path / "recovery.sealed", unlock, "recovery", body)
-    message = identity.write(_header(manifest, "request", point), body)
-    write_shared(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
-    return nonce
+    with only_one(place.path):
+        manifest, identity = place.manifest(), home.identity(unlock)
+        point = manifest.terms.point_of(identity.ed25519)
+        _check_helpers(manifest, point, helpers)
+        if place.share_path().exists():
+            raise CeremonyError(f"{str(place.share_path())!r} is still there: move it away if it is damaged")
+        nonce, key = os.urandom(32).hex(), X25519PrivateKey.generate()
+        public = key.public_key().public_bytes_raw().hex()
+        body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers), "key": public})
+        kept = {"request": body.decode(), "manifest": manifest.digest().hex(), "key": key.private_bytes_raw().hex()}
+        write_sealed(place.path / "recovery.sealed", unlock, "recovery", canonical(kept))
+        message = identity.write(_header(manifest, "request", point), body)
+        write_shared(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
+        return nonce
 
 
-def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> str:
-    """Answers a request that names this member as a helper; whose share it is for."""
-    manifest, identity = place.manifest(), home.identity(unlock)
-    terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
-    data = read_file(folder / "request.msg", "a request")
-    point = int.from_bytes(data[:2], "big")
-    name = terms.member(point).name
-    body = identity.read(data[2:], terms, _header(manifest, "request", point))
-    nonce, helpers = _read_request(body, manifest, point)
-    if own not in helpers:
-        raise CeremonyError(f"{name!r} asks other members for help, not this one")
-    share = place.verify_share(unlock)
-    # the salt is the shared number itself (its polynomial at 0); all the rest is wanted at the member's own point
-    at_secret, at_point = (shamir.lagrange(helpers, x)[helpers.index(own)] for x in (0, point))
-    salt = field.scale(at_secret, share.others_salts[point - 1])
-    rest = np.concatenate([share.others_salts.reshape(-1), share.vector()])
-    vector = np.concatenate([salt, field.scale(at_point, rest, checked=False)])
-    for other in helpers:
-        if other != own:
-            _mask(identity, manifest, own, other, point, body).add_to(vector, negate=own > other, checked=False)
-    header = _header(manifest, "answer", own, point, nonce)
-    message = identity.write(header, vector.astype("<u8").tobytes(), terms.member(point).x25519)
-    write_shared(folder / f"answer-{own}.msg", message)
-    return name
+def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """Helps with a request that names this member as a helper: says hello; answers once all helpers have.
+
+    Whose share it is for, and which helpers are awaited.
+    """
+    with only_one(place.path):
+        manifest, identity = place.manifest(), home.identity(unlock)
+        terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
+        data = read_file(folder / "request.msg", "a request")
+        point = int.from_bytes(data[:2], "big")
+        name = terms.member(point).name
+        body = identity.read(data[2:], terms, _header(manifest, "request", point))
+        nonce, helpers, requesters_key = _read_request(body, manifest, point)
+        if own not in helpers:
+            raise CeremonyError(f"{name!r} asks other members for help, not this one")
+        state = place.path / "help.sealed"
+        fresh = not state.exists() or json.loads(read_sealed(state, unlock, "help"))["request"] != _hash(body)
+        if fresh and (folder / f"answer-{own}.msg").exists():
+            return name, ()  # answered, and the key for it is forgotten
+        if fresh:
+            new = X25519PrivateKey.generate().private_bytes_raw().hex()
+            write_sealed(state, unlock, "help", canonical({"request": _hash(body), "key": new}))
+        key = X25519PrivateKey.from_private_bytes(bytes.fromhex(json.loads(read_sealed(state, unlock, "help"))["key"]))
+        hello = identity.write(_header(manifest, "hello", own, session=nonce), key.public_key().public_bytes_raw())
+        write_shared(folder / f"hello-{own}.msg", hello)
+        missing = tuple(terms.member(h).name for h in helpers if not (folder / f"hello-{h}.msg").exists())
+        if missing:
+            return name, missing
+        share = place.verify_share(unlock)
+        # the salt is the shared number itself (its polynomial at 0); all the rest is wanted at the member's own point
+        at_secret, at_point = (shamir.lagrange(helpers, x)[helpers.index(own)] for x in (0, point))
+        salt = field.scale(at_secret, share.others_salts[point - 1])
+        rest = np.concatenate([share.others_salts.reshape(-1), share.vector()])
+        vector = np.concatenate([salt, field.scale(at_point, rest, checked=False)])
+        for other in helpers:
+            if other != own:
+                said = read_file(folder / f"hello-{other}.msg", f"the hello of {terms.member(other).name!r}")
+                theirs = identity.read(said, terms, _header(manifest, "hello", other, session=nonce))
+                secret = exchange(key, theirs.hex()) + identity.exchange(terms.member(other).x25519)
+                _mask(manifest, secret, own, other, point, body).add_to(vector, negate=own > other, checked=False)
+        header = _header(manifest, "answer", own, point, nonce)
+        message = identity.write(header, vector.astype("<u8").tobytes(), requesters_key)
+        write_shared(folder / f"answer-{own}.msg", message)
+        state.unlink()
+        return name, ()
 
 
 def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
     """Puts the answers together, checks the share against its root and keeps it; or the names still missing."""
-    manifest, identity = place.manifest(), home.identity(unlock)
-    terms, point = manifest.terms, manifest.terms.point_of(identity.ed25519)
-    if not (place.path / "recovery.sealed").exists():
-        raise CeremonyError("no recovery was asked for here: run it with --helpers first")
-    nonce, helpers = _read_request(read_sealed(place.path / "recovery.sealed", unlock, "recovery"), manifest, point)
-    missing = tuple(terms.member(h).name for h in helpers if not (folder / f"answer-{h}.msg").exists())
-    if missing:
-        return missing
-    total = np.zeros(SALT_ELEMENTS * (1 + terms.members) + manifest.share_length, np.uint64)
-    for helper in helpers:
-        try:
-            data = (folder / f"answer-{helper}.msg").read_bytes()  # as large as a share: no record's limit holds here
-        except OSError as error:
-            raise MessageError(
-                f"the answer of {terms.member(helper).name!r} cannot be read: {error.strerror}"
-            ) from None
-        answer = identity.read(data, terms, _header(manifest, "answer", helper, point, nonce))
-        words = np.frombuffer(answer, "<u8").astype(np.uint64) if len(answer) == total.nbytes else total[:0]
-        if words.size != total.size or int(words.max()) >= P:
-            raise MessageError(f"the answer of {terms.member(helper).name!r} is no share")
-        field.add(total, words, out=total, checked=False)
-    salt, others, values = np.split(total, [SALT_ELEMENTS, SALT_ELEMENTS * (1 + terms.members)])
-    if share_root([values], salt, terms.leaf, manifest.share_length).hex() != manifest.roots[point - 1]:
-        names = ", ".join(terms.member(h).name for h in helpers)
-        raise CeremonyError(f"what {names} sent is not this member's share: one of them is wrong; ask others")
-    info = ShareInfo.under(manifest, point)
-    with ShareWriter(place.share_path(), unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)) as file:
-        file.write(values)
-    (place.path / "recovery.sealed").unlink()
-    place.tidy()
-    return ()
+    with only_one(place.path):
+        manifest, identity = place.manifest(), home.identity(unlock)
+        terms, point = manifest.terms, manifest.terms.point_of(identity.ed25519)
+        state = place.path / "recovery.sealed"
+        if not state.exists():
+            raise CeremonyError("no recovery was asked for here: run it with --helpers first")
+        kept = json.loads(read_sealed(state, unlock, "recovery"))
+        if kept["manifest"] != manifest.digest().hex():
+            raise CeremonyError(
+                "another manifest has come into force since this member asked: ask again, with --helpers"
+            )
+        nonce, helpers, _ = _read_request(kept["request"].encode(), manifest, point)
+        key = X25519PrivateKey.from_private_bytes(bytes.fromhex(kept["key"]))
+        missing = tuple(terms.member(h).name for h in helpers if not (folder / f"answer-{h}.msg").exists())
+        if missing:
+            return missing
+        total = np.zeros(SALT_ELEMENTS * (1 + terms.members) + manifest.share_length, np.uint64)
+        for helper in helpers:
+            words = _read_answer(
+                identity, manifest, folder, helper, _header(manifest, "answer", helper, point, nonce), key
+            )
+            if words.size != total.size or int(words.max()) >= P:
+                raise MessageError(f"the answer of {terms.member(helper).name!r} is no share")
+            field.add(total, words, out=total, checked=False)
+        salt, others, values = np.split(total, [SALT_ELEMENTS, SALT_ELEMENTS * (1 + terms.members)])
+        if share_root([values], salt, terms.leaf, manifest.share_length).hex() != manifest.roots[point - 1]:
+            names = ", ".join(terms.member(h).name for h in helpers)
+            raise CeremonyError(f"what {names} sent is not this member's share: one of them is wrong; ask others")
+        info = ShareInfo.under(manifest, point)
+        with ShareWriter(place.share_path(), unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)) as file:
+            file.write(values)
+        state.unlink()
+        place.tidy()
+        return ()
+
+
+def _read_answer(
+    identity: Identity, manifest: Manifest, folder: Path, helper: int, header: Header, key: X25519PrivateKey
+) -> field.Vector:
+    name = manifest.terms.member(helper).name
+    try:
+        data = (folder / f"answer-{helper}.msg").read_bytes()  # as large as a share: no record's limit holds here
+    except OSError as error:
+        raise MessageError(f"the answer of {name!r} cannot be read: {error.strerror}") from None
+    answer = identity.read(data, manifest.terms, header, private=key)
+    return np.frombuffer(answer[: len(answer) // 8 * 8], "<u8").astype(np.uint64)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_helpers(manifest: Manifest, point: int, helpers: tuple[int, ...]) -> None:
@@ -121,23 +169,23 @@ def _check_helpers(manifest: Manifest, point: int, helpers: tuple[int, ...]) -> 
         raise CeremonyError(f"a recovery needs exactly t = {terms.threshold} different helpers other than the member")
 
 
-def _read_request(body: bytes, manifest: Manifest, point: int) -> tuple[str, tuple[int, ...]]:
-    """The nonce and the helpers of a request, checked."""
+def _read_request(body: bytes, manifest: Manifest, point: int) -> tuple[str, tuple[int, ...], str]:
+    """The nonce, the helpers and the key of a request, checked."""
     read = parse(body, _FORMAT, "a request")
-    nonce, helpers = read.get("nonce"), read.get("helpers")
-    if not isinstance(nonce, str) or not re.fullmatch("[0-9a-f]{64}", nonce) or not isinstance(helpers, list):
+    nonce, helpers, key = read.get("nonce"), read.get("helpers"), read.get("key")
+    texts = all(isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) for text in (nonce, key))
+    if not texts or not isinstance(helpers, list):
         raise CeremonyError(f"the request of {manifest.terms.member(point).name!r} is damaged")
     _check_helpers(manifest, point, tuple(helpers))
-    return nonce, tuple(helpers)
+    return str(nonce), tuple(helpers), str(key)
 
 
-def _mask(identity: Identity, manifest: Manifest, own: int, other: int, point: int, request: bytes) -> Stream:
+def _mask(manifest: Manifest, secret: bytes, own: int, other: int, point: int, request: bytes) -> Stream:
     """What two helpers share for exactly this request of exactly this member.
 
     The member's point is part of it: with the same masks for two requesters, the difference of a helper's two answers
     would be a multiple of its share.
     """
-    secret = identity.exchange(manifest.terms.member(other).x25519)
     pair = [x.to_bytes(8, "big") for x in sorted((own, other))]
     return Stream(
         derive_key(secret, "recovery pair", manifest.digest(), point.to_bytes(8, "big"), request, *pair),

@@ -9,13 +9,19 @@ new share of ρ. What was dealt and the old shares are erased. Steps, in the sty
     difference       s_i − ρ_i, from each of D                                                  to everybody
     root             the commitment to the new share, and what differences were seen            to everybody
     echo, health     random combinations of old and of new shares under the same mask: both must
-                     have their degree, and open to the same number                             to everybody
-    sign             the signature of the successor                                             to everybody
+                     have their degree, and open to the same number; and the new ones' squares,
+                     which must be those of signs                                               to everybody
+    sign             the signature of the successor; the new share is on disk by then           to everybody
+    kept             the successor is in force here. Once all say so, old shares are erased     to everybody
 
 Why t−1 of the old and t′−1 of the new members learn nothing: at least m of the dealings are honest, any m columns of
 the Vandermonde matrix are invertible, so the N combinations ρ are uniform, and so are both their polynomials; the
 differences are uniform because of the old one, the new shares because of the new one. What it cannot do: make t old
 members forget. Whoever kept t old copies still has the key.
+
+Who lies about its share could move everybody to another key. It is noticed if more of D than t + the liars take part;
+and, for a key of signs with K′ ≥ 2t′−1 new members, always, because what comes out must be signs. Where neither holds
+(`unchecked` says so), the members must trust each other in this.
 
 At the first resharing every one of D also archives its genesis share (`archive`): the archive's keys, three elements
 for each leaf, are shared among the new members and are a part of their shares from then on.
@@ -34,11 +40,12 @@ from quorumark.field import P, Vector
 from quorumark.identity import Identity, verify, verify_chain
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import ARCHIVE_KEY, Manifest, Terms, check_follows, check_terms_follow, digest
-from quorumark.setup.ceremony import Ceremony, round_table, slices, to_bytes
+from quorumark.setup.ceremony import Ceremony, combined_squares, round_table, slices, squares_are_known, to_bytes
 from quorumark.shares import share_root
 
 __all__ = ["ReshareMember"]
 
+_MASKS = 3  # of the key's combination, of the archives' keys', of the squares'
 _MASK_AT, _KEYS_AT = 1 << 41, 1 << 42  # where a member's own stream gives its mask and its archive's keys
 
 
@@ -46,7 +53,7 @@ class ReshareMember(Ceremony):
     """One member's side. `chain` ends with the manifest in force; `share` is this member's old share, if it stays."""
 
     NAME = "reshare"
-    STEPS = ("commit", "reveal", "deal", "difference", "root", "echo", "health", "sign")
+    STEPS = ("commit", "reveal", "deal", "difference", "root", "echo", "health", "sign", "kept")
 
     def __init__(
         self, identity: Identity, chain: Sequence[Manifest], terms: Terms, seed: bytes, share: Vector | None
@@ -65,9 +72,9 @@ class ReshareMember(Ceremony):
         leaves = leaf_count(terms.coordinates, terms.leaf)
         self._keys_size = 0 if before.archived else leaves * ARCHIVE_KEY
         self.archived = before.archived or tuple(sorted(self._old_points.values()))
-        if self.deals_here != (share is not None) or (share is not None and share.shape != (self._size,)):
-            raise CeremonyError("a member who stays needs its old share, and nobody else")
-        self._old_share = share
+        if self.deals_here and (share is None or share.shape != (self._size,)):
+            raise CeremonyError("a member who stays needs its old share")
+        self._old_share = share if self.deals_here else None
         self.share: Vector | None = None
         self.salt = self._private.elements(SALT_ELEMENTS)
         self.others_salts = np.zeros((self._k, SALT_ELEMENTS), np.uint64)
@@ -100,9 +107,9 @@ class ReshareMember(Ceremony):
         if self.deals_here:
             mask = int(self._private.elements(1, start=_MASK_AT)[0])
             sharings += [(mask, self._t - 1, self._everyone), (None, self._t - 1, self._everyone)]
-            sharings += [(mask, self._old_t - 1, old)]
+            sharings += [(0, 2 * (self._t - 1), self._everyone), (mask, self._old_t - 1, old)]
         values = self._small_sharings(sharings)
-        always = values[: SALT_ELEMENTS + 2] if self.deals_here else values
+        always = values[: SALT_ELEMENTS + _MASKS] if self.deals_here else values
         out = {x: [sharing[x] for sharing in always] for x in self._everyone}
         for x in self.dealers if self.deals_here else ():
             out[x].append(values[-1][self._old_points[x]])
@@ -116,7 +123,7 @@ class ReshareMember(Ceremony):
         new = recipient not in self._generated_new(dealer)
         old = stays and recipient not in self._generated_old(dealer)
         return [
-            SALT_ELEMENTS + 2 + stays,
+            SALT_ELEMENTS + _MASKS + stays,
             self._length if old else 0,
             self._length if new else 0,
             self._keys_size if new else 0,
@@ -252,20 +259,43 @@ class ReshareMember(Ceremony):
         # the same public coins for old and new: under one mask both must open to Σ ρ_j·τ_j + mask
         new, _ = self._combined(seen, "key", [self.share[: self._size]])
         keys, _ = self._combined(seen, "archive keys", [self.share[self._size :]])
+        square, self._expected = 0, 0
+        if self._checks_squares():
+            square, self._expected = self._squares(seen, [self.share[: self.terms.coordinates]])
         old = 0
         if self._old_share is not None:
-            old = self._combined(seen, "key", [self._old_share])[0] + self._masks[2]
-        answer = [(new + self._masks[0]) % P, (keys + self._masks[1]) % P, old % P]
-        return self._echo(seen, np.array(answer, np.uint64))
+            old = self._combined(seen, "key", [self._old_share])[0] + self._masks[_MASKS]
+        answer = [value + mask for value, mask in zip((new, keys, square), self._masks, strict=False)]
+        return self._echo(seen, np.array([value % P for value in (*answer, old)], np.uint64))
+
+    def _checks_squares(self) -> bool:
+        return squares_are_known(self.terms)
+
+    def _squares(self, seed: bytes, pieces: Iterable[Vector]) -> tuple[int, int]:
+        return combined_squares(self, seed, self._before, pieces)
+
+    @property
+    def unchecked(self) -> str:
+        """What nobody would notice, in words; nothing where everything is checked."""
+        if self._checks_squares() or len(self.dealers) >= 2 * self._old_t - 1:
+            return ""
+        liars = len(self.dealers) - self._old_t + 1
+        return (
+            f"with {len(self.dealers)} members who stay and a threshold of {self._old_t}, {liars} who lie could change "
+            "the key unnoticed: reshare only among members who trust each other in this"
+        )
 
     def finish(self, healths: Mapping[int, bytes]) -> Manifest:
         """Checks everybody's combinations; the successor to sign."""
         answers = self._answers(healths)
         new = self._judge({x: int(v[0]) for x, v in answers.items()}, self._t, "of the key do not fit together")
         self._judge({x: int(v[1]) for x, v in answers.items()}, self._t, "of the archives' keys do not fit together")
-        old = {self._old_points[x]: int(answers[x][2]) for x in self.dealers}
+        old = {self._old_points[x]: int(answers[x][_MASKS]) for x in self.dealers}
         if self._judge(old, self._old_t, "from before do not fit together", points="old") != new:
             raise CeremonyError("the new shares do not hold the key that the old ones hold: a dealing was wrong")
+        if self._checks_squares():
+            squares = {x: int(v[2]) for x, v in answers.items()}
+            self._judge(squares, 2 * self._t - 1, "do not hold a key any more", self._expected)
         return self.manifest()
 
     def _who(self, points: Iterable[int], kind: str) -> list[int]:
