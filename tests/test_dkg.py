@@ -19,7 +19,7 @@ from quorumark.field import P, Vector
 from quorumark.identity import Identity, verify_manifest
 from quorumark.records import Manifest, Terms
 from quorumark.setup import dkg
-from quorumark.setup.dkg import DkgMember, openers, relay_sum
+from quorumark.setup.dkg import DkgMember, neighbours, openers, relay_sum
 from quorumark.setup.paper import PaperMember
 from tests.ceremony import identities, make_terms
 
@@ -180,6 +180,29 @@ def test_the_same_score_finds_the_papers_leak() -> None:
         assert _score(np.asarray(known), key) > 10 * LEAK
         # and their shares alone, without their own parts, say nothing: it is the protocol that leaks, not the sharing
         assert _score(field.to_signed(shares[1]).astype(np.float64), key) < LEAK
+
+
+def test_no_t_minus_1_members_cut_the_ring_of_masks() -> None:
+    """All sets of colluders, for small t: the honest openers stay connected. One neighbour fewer, and some set cuts it."""
+
+    def cut(threshold: int, reach: int) -> bool:
+        chosen = tuple(range(1, 2 * threshold))
+        ties = {x: set(neighbours(chosen, x, reach)) for x in chosen}
+        for colluders in itertools.combinations(chosen, threshold - 1):
+            honest = set(chosen) - set(colluders)
+            reached = todo = {min(honest)}
+            while todo:
+                todo = {y for x in todo for y in ties[x]} & honest - reached
+                reached = reached | todo
+            if reached != honest:
+                return True
+        return False
+
+    for threshold in range(2, 8):
+        assert not cut(threshold, threshold)
+        assert all(x in neighbours((1, 2, 3, 4, 5), y, 3) for x in (1, 2) for y in (1, 2) if x != y)
+    assert cut(5, 3)
+    assert cut(7, 5)
 
 
 # --- known traps ------------------------------------------------------------------------------------------
