@@ -183,7 +183,7 @@ def test_the_same_score_finds_the_papers_leak() -> None:
 
 
 def test_no_t_minus_1_members_cut_the_ring_of_masks() -> None:
-    """All sets of colluders, for small t: the honest openers stay connected. One neighbour fewer, and some set cuts it."""
+    """All sets of colluders, for small t: the honest openers stay connected. With fewer neighbours some set cuts it."""
 
     def cut(threshold: int, reach: int) -> bool:
         chosen = tuple(range(1, 2 * threshold))
