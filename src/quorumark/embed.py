@@ -59,7 +59,7 @@ _RULES = {  # the settings that each rule needs, and those that it may have with
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
 _WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
-_STILL = 40  # what moved by less than 2^-20 of its size (its square: 2^-40) did not move
+_STILL = 36  # what moved by less than 2^-18 of its size (squared: 2^-36) did not move
 _LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exactly
 
 
@@ -161,17 +161,15 @@ _PI = 0x3243F6A8885A308D313198A2E03707344  # ⌊π·2^128⌋
 
 
 def _cosine(done: int, rounds: int) -> int:
-    """⌊2^32·(1 + cos(π·done/rounds))/2⌋ by Taylor's series in whole numbers, and 0 from `rounds` on."""
+    """2^32·(1 + cos(π·done/rounds))/2 to the nearest, by Taylor's series in whole numbers of 2^-128; then 0."""
     if done >= rounds:
         return 0
-    angle, term, total, k = _PI * done // rounds, 1 << 128, 1 << 129, 0
+    angle, term, total, k = _PI * done // rounds, 1 << 128, 1 << 128, 0
     while term:
+        total += -term if k % 4 else term
         k += 2
-        term = -(term * angle * angle >> 256) // (k * (k - 1))
-        if term == -1:  # the floor of a vanishing negative number
-            break
-        total += term
-    return max(0, total >> 97)
+        term = (term * angle * angle >> 256) // (k * (k - 1))
+    return (total + (1 << 96)) >> 97
 
 
 def _fraction(name: str, text: str) -> Fraction:
@@ -275,7 +273,7 @@ def _moved(carrier: _Carrier, now: Vector, before: Vector) -> _Axes:
 
 
 def _residual_rms(now: int, before: int, update: int, count: int) -> int:
-    """⌊√(‖D − (⟨D,θ⟩/‖θ‖²)·θ‖²/count)⌋ from ‖θ+D‖², ‖θ‖², ‖D‖²; 0 if it is below 2^-20 of ‖θ‖.
+    """⌊√(‖D − (⟨D,θ⟩/‖θ‖²)·θ‖²/count)⌋ from ‖θ+D‖², ‖θ‖², ‖D‖²; 0 if it is below 2^-18 of ‖θ‖.
 
     Weight decay moves dead weights along themselves: what it did is taken out. The floor is what the rounding of
     float32 in thousands of steps leaves of such a move.
