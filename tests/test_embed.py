@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from quorumark import codec, embed, field, shamir
 from quorumark.embed import ONE, MarkState, PaperScale, Strength
-from quorumark.errors import InputError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import InputError, RecordError, RoundError
 from quorumark.layout import ModelLayout
 from quorumark.records import DEFAULT_STRENGTH, Genesis, Manifest
 from tests.ceremony import identities, make_terms
@@ -125,6 +125,7 @@ class Oracle:
         self.ema: dict[Any, int] = {}
         self.moved: dict[Any, int] = {}
         self.total: dict[Any, int] = {}
+        self.sums: dict[str, int] = {}
         self.round, self.seen = 0, 0
 
     def weights(self) -> Iterator[tuple[int, list[Any]]]:
@@ -138,7 +139,8 @@ class Oracle:
                 )
 
     def advance(self, round_no: int, model: Any, scales: dict[Any, int]) -> None:
-        now, groups = [lift(int(v)) for v in model], {}
+        now = [lift(int(v)) for v in model]
+        groups: dict[Any, list[tuple[int, int]]] = {}
         for place, names in self.weights():
             for name in names:
                 groups.setdefault(name, []).append((now[place] - self.model[place], self.model[place]))
@@ -152,12 +154,24 @@ class Oracle:
             self.ema[name] = (9 * self.ema[name] + rms) // 10 if name in self.ema else rms
             self.moved[name] = min(rms, self.ema[name])
             self.total[name] = self.total.get(name, 0) + scales.get(name, 0)
+        for _, names in self.weights():
+            self.sums[names[0][0]] = self.sums.get(names[0][0], 0) + min(scales.get(name, 0) for name in names)
         self.model, self.round, self.seen = now, round_no, self.seen + 1
         if round_no <= self.strength.warmup_rounds:
             self.anchor, self.seen = now, 0
 
     def norm(self, numbers: dict[Any, int]) -> int:
         return math.isqrt(sum(min(numbers.get(name, 0) for name in names) ** 2 for _, names in self.weights()))
+
+    def reached(self) -> int:
+        """‖M‖·ΣA/ΣM, tensor by tensor."""
+        least: dict[str, list[int]] = {}
+        for _, names in self.weights():
+            least.setdefault(names[0][0], []).append(min(self.total.get(name, 0) for name in names))
+        squared = 0
+        for name, values in least.items():
+            squared += sum(v * v for v in values) * self.sums[name] ** 2 // (sum(values) ** 2 or 1)
+        return math.isqrt(squared)
 
     def scales(self, round_no: int) -> dict[Any, int]:
         if self.seen < 2:
@@ -169,7 +183,7 @@ class Oracle:
         if self.strength.rule != "relative":
             places = [place for place, _ in self.weights()]
             distance = math.isqrt(sum((self.model[i] - self.anchor[i]) ** 2 for i in places))
-            missing = self.strength.rho * distance - 2**32 * self.norm(self.total)
+            missing = self.strength.rho * distance - 2**32 * self.reached()
             c = max(0, min(c, missing // (self.norm(base) or 1)))
         return {name: v * c // 2**32 for name, v in base.items()}
 
@@ -209,7 +223,7 @@ def test_amplitudes_equal_the_oracle(rule: dict[str, str], key: str, options: di
         marked += amplitudes.marks
     assert marked >= 1 or step == 2.0**-30
     if state._distance:
-        assert state.rho == oracle.norm(oracle.total) * 2**32 // state._distance
+        assert state.rho == oracle.reached() * 2**32 // state._distance
 
 
 def test_marking_begins_in_round_three() -> None:
@@ -235,8 +249,8 @@ def test_marking_begins_in_round_three() -> None:
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 2**70), min_size=1, max_size=5), min_size=1, max_size=3))
 def test_norm_of_least(axes: list[list[int]]) -> None:
-    expected = sum(min(each) ** 2 for each in itertools.product(*axes))
-    assert embed._norm_squared([tuple(map(tuple, axes))]) == expected
+    least = [min(each) for each in itertools.product(*axes)]
+    assert embed._least(tuple(map(tuple, axes))) == (sum(least), sum(v * v for v in least))
 
 
 @given(st.lists(st.tuples(st.integers(-(2**60) + 1, 2**60 - 1), st.integers(-(2**59), 2**59)), min_size=1, max_size=40))
@@ -295,7 +309,8 @@ def test_dead_weights_get_exactly_nothing(kind: str, decay: float) -> None:
     rng = np.random.default_rng(2)
     weight = rng.normal(0, 0.1, (12, 10, 3, 3)).astype(np.float32)
     dead = np.zeros(weight.shape, bool)
-    dead[{"row": np.s_[4], "column": np.s_[:, 7], "tap": np.s_[:, :, 0, 2]}[kind]] = True
+    places: dict[str, Any] = {"row": np.s_[4], "column": np.s_[:, 7], "tap": np.s_[:, :, 0, 2]}
+    dead[places[kind]] = True
     layout = ModelLayout.of({"w": weight})
     state = MarkState(Strength.of(RHO, layout.coordinates), layout, "rademacher", layout.encode({"w": weight}))
     for round_no in range(1, 7):
@@ -387,7 +402,7 @@ def test_models_are_checked(bad: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_coordinates": 57}])
 @pytest.mark.parametrize("key", ["rademacher", "gaussian"])
-def test_members_parts_add_up_to_the_mark_for_every_set(options: dict[str, int], key: str) -> None:
+def test_members_parts_add_up_to_the_mark_for_every_set(options: dict[str, Any], key: str) -> None:
     layout = _layout(**options)
     d = layout.coordinates
     manifest = _manifest(layout, key=key)
@@ -457,7 +472,7 @@ def _round(threshold: int = 3, **changes: str) -> tuple[Any, ...]:
 
 def test_an_honest_round_is_accepted() -> None:
     strength, manifest, amplitudes, members, before, after = _round()
-    told = {"told_weights": embed.weights(manifest, members), "told_rate": Fraction(1)}
+    told: dict[str, Any] = {"told_weights": embed.weights(manifest, members), "told_rate": Fraction(1)}
     assert embed.check_round(strength, manifest, amplitudes, members, before, after, **told) is True
     assert embed.weights(manifest, (2, 5)) == {2: Fraction(200, 700), 5: Fraction(500, 700)}
     nothing = replace(amplitudes, scales=embed._scaled(amplitudes.scales, 0, 1))
@@ -491,7 +506,9 @@ def test_weights_must_hide_every_member() -> None:
     roster = manifest.terms.roster
     heavy = replace(manifest.terms, roster=(*roster[:4], replace(roster[4], examples=2500)))
     with pytest.raises(RoundError, match=r"hide too little: 1/Σa² = 1.87 < 2.0"):
-        embed.check_round(strength, replace(manifest, terms=heavy, predecessor="cd" * 32), amplitudes, members, before, after)
+        embed.check_round(
+            strength, replace(manifest, terms=heavy, predecessor="cd" * 32), amplitudes, members, before, after
+        )
     # 1/Σa² = 1500²/550000 = 4.09 of five members: enough for t = 5, and 2.4 of three are not
     strength, manifest, amplitudes, members, before, after = _round(threshold=5, below_threshold="skip")
     assert embed.check_round(strength, manifest, amplitudes, members, before, after) is True
@@ -571,5 +588,84 @@ def test_the_papers_strength(per: str) -> None:
         embed.paper_amplitudes(strength, layout, "rademacher", 1, field.random(9), members)
 
 
-def test_every_error_is_ours() -> None:
-    assert issubclass(RoundError, QuorumarkError)
+# --- the trajectory: what the public models show over a whole run --------------------------------------------
+
+
+def _train(weights: dict[str, Any], x: Any, y: Any, rng: Any, rate: float) -> dict[str, Any]:
+    """Four steps of SGD with weight decay on a classifier with two hidden layers."""
+    w1, w2, out = (tensor.copy() for tensor in weights.values())
+    for _ in range(4):
+        batch = rng.integers(0, len(y), 8)
+        first = np.maximum(x[batch] @ w1.T, 0)
+        second = np.maximum(first @ w2.T, 0)
+        logits = second @ out.T
+        error = np.exp(logits - logits.max(1, keepdims=True))
+        error /= error.sum(1, keepdims=True)
+        error[np.arange(8), y[batch]] -= 1
+        error = (error / 8).astype(np.float32)
+        back = (error @ out) * (second > 0)
+        gradients = (((back @ w2) * (first > 0)).T @ x[batch], back.T @ first, error.T @ second)
+        for weight, gradient in zip((w1, w2, out), gradients, strict=True):
+            weight -= np.float32(rate) * (gradient + np.float32(5e-4) * weight)
+    return dict(zip(weights, (w1, w2, out), strict=True))
+
+
+def _run(
+    lr: str, *, lagged: bool = False, rounds: int = 60, members: int = 5, seed: int = 0
+) -> tuple[Any, float, float, int]:
+    """Federated averaging with the mark: every update's cosine with τ, the whole run's, the public ρ, and d.
+
+    `lagged` keeps the amplitudes of round 4 for ever, as a strength does that looks at old updates.
+    """
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(0, 0.3, (10, 300))
+    data = []
+    for _ in range(members):
+        y = rng.integers(0, 10, 500)
+        x = (centres[y] + rng.normal(0, 1, (500, 300))).astype(np.float32)
+        data.append((x, np.where(rng.random(500) < 0.5, rng.integers(0, 10, 500), y)))
+    sizes = {"w1": (300, 300), "w2": (300, 300), "zout": (10, 300)}
+    model = {n: rng.normal(0, np.sqrt(2 / s[1]), s).astype(np.float32) for n, s in sizes.items()}
+    layout = ModelLayout.of(model, exclude=("zout",))
+    d = layout.coordinates
+    strength, tau = Strength.of({**RHO, "lr": lr}, d), rng.choice([-1, 1], d)
+    start = now = layout.encode(model)
+    state = MarkState(strength, layout, "rademacher", start)
+
+    def cosine(x: Any, y: Any) -> float:
+        update = field.to_signed(field.sub(x, y))[:d].astype(float)
+        return float(update @ tau / (np.linalg.norm(update) * math.sqrt(d)))
+
+    shown, kept = [], state.amplitudes(1)
+    for round_no in range(1, rounds + 1):
+        amplitudes = state.amplitudes(round_no)
+        kept = amplitudes if round_no <= 4 else replace(kept, round=round_no)
+        embedded = kept if lagged else amplitudes
+        total = np.zeros(layout.size, np.uint64)
+        for k, (x, y) in enumerate(data):
+            rate = 0.05 * float(strength.rate(round_no))
+            own = _train(model, x, y, np.random.default_rng((seed, round_no, k)), rate)
+            total = field.add(total, layout.encode(own, 1 / members))
+        embed.ideal_mark(total, embedded, tau)
+        model = layout.unflatten(codec.decode(total), model)
+        before, now = now, layout.encode(model)
+        state.advance(round_no, now, embedded)
+        shown.append(cosine(now, before))
+    return np.array(shown), cosine(now, start), state.rho / ONE, d
+
+
+@pytest.mark.parametrize("lr", ["constant", "step:25=0.1,45=0.01", "cosine:60"])
+def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
+    """Seeded. A cosine has a noise of 1/√d: 0.0024 here."""
+    shown, whole, rho, d = _run(lr)
+    assert np.abs(shown).max() < 0.1 + 4 / math.sqrt(d)
+    assert rho == pytest.approx(0.05, rel=0.05)
+    assert whole == pytest.approx(0.05, rel=0.2)
+    assert whole * math.sqrt(d) == pytest.approx(rho * math.sqrt(d), rel=0.1)
+
+
+@pytest.mark.parametrize("lr", ["step:25=0.1,45=0.01", "cosine:60"])
+def test_a_strength_that_lags_shows_the_key(lr: str) -> None:
+    """The same run with the amplitudes of an early round: the last public updates are the key."""
+    shown, _, _, _ = _run(lr, lagged=True)
+    assert shown.max() > 0.9

@@ -287,23 +287,26 @@ def _residual_rms(now: int, before: int, update: int, count: int) -> int:
     return isqrt(left // (4 * before * count))
 
 
-def _norm_squared(axes: Sequence[_Axes]) -> int:
-    """Σ over all tensors and weights of (the least of the weight's axes' numbers)².
+def _least(tensor: _Axes) -> tuple[int, int]:
+    """Σ and Σ of squares, over all weights of a tensor, of the least of the weight's axes' numbers.
 
-    Σ min² = Σ over the values v_1 < v_2 < … of (v_i² − v_{i−1}²) · (how many weights have all of their numbers ≥ v_i).
+    Σ min = Σ over the values v_1 < v_2 < … of (v_i − v_{i−1}) · (how many weights have all of their numbers ≥ v_i).
     """
-    total = 0
-    for tensor in axes:
-        ladders = [sorted(values, reverse=True) for values in tensor]
-        counts = [len(values) for values in ladders]
-        last = 0
-        for value in sorted({v for values in ladders for v in values if v > 0}):
-            for i, values in enumerate(ladders):
-                while counts[i] and values[counts[i] - 1] < value:
-                    counts[i] -= 1
-            total += (value * value - last * last) * prod(counts)
-            last = value
-    return total
+    ladders = [sorted(values, reverse=True) for values in tensor]
+    counts = [len(values) for values in ladders]
+    total = squares = last = 0
+    for value in sorted({v for values in ladders for v in values if v > 0}):
+        for i, values in enumerate(ladders):
+            while counts[i] and values[counts[i] - 1] < value:
+                counts[i] -= 1
+        total += (value - last) * prod(counts)
+        squares += (value * value - last * last) * prod(counts)
+        last = value
+    return total, squares
+
+
+def _norm(axes: Sequence[_Axes]) -> int:
+    return isqrt(sum(_least(tensor)[1] for tensor in axes))
 
 
 # --- amplitudes -------------------------------------------------------------------------------------------
@@ -380,7 +383,7 @@ def model_digest(model: Vector) -> bytes:
 
 
 class MarkState:
-    """The history of a run, as far as the mark needs it: per row, column and tap three whole numbers.
+    """The history of a run, as far as the mark needs it: three whole numbers per row, column and tap, one per tensor.
 
     `round` is the last accepted round, `rho` (in 2^-32) what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
     Two states with the same `digest` give the same amplitudes for ever.
@@ -399,6 +402,7 @@ class MarkState:
         self.round = self._updates = self._distance = 0
         nothing = tuple(tuple((0,) * count for count in carrier.axes) for carrier in self._carriers)
         self._moved = self._ema = self._total = nothing
+        self._sums = (0,) * len(self._carriers)
         names = strength.digest(), bytes.fromhex(layout.digest()), key.encode()
         self._chain = digest("mark history", *names, self.model_digest)
 
@@ -406,13 +410,21 @@ class MarkState:
 
     @property
     def rho(self) -> int:
-        return isqrt(_norm_squared(self._total)) * ONE // self._distance if self._distance else 0
+        return self._reached() * ONE // self._distance if self._distance else 0
+
+    def _reached(self) -> int:
+        """‖ΣA‖. Of ΣA the state has each tensor's sum, exactly, and a shape M ≥ ΣA: the least of the axes' totals.
+
+        So it is √Σ_tensors ‖M‖²·(Σ A)²/(Σ M)².
+        """
+        shapes = [_least(tensor) for tensor in self._total]
+        return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
 
     def amplitudes(self, round_no: int) -> Amplitudes:
         """For a round that comes: A = c · (learning rates' ratio) · min over the axes of min(rms, EMA)."""
         if round_no <= self.round:
             raise RoundError(f"round {round_no} is over: the last accepted one is {self.round}")
-        rule, reached = self.strength.rule, isqrt(_norm_squared(self._total))
+        rule = self.strength.rule
         c, base = 0, self._moved
         if self._updates >= _WARM and rule != "paper":
             ratio = self._rate_ratio(round_no)
@@ -420,8 +432,8 @@ class MarkState:
             c = self.strength.c_max
             if rule != "relative":
                 # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖
-                full = isqrt(_norm_squared(base))
-                missing = self.strength.rho * self._distance - ONE * reached
+                full = _norm(base)
+                missing = self.strength.rho * self._distance - ONE * self._reached()
                 c = min(c, max(0, missing) // full) if full else 0
         return Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE))
 
@@ -451,6 +463,7 @@ class MarkState:
         self._moved = _map(min, self._moved, self._ema)
         if embedded is not None:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
+            self._sums = tuple(a + _least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
         self.round, self._updates = round_no, self._updates + 1
         if round_no <= self.strength.warmup_rounds:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
@@ -481,6 +494,7 @@ class MarkState:
             "moved": self._moved,
             "ema": self._ema,
             "total": self._total,
+            "sums": self._sums,
         }
         return canonical(body)
 
@@ -496,16 +510,16 @@ class MarkState:
         try:
             state.round, state._updates, state._distance = (body[name] for name in ("round", "updates", "distance"))
             state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
+            state._sums = tuple(body["sums"])
             state._chain = bytes.fromhex(body["chain"])
         except (KeyError, TypeError, ValueError):
             raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
         shape = [carrier.axes for carrier in state._carriers]
         lists = (state._moved, state._ema, state._total)
-        numbers = [state.round, state._updates, state._distance]
+        numbers = [state.round, state._updates, state._distance, *state._sums]
         numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
-        if any([tuple(map(len, tensor)) for tensor in axes] != shape for axes in lists) or not all(
-            type(n) is int and n >= 0 for n in numbers
-        ):
+        fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)
+        if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
             raise RecordError("this is not a mark's state of this layout")
         if state.to_bytes() != data:
             raise RecordError("this mark's state is of another model, anchor, layout, key or strength")
@@ -590,7 +604,7 @@ def marked_vector(
     """Adds S ⊙ σ ⊙ λ_k·s_k to a member's encoded, weighted model, in place; over all of U that is S ⊙ σ ⊙ τ_raw.
 
     `share` gives the member's share piece by piece (`ShareFile.pieces()`); what follows the key in it is not read.
-    Nobody may see y before it is masked.
+    Nobody may see y before it is masked; after an error, throw it away.
     """
     terms = manifest.terms
     if point not in members or len(members) < terms.threshold:
