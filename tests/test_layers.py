@@ -24,6 +24,7 @@ ORDER = [
     "quorumark.archive",
     "quorumark.home",
     "quorumark.setup",
+    "quorumark.embed",
     "quorumark.secagg",
     "quorumark.demo",
     "quorumark.bench",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import quorumark
-from quorumark import codec, errors, field, layout, secagg, shamir
+from quorumark import codec, embed, errors, field, layout, secagg, shamir
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -12,6 +12,8 @@ PUBLIC = {
     "lagrange_matrix reconstruct share share_chunks share_compressed",
     codec: "FRACTION_BITS LIMIT decode encode encode_axpy",
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
+    embed: "Amplitudes MarkState PaperScale Strength check_round ideal_mark marked_vector model_digest "
+    "paper_amplitudes weights",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

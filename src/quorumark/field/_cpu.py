@@ -635,3 +635,83 @@ def decode(x: Any, scale: float, out: Any) -> None:
         decode_lanes(result, 0, _load_tail(x, full, buffer), scale)
         for i in range(out.size - full):
             out[full + i] = result[i]
+
+
+# --- exact sums of squares (of the signed numbers that field elements stand for) ---------------------------
+
+
+@njit(forceinline=True)
+def _magnitude(x: Any) -> Any:
+    """|v| for the signed v that x stands for: below 2^60."""
+    return min64(x, p_minus(x))
+
+
+@njit(forceinline=True)
+def _square_parts(v: Any) -> Any:
+    """v² = s0 + s1·2^32 + s2·2^64 + s3·2^96 for v < 2^60, each part below 2^33: 2^31 of them add up in a word."""
+    h, low = shr32(v), low32(v)
+    ll, mid = mul32(low, low), shl1(mul32(low, h))
+    top = add64(mul32(h, h), shr32(mid))
+    return low32(ll), add64(shr32(ll), low32(mid)), low32(top), shr32(top)
+
+
+@_kernel
+def squares(x: Any, sums: Any) -> None:
+    """sums[4, 8]: Σ v², in the parts of `_square_parts`, eight lanes each."""
+    s0 = s1 = s2 = s3 = splat(np.uint64(0))
+    full = x.size - x.size % 8
+    buffer = np.zeros(8, np.uint64)
+    for i in range(0, x.size, 8):
+        v = load(x, i) if i < full else _load_tail(x, full, buffer)
+        p0, p1, p2, p3 = _square_parts(_magnitude(v))
+        s0, s1, s2, s3 = add64(s0, p0), add64(s1, p1), add64(s2, p2), add64(s3, p3)
+    store(sums, 0, s0)
+    store(sums, 8, s1)
+    store(sums, 16, s2)
+    store(sums, 24, s3)
+
+
+_COLUMNS = 2048  # columns worked on at a time: their sums, 12 words each, stay in the second-level cache
+
+
+@njit(forceinline=True)
+def _add_square(v: Any, by_row: Any, row: int, by_column: Any, column: int, stride: int) -> None:
+    p0, p1, p2, p3 = _square_parts(v)
+    store(by_row, row, add64(load(by_row, row), p0))
+    store(by_row, row + 8, add64(load(by_row, row + 8), p1))
+    store(by_row, row + 16, add64(load(by_row, row + 16), p2))
+    store(by_row, row + 24, add64(load(by_row, row + 24), p3))
+    store(by_column, column, add64(load(by_column, column), p0))
+    store(by_column, column + stride, add64(load(by_column, column + stride), p1))
+    store(by_column, column + 2 * stride, add64(load(by_column, column + 2 * stride), p2))
+    store(by_column, column + 3 * stride, add64(load(by_column, column + 3 * stride), p3))
+
+
+@_kernel
+def moments(now: Any, before: Any, width: int, by_row: Any, by_column: Any) -> None:
+    """Σ v² for v = now, before and now − before, along each row and each column of matrices with `width` columns.
+
+    by_row[rows, 12] and by_column[12, stride], flat, zero at first, stride = width rounded up to a multiple of 8;
+    entries 4k … 4k+3 are the parts of the k-th of the three sums. Exact for up to 2^31 elements.
+    """
+    rows = now.size // width
+    stride = by_column.size // 12
+    a, b, lanes_ = np.zeros(8, np.uint64), np.zeros(8, np.uint64), np.zeros(96, np.uint64)
+    for first in range(0, width, _COLUMNS):
+        last = min(first + _COLUMNS, width)
+        full = last - (last - first) % 8
+        for i in range(rows):
+            lanes_[:] = 0
+            for j in range(first, last, 8):
+                at = i * width + j
+                if j < full:
+                    x, y = load(now, at), load(before, at)
+                else:
+                    end = i * width + last
+                    x, y = _load_tail(now[:end], at, a), _load_tail(before[:end], at, b)
+                _add_square(_magnitude(x), lanes_, 0, by_column, j, stride)
+                _add_square(_magnitude(y), lanes_, 32, by_column, 4 * stride + j, stride)
+                _add_square(_magnitude(submod(x, y)), lanes_, 64, by_column, 8 * stride + j, stride)
+            for k in range(12):
+                for lane in range(8):
+                    by_row[12 * i + k] += lanes_[8 * k + lane]

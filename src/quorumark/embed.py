@@ -1,0 +1,715 @@
+"""What the mark is in a round: how strong it is, what a member adds for it, and what it refuses (docs/strength.md).
+
+The mark of a round is S ⊙ τ. The amplitudes S come from public global models only, in whole numbers only, so that every
+member derives the same ones; weights that did not move get nothing. A member adds S ⊙ σ ⊙ λ_k·s_k to its weighted
+model, and over the members U who take part this is S ⊙ τ, exactly.
+
+    strength = Strength.of(terms.strength, terms.coordinates)
+    state = MarkState(strength, layout, terms.key, E(θ_0))
+    each round:
+        amplitudes = state.amplitudes(round)
+        if check_round(…): marked_vector(y, amplitudes, …)     # a member; y = E(a_k·θ_k)
+        state.advance(round, E(θ_round), amplitudes)            # everybody, once the round's model is accepted
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from math import isqrt, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import field, shamir
+from quorumark.errors import InputError, RecordError, RoundError
+from quorumark.field import P, Vector, _cpu, _parallel
+from quorumark.layout import ModelLayout
+from quorumark.records import KEY_KINDS, Genesis, Manifest, canonical, digest, parse
+
+__all__ = [
+    "Amplitudes",
+    "MarkState",
+    "PaperScale",
+    "Strength",
+    "check_round",
+    "ideal_mark",
+    "marked_vector",
+    "model_digest",
+    "paper_amplitudes",
+    "weights",
+]
+
+ONE = 1 << 32
+"""Ratios (ρ, c, learning rates) are whole numbers of 2^-32."""
+
+KEY_BITS = {"rademacher": 0, "gaussian": 8}
+"""Fractional bits of a key's values; the amplitudes have the other ones of the 40."""
+
+_RULES = {  # the settings that each rule needs, and those that it may have with what they are otherwise
+    "rho": ({"rho"}, {"c_max": "0.03"}),
+    "target": ({"z"}, {"c_max": "0.03"}),
+    "relative": ({"c"}, {}),
+    "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
+}
+_COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
+_WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
+_STILL = 36  # what moved by less than 2^-18 of its size (squared: 2^-36) did not move
+_LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exactly
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strength:
+    """The consortium's strength rule, from its terms. Ratios are whole numbers of 2^-32, rounded down."""
+
+    rule: str
+    rho: int
+    c_max: int
+    warmup_rounds: int
+    lr: str
+    below_threshold: str
+    per: str
+    settings: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, str], coordinates: int) -> Strength:
+        """Reads `terms.strength`. Anything unknown is refused: a rule that is half understood marks half right."""
+        if not isinstance(settings, Mapping) or settings.get("rule") not in _RULES:
+            received = settings.get("rule") if isinstance(settings, Mapping) else type(settings).__name__
+            raise InputError("strength", f"must name a rule: {', '.join(_RULES)}", repr(received))
+        rule = settings["rule"]
+        needed, defaults = _RULES[rule]
+        known = {**defaults, **_COMMON, **settings}
+        missing, unknown = needed - known.keys(), known.keys() - needed - defaults.keys() - _COMMON.keys() - {"rule"}
+        if missing or unknown:
+            wanted = ", ".join(sorted(needed | defaults.keys() | _COMMON.keys()))
+            received = f"without {min(missing)!r}" if missing else f"with {min(unknown)!r}"
+            raise InputError("strength", f"under the rule {rule!r} has the settings {wanted}", f"one {received}")
+        rho = _ratio("strength 'rho'", known["rho"], Fraction(1, 2)) if rule == "rho" else 0
+        if rule == "target":
+            z = _fraction("strength 'z'", known["z"])
+            rho = isqrt(z.numerator**2 * ONE**2 // (z.denominator**2 * coordinates))  # ρ = z/√d
+            if not 0 < rho <= ONE // 2:
+                rule_text = f"must be above 0 and at most √d/2 for d = {coordinates} coordinates"
+                raise InputError("strength 'z'", rule_text, known["z"])
+        limit = _ratio("strength 'c'", known["c"], Fraction(1, 4)) if "c" in known else 0
+        c_max = _ratio("strength 'c_max'", known["c_max"], Fraction(1, 4)) if "c_max" in known else limit
+        if not re.fullmatch("0|[1-9][0-9]{0,5}", known["warmup_rounds"]):
+            raise InputError("strength 'warmup_rounds'", "must be a whole number", repr(known["warmup_rounds"]))
+        for name, allowed in (("below_threshold", ("refuse", "skip")), ("per", ("model", "tensor"))):
+            if known.get(name, allowed[0]) not in allowed:
+                raise InputError(f"strength {name!r}", f"must be {' or '.join(allowed)}", repr(known[name]))
+        _rates(known["lr"])
+        return cls(
+            rule,
+            rho,
+            c_max,
+            int(known["warmup_rounds"]),
+            known["lr"],
+            known["below_threshold"],
+            known.get("per", "model"),
+            tuple(sorted(known.items())),
+        )
+
+    @property
+    def c(self) -> int:
+        """The fixed c of the rules that have one."""
+        return _ratio("strength 'c'", dict(self.settings)["c"], Fraction(1, 4))
+
+    def digest(self) -> bytes:
+        """Of all settings, those that were left out included."""
+        return digest("strength", canonical(dict(self.settings)))
+
+    def rate(self, round_no: int) -> Fraction:
+        """The learning rate of a round, in units of the first one's: what members must train with."""
+        kind, numbers = _rates(self.lr)
+        if kind == "constant":
+            return Fraction(1)
+        if kind == "cosine":
+            return Fraction(_cosine(round_no - 1, int(numbers[0][0])), ONE)
+        return next((rate for start, rate in reversed(numbers) if round_no >= start), Fraction(1))
+
+
+def _rates(text: str) -> tuple[str, list[tuple[int, Fraction]]]:
+    """A table of learning rates: its kind, and (first round, rate) pairs in order."""
+    kind, _, rest = text.partition(":")
+    rule = "must be constant, cosine:ROUNDS, step:ROUND=RATE,… or list:RATE,…"
+    name = "strength 'lr'"
+    if text == "constant":
+        return kind, []
+    if kind == "cosine" and re.fullmatch("[1-9][0-9]{0,5}", rest):
+        return kind, [(int(rest), Fraction(0))]
+    if kind == "step" and re.fullmatch(r"[1-9][0-9]{0,5}=[0-9.]+(,[1-9][0-9]{0,5}=[0-9.]+)*", rest):
+        pairs = [entry.split("=") for entry in rest.split(",")]
+        steps = [(int(start), _fraction(name, rate)) for start, rate in pairs]
+        if all(a < b for (a, _), (b, _) in pairwise(steps)):
+            return kind, steps
+    if kind == "list" and re.fullmatch(r"[0-9.]+(,[0-9.]+)*", rest):
+        return kind, [(start, _fraction(name, rate)) for start, rate in enumerate(rest.split(","), 1)]
+    raise InputError(name, rule, repr(text))
+
+
+_PI = 0x3243F6A8885A308D313198A2E03707344  # ⌊π·2^128⌋
+
+
+def _cosine(done: int, rounds: int) -> int:
+    """2^32·(1 + cos(π·done/rounds))/2 to the nearest, by Taylor's series in whole numbers of 2^-128; then 0."""
+    if done >= rounds:
+        return 0
+    angle, term, total, k = _PI * done // rounds, 1 << 128, 1 << 128, 0
+    while term:
+        total += -term if k % 4 else term
+        k += 2
+        term = (term * angle * angle >> 256) // (k * (k - 1))
+    return (total + (1 << 96)) >> 97
+
+
+def _fraction(name: str, text: str) -> Fraction:
+    """A decimal text, exactly."""
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,18})?", text):
+        raise InputError(name, "must be a decimal number such as 0.05", repr(text))
+    return Fraction(text)
+
+
+def _ratio(name: str, text: str, most: Fraction) -> int:
+    value = _fraction(name, text)
+    ratio = value.numerator * ONE // value.denominator
+    if not ratio or value > most:
+        raise InputError(name, f"must be above 2^-32 and at most {float(most)}", repr(text))
+    return ratio
+
+
+# --- exact sums -------------------------------------------------------------------------------------------
+
+_Axes = tuple[tuple[int, ...], ...]  # for one tensor: a number per row, per column and, if it has them, per tap
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """A carrier as rows × columns × taps: output channels, input channels, and the places of the kernel flattened."""
+
+    place: slice
+    rows: int
+    columns: int
+    taps: int
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """How many numbers each axis has; a single tap is no axis."""
+        return (self.rows, self.columns, self.taps)[: 3 if self.taps > 1 else 2]
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns * self.taps
+
+
+def _carriers(layout: ModelLayout) -> list[_Carrier]:
+    found = []
+    for spec, place in layout.spans("carrier"):
+        if spec.size >= _LARGEST:
+            raise InputError(f"tensor {spec.name!r}", f"must have fewer than {_LARGEST} elements", spec.size)
+        if spec.size:
+            found.append(_Carrier(place, spec.shape[0], spec.shape[1], prod(spec.shape[2:])))
+    return found
+
+
+def _whole(parts: Any) -> list[int]:
+    """Sums from their parts: parts[4, n] → n Python ints."""
+    low, second, third, high = (part.tolist() for part in parts)
+    return [a + (b << 32) + (c << 64) + (d << 96) for a, b, c, d in zip(low, second, third, high, strict=True)]
+
+
+def _sum_squares(x: Vector) -> int:
+    """Σ v² of the signed numbers that x stands for, exactly."""
+
+    def part(begin: int, end: int) -> int:
+        sums = np.zeros(32, np.uint64)
+        _cpu.squares(x[begin:end], sums)
+        return sum(_whole(sums.reshape(4, 8)))
+
+    return sum(int(s) for s in _parallel.spread(part, x.size))  # type: ignore[call-overload]
+
+
+def _distance(x: Vector, y: Vector) -> int:
+    """Σ (v − w)², exactly, chunk by chunk."""
+    if not x.size:
+        return 0
+    return sum(_sum_squares(field.sub(x[part], y[part], checked=False)) for part in field.chunks(x.size))
+
+
+def _moved(carrier: _Carrier, now: Vector, before: Vector) -> _Axes:
+    """How far each row, column and tap moved: the rms of its update without the part along its own weights."""
+    width = carrier.columns * carrier.taps
+    stride = width + -width % 8
+    a, b = now[carrier.place], before[carrier.place]
+    by_row = np.zeros((carrier.rows, 12), np.uint64)
+
+    def part(begin: int, end: int) -> NDArray[np.uint64]:
+        by_column = np.zeros(12 * stride, np.uint64)
+        rows = slice(begin * width, end * width)
+        _cpu.moments(a[rows], b[rows], width, by_row[begin:end].reshape(-1), by_column)
+        return by_column.reshape(12, stride)[:, :width]
+
+    smallest = max(1, _parallel.SMALLEST_PART // width)
+    # wrapping is impossible: all parts below 2^33, fewer than 2^31 of them
+    columns = sum(_parallel.spread(part, carrier.rows, smallest=smallest, step=1))  # type: ignore[arg-type]
+    cube = np.asarray(columns).reshape(12, carrier.columns, carrier.taps)
+    sums = (np.ascontiguousarray(by_row.T), cube.sum(axis=2, dtype=np.uint64), cube.sum(axis=1, dtype=np.uint64))
+    return tuple(
+        tuple(
+            _residual_rms(*triple, carrier.size // count)
+            for triple in zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True)
+        )
+        for parts, count in zip(sums, carrier.axes, strict=False)
+    )
+
+
+def _residual_rms(now: int, before: int, update: int, count: int) -> int:
+    """⌊√(‖D − (⟨D,θ⟩/‖θ‖²)·θ‖²/count)⌋ from ‖θ+D‖², ‖θ‖², ‖D‖²; 0 if it is below 2^-18 of ‖θ‖.
+
+    Weight decay moves dead weights along themselves: what it did is taken out. The floor is what the rounding of
+    float32 in thousands of steps leaves of such a move.
+    """
+    if not before:
+        return isqrt(update // count)
+    along = now - before - update  # 2·⟨D, θ⟩
+    left = 4 * update * before - along * along  # 4·‖θ‖² times the square of what is left; never below 0
+    if left << _STILL <= 4 * before * before:
+        return 0
+    return isqrt(left // (4 * before * count))
+
+
+def _least(tensor: _Axes) -> tuple[int, int]:
+    """Σ and Σ of squares, over all weights of a tensor, of the least of the weight's axes' numbers.
+
+    Σ min = Σ over the values v_1 < v_2 < … of (v_i − v_{i−1}) · (how many weights have all of their numbers ≥ v_i).
+    """
+    ladders = [sorted(values, reverse=True) for values in tensor]
+    counts = [len(values) for values in ladders]
+    total = squares = last = 0
+    for value in sorted({v for values in ladders for v in values if v > 0}):
+        for i, values in enumerate(ladders):
+            while counts[i] and values[counts[i] - 1] < value:
+                counts[i] -= 1
+        total += (value - last) * prod(counts)
+        squares += (value * value - last * last) * prod(counts)
+        last = value
+    return total, squares
+
+
+def _norm(axes: Sequence[_Axes]) -> int:
+    return isqrt(sum(_least(tensor)[1] for tensor in axes))
+
+
+# --- amplitudes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Amplitudes:
+    """How strong the mark of one round is, weight by weight: public, and the same for everybody.
+
+    A weight's amplitude is the least of its axes' `scales` (in 2^-40). `c` and `rho`, in 2^-32, say how it came about:
+    the factor of this round, and ρ before it.
+    """
+
+    layout: ModelLayout
+    key: str
+    round: int
+    c: int
+    rho: int
+    scales: tuple[_Axes, ...]
+
+    @property
+    def marks(self) -> bool:
+        """Whether there is anything to add."""
+        return any(all(map(any, axes)) for axes in self.scales)
+
+    @cached_property
+    def vector(self) -> Vector:
+        """S for each of the d carrying coordinates: S·τ has 40 fractional bits for the key's own τ."""
+        layout, bits = self.layout, np.uint64(KEY_BITS[self.key])
+        carrying = layout.carrying()
+        out = np.zeros(layout.coordinates, np.uint64)
+        for carrier, axes in zip(_carriers(layout), self.scales, strict=True):
+            rows, *others = (np.array(values, np.uint64) for values in axes)
+            across = others[0] if len(others) == 1 else np.minimum.outer(*others).reshape(-1)
+            if isinstance(carrying, slice):
+                target = out[carrier.place].reshape(carrier.rows, -1)
+                np.minimum(rows[:, None], across[None, :], out=target)
+            else:
+                part = slice(*np.searchsorted(carrying, (carrier.place.start, carrier.place.stop)))
+                row, column = np.divmod(carrying[part] - carrier.place.start, across.size)
+                out[part] = np.minimum(rows[row], across[column])
+        return out >> bits if bits else out
+
+    def tensors(self) -> Iterator[tuple[str, slice]]:
+        """The carriers' names, and their places in `vector`."""
+        carrying = self.layout.carrying()
+        for spec, place in self.layout.spans("carrier"):
+            if not spec.size:
+                continue
+            if isinstance(carrying, slice):
+                yield spec.name, place
+            else:
+                yield spec.name, slice(*(int(i) for i in np.searchsorted(carrying, (place.start, place.stop))))
+
+    def digest(self) -> bytes:
+        """What all members of a round must agree on."""
+        about = {"key": self.key, "round": self.round, "scales": self.scales}
+        return digest("amplitudes", bytes.fromhex(self.layout.digest()), canonical(about))
+
+
+def _checked(name: str, model: Vector, layout: ModelLayout) -> Vector:
+    """E of a model of this layout, contiguous."""
+    if not isinstance(model, np.ndarray) or model.shape != (layout.size,):
+        raise InputError(
+            name, f"must be a vector of length {layout.size}", getattr(model, "shape", type(model).__name__)
+        )
+    field.check(model, name)
+    return np.ascontiguousarray(model)
+
+
+def model_digest(model: Vector) -> bytes:
+    """Of a global model, as E(θ)."""
+    return digest("global model", np.ascontiguousarray(model).astype("<u8", copy=False).data.cast("B"))
+
+
+class MarkState:
+    """The history of a run, as far as the mark needs it: three whole numbers per row, column and tap, one per tensor.
+
+    `round` is the last accepted round, `rho` (in 2^-32) what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
+    Two states with the same `digest` give the same amplitudes for ever.
+    """
+
+    FORMAT = "quorumark-mark-state/v1"
+
+    def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector) -> None:
+        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds."""
+        if key not in KEY_KINDS:
+            raise InputError("key", f"must be one of {', '.join(KEY_KINDS)}", repr(key))
+        self.strength, self.layout, self.key = strength, layout, key
+        self._carriers = _carriers(layout)
+        self.model = self.anchor = _checked("model", model, layout)
+        self.model_digest = self.anchor_digest = model_digest(self.model)
+        self.round = self._updates = self._distance = 0
+        nothing = tuple(tuple((0,) * count for count in carrier.axes) for carrier in self._carriers)
+        self._moved = self._ema = self._total = nothing
+        self._sums = (0,) * len(self._carriers)
+        names = strength.digest(), bytes.fromhex(layout.digest()), key.encode()
+        self._chain = digest("mark history", *names, self.model_digest)
+
+    # --- what it says ---
+
+    @property
+    def rho(self) -> int:
+        return self._reached() * ONE // self._distance if self._distance else 0
+
+    def _reached(self) -> int:
+        """‖ΣA‖. Of ΣA the state has each tensor's sum, exactly, and a shape M ≥ ΣA: the least of the axes' totals.
+
+        So it is √Σ_tensors ‖M‖²·(Σ A)²/(Σ M)².
+        """
+        shapes = [_least(tensor) for tensor in self._total]
+        return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
+
+    def amplitudes(self, round_no: int) -> Amplitudes:
+        """For a round that comes: A = c · (learning rates' ratio) · min over the axes of min(rms, EMA)."""
+        if round_no <= self.round:
+            raise RoundError(f"round {round_no} is over: the last accepted one is {self.round}")
+        rule = self.strength.rule
+        c, base = 0, self._moved
+        if self._updates >= _WARM and rule != "paper":
+            ratio = self._rate_ratio(round_no)
+            base = _scaled(base, ratio.numerator, ratio.denominator)
+            c = self.strength.c_max
+            if rule != "relative":
+                # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖
+                full = _norm(base)
+                missing = self.strength.rho * self._distance - ONE * self._reached()
+                c = min(c, max(0, missing) // full) if full else 0
+        return Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE))
+
+    def _rate_ratio(self, round_no: int) -> Fraction:
+        """The learning rate over the last update's; at most 1, since a mark never runs ahead of the updates."""
+        now, then = self.strength.rate(round_no), self.strength.rate(self.round)
+        return min(now / then, Fraction(1)) if then else Fraction(0)
+
+    def advance(self, round_no: int, model: Vector, embedded: Amplitudes | None) -> None:
+        """A round's global model was accepted; `embedded` is what was added in it, None if nothing.
+
+        A round that is given up is not told: the last model stands.
+        """
+        if round_no <= self.round:
+            raise RoundError(f"round {round_no} is over: the last accepted one is {self.round}")
+        if embedded is not None and (embedded.round, embedded.layout, embedded.key) != (
+            round_no,
+            self.layout,
+            self.key,
+        ):
+            raise RoundError(f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}")
+        before, self.model = self.model, _checked("model", model, self.layout)
+        self.model_digest = model_digest(self.model)
+        self._moved = tuple(_moved(carrier, self.model, before) for carrier in self._carriers)
+        first = self.round == 0
+        self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
+        self._moved = _map(min, self._moved, self._ema)
+        if embedded is not None:
+            self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
+            self._sums = tuple(a + _least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
+        self.round, self._updates = round_no, self._updates + 1
+        if round_no <= self.strength.warmup_rounds:
+            self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
+        end = self.layout.carrier_size
+        self._distance = isqrt(_distance(self.model[:end], self.anchor[:end]))
+        mark = b"" if embedded is None else embedded.digest()
+        self._chain = digest("mark history", self._chain, round_no.to_bytes(8, "big"), self.model_digest, mark)
+
+    # --- moving it ---
+
+    def digest(self) -> bytes:
+        """Of all of it, and of all that came before: what all members of a round must agree on."""
+        return digest("mark state", self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """For a member that missed rounds. It has no secrets; `digest` settles whether it is the right one."""
+        body = {
+            "format": self.FORMAT,
+            "strength": self.strength.digest().hex(),
+            "layout": self.layout.digest(),
+            "key": self.key,
+            "round": self.round,
+            "updates": self._updates,
+            "distance": self._distance,
+            "model": self.model_digest.hex(),
+            "anchor": self.anchor_digest.hex(),
+            "chain": self._chain.hex(),
+            "moved": self._moved,
+            "ema": self._ema,
+            "total": self._total,
+            "sums": self._sums,
+        }
+        return canonical(body)
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, strength: Strength, layout: ModelLayout, key: str, model: Vector, anchor: Vector
+    ) -> MarkState:
+        """Reads `to_bytes` back, beside the last global model and the anchor, which must be those that it names."""
+        state = cls(strength, layout, key, model)
+        state.anchor = _checked("anchor", anchor, layout)
+        state.anchor_digest = model_digest(state.anchor)
+        body = parse(data, cls.FORMAT, "a mark's state")
+        try:
+            state.round, state._updates, state._distance = (body[name] for name in ("round", "updates", "distance"))
+            state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
+            state._sums = tuple(body["sums"])
+            state._chain = bytes.fromhex(body["chain"])
+        except (KeyError, TypeError, ValueError):
+            raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
+        shape = [carrier.axes for carrier in state._carriers]
+        lists = (state._moved, state._ema, state._total)
+        numbers = [state.round, state._updates, state._distance, *state._sums]
+        numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
+        fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)
+        if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise RecordError("this is not a mark's state of this layout")
+        if state.to_bytes() != data:
+            raise RecordError("this mark's state is of another model, anchor, layout, key or strength")
+        return state
+
+
+def _axes(value: Any) -> tuple[_Axes, ...]:
+    return tuple(tuple(tuple(values) for values in tensor) for tensor in value)
+
+
+def _map(function: Any, x: tuple[_Axes, ...], y: tuple[_Axes, ...]) -> tuple[_Axes, ...]:
+    """Number by number."""
+    return tuple(
+        tuple(tuple(map(function, a, b)) for a, b in zip(first, second, strict=True))
+        for first, second in zip(x, y, strict=True)
+    )
+
+
+def _scaled(axes: tuple[_Axes, ...], above: int, below: int) -> tuple[_Axes, ...]:
+    """Each number times above/below, rounded down."""
+    return tuple(tuple(tuple(n * above // below for n in values) for values in tensor) for tensor in axes)
+
+
+# --- the paper's rule -------------------------------------------------------------------------------------
+
+
+class PaperScale:
+    """A member's own strength under the rule `paper`: scale_k = c·‖Δ_k‖·EMA_k, for the model or for each carrier."""
+
+    def __init__(self, strength: Strength, layout: ModelLayout) -> None:
+        _need_paper(strength)
+        self._strength, self._layout = strength, layout
+        self._ema: list[int] | None = None
+
+    def scale(self, before: Vector, after: Vector) -> Vector:
+        """What the member gives to secure aggregation (purpose "scale"), in 2^-40; E of the model before and after."""
+        before, after = _checked("before", before, self._layout), _checked("after", after, self._layout)
+        norms = [_distance(after[c.place], before[c.place]) for c in _carriers(self._layout)]
+        norms = [isqrt(n) for n in (norms if self._strength.per == "tensor" else [sum(norms)])]
+        self._ema = norms if self._ema is None else [(9 * e + n) // 10 for e, n in zip(self._ema, norms, strict=True)]
+        scales = [self._strength.c * n * e >> 72 for n, e in zip(norms, self._ema, strict=True)]
+        return field.from_signed(np.array([min(s, P >> 11) for s in scales], np.int64))
+
+
+def paper_amplitudes(
+    strength: Strength, layout: ModelLayout, key: str, round_no: int, total: Vector, members: int
+) -> Amplitudes:
+    """From the opened sum of the members' scales: scale/√d per coordinate, for the sum divided by their number."""
+    _need_paper(strength)
+    carriers, sizes = _carriers(layout), {name: part.stop - part.start for name, part in _parts(layout)}
+    counts = list(sizes.values()) if strength.per == "tensor" else [layout.coordinates]
+    if total.shape != (len(counts),):
+        raise InputError("total", f"must be {len(counts)} numbers", total.shape)
+    each = [isqrt(int(v) ** 2 // (members**2 * max(1, n))) for v, n in zip(field.to_signed(total), counts, strict=True)]
+    each = each if strength.per == "tensor" else each * len(carriers)
+    scales = tuple(tuple((a,) * n for n in carrier.axes) for a, carrier in zip(each, carriers, strict=True))
+    return Amplitudes(layout, key, round_no, strength.c, 0, scales)
+
+
+def _parts(layout: ModelLayout) -> Iterable[tuple[str, slice]]:
+    return Amplitudes(layout, "rademacher", 0, 0, 0, ()).tensors()
+
+
+def _need_paper(strength: Strength) -> None:
+    if strength.rule != "paper":
+        raise InputError("strength", "must have the rule 'paper'", repr(strength.rule))
+
+
+# --- what a member adds -----------------------------------------------------------------------------------
+
+
+def weights(manifest: Manifest, members: Iterable[int]) -> dict[int, Fraction]:
+    """a_k = n_k/Σ_U n, by the manifest's numbers of examples. `float` of it, rounded once, is what the codec takes."""
+    counts = {x: manifest.terms.member(x).examples for x in sorted(members)}
+    total = sum(counts.values())
+    return {x: Fraction(n, total) for x, n in counts.items()}
+
+
+def marked_vector(
+    y: Vector, amplitudes: Amplitudes, manifest: Manifest, members: Sequence[int], point: int, share: Iterable[Vector]
+) -> None:
+    """Adds S ⊙ σ ⊙ λ_k·s_k to a member's encoded, weighted model, in place; over all of U that is S ⊙ σ ⊙ τ_raw.
+
+    `share` gives the member's share piece by piece (`ShareFile.pieces()`); what follows the key in it is not read.
+    Nobody may see y before it is masked; after an error, throw it away.
+    """
+    terms = manifest.terms
+    if point not in members or len(members) < terms.threshold:
+        raise RoundError(f"a share of member {point} may enter only among {terms.threshold} members or more, with it")
+    factor = shamir.lagrange(sorted(members))[sorted(members).index(point)]
+    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), share)
+
+
+def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesis: Genesis | None = None) -> None:
+    """What all members' parts add up to, for those who may hold a key: adds S ⊙ σ ⊙ key (S ⊙ key without a genesis)."""
+    parts = (field.from_signed(key[part]) for part in field.chunks(key.size, 1 << 18))
+    _add_mark(y, amplitudes, _signed_scales(amplitudes, genesis, 1), parts)
+
+
+def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int) -> Any:
+    """A function: factor·σ·S for coordinates start … stop−1."""
+
+    def piece(start: int, stop: int) -> Vector:
+        part: Vector = field.scale(factor, amplitudes.vector[start:stop], checked=False)
+        if genesis is None:
+            return part
+        return np.where(genesis.whitening(start, stop - start) & (part > 0), np.uint64(P) - part, part)
+
+    return piece
+
+
+def _add_mark(y: Vector, amplitudes: Amplitudes, scales: Any, values: Iterable[Vector]) -> None:
+    """y += scales ⊙ values on the carrying coordinates."""
+    layout = amplitudes.layout
+    field.check_output(y, (layout.size,))
+    field.check(y, "y")
+    carrying, total, start = layout.carrying(), layout.coordinates, 0
+    for piece in values:
+        if start == total:
+            break
+        stop = min(start + piece.size, total)
+        where: Any = slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]
+        y[where] = field.axpy(scales(start, stop), piece[: stop - start], y[where], checked=False)
+        start = stop
+    if start != total:
+        raise InputError("share", f"must have {total} elements or more", start)
+
+
+# --- what a member refuses --------------------------------------------------------------------------------
+
+
+def check_round(
+    strength: Strength,
+    manifest: Manifest,
+    amplitudes: Amplitudes,
+    members: Sequence[int],
+    before: Vector,
+    after: Vector,
+    *,
+    told_weights: Mapping[int, Fraction] | None = None,
+    told_rate: Fraction | None = None,
+) -> bool:
+    """Whether a member embeds in this round; a RoundError if it must not take part in it at all.
+
+    `before` and `after` are E of the global model and of the member's own result; `told_weights` and `told_rate` what
+    the server said, if it did.
+    """
+    terms, layout, round_no = manifest.terms, amplitudes.layout, amplitudes.round
+    if (layout.digest(), layout.coordinates, amplitudes.key) != (terms.layout, terms.coordinates, terms.key):
+        raise RoundError("the model's layout or kind of key is not the manifest's")
+    if strength != Strength.of(terms.strength, terms.coordinates):
+        raise RoundError("the strength is not the manifest's")
+    if len(set(members)) != len(members) or not all(x in range(1, terms.members + 1) for x in members):
+        raise RoundError(f"the members of a round must be of the roster, each once, but are {list(members)}")
+    shares = weights(manifest, members)
+    if told_weights is not None and dict(told_weights) != shares:
+        raise RoundError(f"the weights of round {round_no} are not those of the manifest's numbers of examples")
+    if told_rate is not None and told_rate != strength.rate(round_no):
+        raise RoundError(f"the learning rate of round {round_no} is not the manifest's: {told_rate} of the first one's")
+    # 1/Σa² members of equal weight would hide one of them as well as these do
+    least = max(Fraction(2), Fraction(terms.threshold, 2))
+    spread = 1 / sum((a * a for a in shares.values()), Fraction(0)) if shares else Fraction(0)
+    if spread < least:
+        raise RoundError(
+            f"the weights of round {round_no} hide too little: 1/Σa² = {float(spread):.3g} < {float(least)}"
+        )
+    if len(members) < terms.threshold:
+        if strength.below_threshold == "refuse":
+            raise RoundError(f"round {round_no} has {len(members)} members, and the mark needs {terms.threshold}")
+        return False
+    if not amplitudes.marks:
+        return False
+    _check_size(strength, amplitudes, _checked("before", before, layout), _checked("after", after, layout))
+    return True
+
+
+def _check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after: Vector) -> None:
+    """The mark of a carrier is at most 4·c_max times the member's own update of it; `paper`: of all of them."""
+    carrying = amplitudes.layout.carrying()
+    marks, updates = {}, {}
+    for name, part in amplitudes.tensors():
+        where: Any = part if isinstance(carrying, slice) else carrying[part]
+        mark = amplitudes.vector[part]
+        marks[name] = _sum_squares(mark) << 2 * KEY_BITS[amplitudes.key] if mark.size else 0
+        updates[name] = _distance(after[where], before[where])
+    if strength.rule == "paper":
+        marks, updates = {"the model": sum(marks.values())}, {"the model": sum(updates.values())}
+    for name, mark_squared in marks.items():
+        if mark_squared * ONE**2 > (4 * strength.c_max) ** 2 * updates[name]:
+            raise RoundError(
+                f"the mark of round {amplitudes.round} in {name!r} is more than {4 * strength.c_max / ONE:.3g} times "
+                "this member's own update of it: it would show"
+            )

@@ -1,0 +1,671 @@
+"""The strength of the mark, what a member adds and what it refuses, against plain whole numbers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorumark import codec, embed, field, shamir
+from quorumark.embed import ONE, MarkState, PaperScale, Strength
+from quorumark.errors import InputError, RecordError, RoundError
+from quorumark.layout import ModelLayout
+from quorumark.records import DEFAULT_STRENGTH, Genesis, Manifest
+from tests.ceremony import identities, make_terms
+from tests.oracle import P, lift
+
+PEOPLE = identities(5)
+SHAPES = {"conv": (5, 3, 2, 2), "line": (4, 7), "one": (3, 1), "out": (1, 6)}
+RHO = {"rule": "rho", "rho": "0.05"}
+
+
+def _layout(shapes: dict[str, tuple[int, ...]] = SHAPES, **options: Any) -> ModelLayout:
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    return ModelLayout.of({**tensors, "bias": np.zeros(3, np.float32)}, **options)
+
+
+def _models(layout: ModelLayout, count: int, seed: int = 0, step: float = 2.0**-6) -> list[Any]:
+    """A random walk as E(θ_0), E(θ_1), …"""
+    rng = np.random.default_rng(seed)
+    walk = np.cumsum(rng.normal(0, step, (count, layout.size)), axis=0) + rng.normal(0, 0.1, layout.size)
+    return [codec.encode(model) for model in walk]
+
+
+def _manifest(layout: ModelLayout, threshold: int = 3, **changes: Any) -> Manifest:
+    values = {"layout": layout.digest(), **changes}
+    terms = make_terms(PEOPLE, threshold, layout.coordinates, **values)
+    roots = tuple(f"{i:02d}" * 32 for i in range(1, 6))
+    genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, "ab" * 32, roots)
+    return Manifest(terms, genesis, roots)
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+def test_settings() -> None:
+    default = Strength.of(DEFAULT_STRENGTH, 1000)
+    assert (default.rule, default.rho, default.c_max) == ("rho", ONE // 20, ONE * 3 // 100)
+    assert (default.warmup_rounds, default.below_threshold) == (0, "refuse")
+    assert Strength.of(RHO, 1000) == default, "what is left out has its default"
+    target = Strength.of({"rule": "target", "z": "8"}, 25600)
+    assert target.rho == ONE // 20, "z/√d = 8/160"
+    relative = Strength.of({"rule": "relative", "c": "0.01"}, 9)
+    assert relative.c_max == relative.c == ONE // 100
+    assert len({Strength.of({**RHO, "lr": lr}, 9).digest() for lr in ("constant", "list:1", "cosine:9")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rule": "loud"}, "must name a rule: rho, target, relative, paper, but got 'loud'"),
+        ({"rule": "relative"}, "one without 'c'"),
+        ({"c": "0.01"}, "one with 'c'"),
+        ({"rho": "0"}, "'rho' must be above"),
+        ({"rho": "0.6"}, "at most 0.5"),
+        ({"rho": "5e-2"}, "decimal number"),
+        ({"rho": "-0.1"}, "decimal number"),
+        ({"c_max": "0.3"}, "at most 0.25"),
+        ({"warmup_rounds": "-1"}, "'warmup_rounds' must be a whole number"),
+        ({"below_threshold": "maybe"}, "must be refuse or skip"),
+        ({"lr": "linear"}, "'lr' must be constant, cosine:ROUNDS"),
+        ({"lr": "cosine:0"}, "'lr' must be"),
+        ({"lr": "step:9=0.1,9=0.2"}, "'lr' must be"),
+        ({"lr": "list:1,.5"}, "decimal number"),
+    ],
+)
+def test_bad_settings_are_refused(change: dict[str, str], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        Strength.of({**RHO, **change}, 1000)
+
+
+def test_more_bad_settings() -> None:
+    with pytest.raises(InputError, match="at most √d/2"):
+        Strength.of({"rule": "target", "z": "51"}, 10000)
+    with pytest.raises(InputError, match="must be model or tensor"):
+        Strength.of({"rule": "paper", "c": "0.01", "per": "row"}, 9)
+    with pytest.raises(InputError, match="must name a rule"):
+        Strength.of("rho", 9)  # type: ignore[arg-type]
+
+
+def test_learning_rates() -> None:
+    def rates(lr: str, rounds: int = 6) -> list[Fraction]:
+        strength = Strength.of({**RHO, "lr": lr}, 9)
+        return [strength.rate(r) for r in range(1, rounds + 1)]
+
+    tenth = Fraction(1, 10)
+    assert rates("constant") == [1] * 6
+    assert rates("step:3=0.1,5=0") == [1, 1, tenth, tenth, 0, 0]
+    assert rates("list:1,0.5,0.1") == [1, Fraction(1, 2), tenth, tenth, tenth, tenth]
+    assert rates("cosine:4") == [1, *(Fraction(embed._cosine(r, 4), ONE) for r in (1, 2, 3)), 0, 0]
+    for rounds in (1, 2, 3, 50, 997):
+        for done in range(rounds):
+            exact = (1 + math.cos(math.pi * done / rounds)) / 2 * ONE
+            assert abs(embed._cosine(done, rounds) - exact) < 0.51
+
+
+# --- amplitudes against an oracle -------------------------------------------------------------------------
+
+
+class Oracle:
+    """The procedure of docs/strength.md in Python's numbers, loop by loop."""
+
+    def __init__(self, strength: Strength, layout: ModelLayout, start: Any) -> None:
+        self.strength, self.layout = strength, layout
+        self.anchor = self.model = [lift(int(v)) for v in start]
+        self.ema: dict[Any, int] = {}
+        self.moved: dict[Any, int] = {}
+        self.total: dict[Any, int] = {}
+        self.sums: dict[str, int] = {}
+        self.round, self.seen = 0, 0
+
+    def weights(self) -> Iterator[tuple[int, list[Any]]]:
+        """Every carrying weight: its place and the names of its axes."""
+        for spec, place in self.layout.spans("carrier"):
+            for offset, index in enumerate(itertools.product(*(range(n) for n in spec.shape))):
+                names = [(spec.name, "row", index[0]), (spec.name, "column", index[1])]
+                yield (
+                    place.start + offset,
+                    names + ([(spec.name, "tap", index[2:])] if math.prod(spec.shape[2:]) > 1 else []),
+                )
+
+    def advance(self, round_no: int, model: Any, scales: dict[Any, int]) -> None:
+        now = [lift(int(v)) for v in model]
+        groups: dict[Any, list[tuple[int, int]]] = {}
+        for place, names in self.weights():
+            for name in names:
+                groups.setdefault(name, []).append((now[place] - self.model[place], self.model[place]))
+        for name, pairs in groups.items():
+            dd, dt, tt = (sum(a * b for a, b in which) for which in (
+                [(d, d) for d, _ in pairs], pairs, [(t, t) for _, t in pairs]))  # fmt: skip
+            along = Fraction(dt, tt) if tt else Fraction(0)
+            left = sum(((d - along * t) ** 2 for d, t in pairs), Fraction(0))
+            assert left == dd - (Fraction(dt * dt, tt) if tt else 0)
+            rms = math.isqrt(math.floor(left / len(pairs))) if not tt or left * 2**36 > tt else 0
+            self.ema[name] = (9 * self.ema[name] + rms) // 10 if name in self.ema else rms
+            self.moved[name] = min(rms, self.ema[name])
+            self.total[name] = self.total.get(name, 0) + scales.get(name, 0)
+        for _, names in self.weights():
+            self.sums[names[0][0]] = self.sums.get(names[0][0], 0) + min(scales.get(name, 0) for name in names)
+        self.model, self.round, self.seen = now, round_no, self.seen + 1
+        if round_no <= self.strength.warmup_rounds:
+            self.anchor, self.seen = now, 0
+
+    def norm(self, numbers: dict[Any, int]) -> int:
+        return math.isqrt(sum(min(numbers.get(name, 0) for name in names) ** 2 for _, names in self.weights()))
+
+    def reached(self) -> int:
+        """‖M‖·ΣA/ΣM, tensor by tensor."""
+        least: dict[str, list[int]] = {}
+        for _, names in self.weights():
+            least.setdefault(names[0][0], []).append(min(self.total.get(name, 0) for name in names))
+        squared = 0
+        for name, values in least.items():
+            squared += sum(v * v for v in values) * self.sums[name] ** 2 // (sum(values) ** 2 or 1)
+        return math.isqrt(squared)
+
+    def scales(self, round_no: int) -> dict[Any, int]:
+        if self.seen < 2:
+            return {}
+        before = self.strength.rate(self.round)
+        ratio = min(Fraction(1), self.strength.rate(round_no) / before) if before else 0
+        base = {name: math.floor(v * ratio) for name, v in self.moved.items()}
+        c = self.strength.c_max
+        if self.strength.rule != "relative":
+            places = [place for place, _ in self.weights()]
+            distance = math.isqrt(sum((self.model[i] - self.anchor[i]) ** 2 for i in places))
+            missing = self.strength.rho * distance - 2**32 * self.reached()
+            c = max(0, min(c, missing // (self.norm(base) or 1)))
+        return {name: v * c // 2**32 for name, v in base.items()}
+
+    def vector(self, scales: dict[Any, int], bits: int) -> list[int]:
+        found = {place: min(scales.get(name, 0) for name in names) >> bits for place, names in self.weights()}
+        carrying = self.layout.carrying()
+        places = range(self.layout.carrier_size) if isinstance(carrying, slice) else carrying
+        return [found[int(place)] for place in places]
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "options"),
+    [
+        ({**RHO, "lr": "step:4=0.3,6=0"}, "rademacher", {}),
+        ({"rule": "relative", "c": "0.02", "lr": "list:0.5,1,0.1,0.7,0.2"}, "rademacher", {}),
+        ({"rule": "target", "z": "0.4", "c_max": "0.2", "lr": "cosine:9"}, "gaussian", {}),
+        ({**RHO, "warmup_rounds": "2", "c_max": "0.01"}, "rademacher", {"max_coordinates": 41}),
+    ],
+)
+@pytest.mark.parametrize("step", [2.0**-6, 2.0**-30, 2.0**17])
+def test_amplitudes_equal_the_oracle(rule: dict[str, str], key: str, options: dict[str, Any], step: float) -> None:
+    layout = _layout(**options)
+    strength = Strength.of(rule, layout.coordinates)
+    models = _models(layout, 9, seed=3, step=step if step < 1 else 1.0)
+    if step > 1:  # as large as numbers may be
+        rng = np.random.default_rng(5)
+        models = [codec.encode(rng.choice([-524287.9, 524287.9, 1e5, -3.0], layout.size)) for _ in models]
+    state, oracle = MarkState(strength, layout, key, models[0]), Oracle(strength, layout, models[0])
+    marked = 0
+    for round_no, model in zip((1, 2, 3, 4, 5, 6, 8, 9), models[1:], strict=True):  # round 7 was given up
+        amplitudes, expected = state.amplitudes(round_no), oracle.scales(round_no)
+        assert amplitudes.vector.tolist() == oracle.vector(expected, 8 if key == "gaussian" else 0)
+        assert amplitudes.marks == any(amplitudes.vector) or key == "gaussian" or "max_coordinates" in options
+        skipped = round_no == 5
+        state.advance(round_no, model, None if skipped else amplitudes)
+        oracle.advance(round_no, model, {} if skipped else expected)
+        marked += amplitudes.marks
+    assert marked >= 1 or step == 2.0**-30
+    if state._distance:
+        assert state.rho == oracle.reached() * 2**32 // state._distance
+
+
+def test_marking_begins_in_round_three() -> None:
+    layout = _layout()
+    for warm in (0, 3):
+        strength = Strength.of({**RHO, "warmup_rounds": str(warm)}, layout.coordinates)
+        models = _models(layout, 9)
+        state = MarkState(strength, layout, "rademacher", models[0])
+        begun = []
+        for round_no, model in enumerate(models[1:], 1):
+            amplitudes = state.amplitudes(round_no)
+            begun.append(amplitudes.marks)
+            state.advance(round_no, model, amplitudes)
+        assert begun == [False] * (2 + warm) + [True] * (6 - warm)
+        assert state.anchor_digest == embed.model_digest(models[warm])
+        for call in (state.amplitudes, lambda r, s=state, m=models: s.advance(r, m[0], None)):
+            with pytest.raises(RoundError, match="round 8 is over"):
+                call(8)
+    with pytest.raises(RoundError, match="cannot have embedded the amplitudes of round 9"):
+        state.advance(10, models[0], state.amplitudes(9))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.integers(0, 2**70), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_norm_of_least(axes: list[list[int]]) -> None:
+    least = [min(each) for each in itertools.product(*axes)]
+    assert embed._least(tuple(map(tuple, axes))) == (sum(least), sum(v * v for v in least))
+
+
+@given(st.lists(st.tuples(st.integers(-(2**60) + 1, 2**60 - 1), st.integers(-(2**59), 2**59)), min_size=1, max_size=40))
+def test_sums_of_squares_are_exact(pairs: list[tuple[int, int]]) -> None:
+    x = np.array([v % P for v, _ in pairs], np.uint64)
+    assert embed._sum_squares(x) == sum(v * v for v, _ in pairs)
+    halves = [v // 2 for v, _ in pairs]
+    y = np.array([v % P for _, v in pairs], np.uint64)
+    expected = sum((a - b) ** 2 for a, (_, b) in zip(halves, pairs, strict=True))
+    assert embed._distance(np.array([v % P for v in halves], np.uint64), y) == expected
+
+
+def test_nothing_depends_on_threads_or_memory_or_library() -> None:
+    rng = np.random.default_rng(1)
+    shapes = {"conv": (70, 300, 3, 3), "line": (300, 2500)}  # more than one part, and more than one block of columns
+    layout = _layout(shapes)
+    runs = []
+    walk = [
+        {n: rng.normal(0, 0.1, s).astype(np.float32) for n, s in [*shapes.items(), ("bias", (3,))]} for _ in range(5)
+    ]
+    wide = np.empty(2 * layout.size, np.uint64)
+
+    def strided(model: Any) -> Any:
+        wide[::2] = layout.encode(model)
+        return wide.copy()[::2]
+
+    ways: list[tuple[int, Callable[[Any], Any]]] = [
+        (1, layout.encode),
+        (2, layout.encode),
+        (3, strided),
+        (2, lambda m: layout.encode({n: torch.from_numpy(t) for n, t in m.items()})),
+        (2, lambda m: layout.encode({n: np.asfortranarray(t) for n, t in reversed(m.items())})),
+    ]
+    before = field.threads()
+    try:
+        for threads, encode in ways:
+            field.set_threads(threads)
+            state = MarkState(Strength.of(RHO, layout.coordinates), layout, "rademacher", encode(walk[0]))
+            for round_no, model in enumerate(walk[1:], 1):
+                amplitudes = state.amplitudes(round_no)
+                state.advance(round_no, encode(model), amplitudes)
+            runs.append((state.digest(), amplitudes.digest(), amplitudes.vector.tobytes()))
+    finally:
+        field.set_threads(before)
+    assert amplitudes.marks
+    assert len(set(runs)) == 1
+
+
+# --- what did not move gets nothing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-4])
+@pytest.mark.parametrize("kind", ["row", "column", "tap"])
+def test_dead_weights_get_exactly_nothing(kind: str, decay: float) -> None:
+    """Also under weight decay in float32, with hundreds of roundings in a round."""
+    rng = np.random.default_rng(2)
+    weight = rng.normal(0, 0.1, (12, 10, 3, 3)).astype(np.float32)
+    dead = np.zeros(weight.shape, bool)
+    places: dict[str, Any] = {"row": np.s_[4], "column": np.s_[:, 7], "tap": np.s_[:, :, 0, 2]}
+    dead[places[kind]] = True
+    layout = ModelLayout.of({"w": weight})
+    state = MarkState(Strength.of(RHO, layout.coordinates), layout, "rademacher", layout.encode({"w": weight}))
+    for round_no in range(1, 7):
+        amplitudes = state.amplitudes(round_no)
+        shown = amplitudes.vector.reshape(weight.shape)
+        assert not shown[dead].any()
+        assert (shown[~dead] > 0).all() == (round_no > 2)
+        for _ in range(300):
+            gradient = np.where(dead, 0, rng.normal(0, 1e-3, weight.shape)).astype(np.float32)
+            weight = (weight * np.float32(1 - decay) - gradient).astype(np.float32)
+        state.advance(round_no, layout.encode({"w": weight}), amplitudes)
+
+
+def test_nothing_moves_where_the_rate_is_zero() -> None:
+    layout = _layout()
+    models = _models(layout, 8)
+    state = MarkState(Strength.of({**RHO, "lr": "list:1,1,1,0,1"}, 9), layout, "rademacher", models[0])
+    marks = []
+    for round_no, model in enumerate(models[1:], 1):
+        amplitudes = state.amplitudes(round_no)
+        marks.append(amplitudes.marks)
+        state.advance(round_no, model, amplitudes)
+    assert marks == [False, False, True, False, False, True, True]
+
+
+# --- moving the state -------------------------------------------------------------------------------------
+
+
+def test_a_member_that_missed_rounds_is_given_the_state() -> None:
+    layout = _layout()
+    strength, models = Strength.of(RHO, layout.coordinates), _models(layout, 8)
+    state = MarkState(strength, layout, "rademacher", models[0])
+    for round_no in range(1, 6):
+        state.advance(round_no, models[round_no], state.amplitudes(round_no))
+    data = state.to_bytes()
+    other = MarkState.from_bytes(data, strength, layout, "rademacher", models[5], models[0])
+    for one in (state, other):
+        one.advance(7, models[6], one.amplitudes(7))
+    assert state.digest() == other.digest()
+    assert state.amplitudes(8).digest() == other.amplitudes(8).digest()
+    assert state.rho == other.rho > 0
+
+    wrong: list[tuple[Any, ...]] = [
+        (data, strength, layout, "rademacher", models[4], models[0]),
+        (data, strength, layout, "rademacher", models[5], models[1]),
+        (data, strength, layout, "gaussian", models[5], models[0]),
+        (data, Strength.of({**RHO, "lr": "cosine:9"}, 9), layout, "rademacher", models[5], models[0]),
+        (data, strength, _layout(max_coordinates=9), "rademacher", models[5], models[0]),
+    ]
+    for arguments in wrong:
+        with pytest.raises(RecordError, match="of another model, anchor, layout, key or strength"):
+            MarkState.from_bytes(*arguments)
+    for field_, value in {"ema": [[[1]]], "moved": 3, "round": -1, "chain": "xyz", "updates": "2", "x": 1}.items():
+        body = json.dumps({**json.loads(data), field_: value}, sort_keys=True, separators=(",", ":")).encode()
+        with pytest.raises(RecordError):
+            MarkState.from_bytes(body, strength, layout, "rademacher", models[5], models[0])
+
+
+def test_the_digest_covers_the_whole_history() -> None:
+    layout = _layout()
+    models = _models(layout, 6)
+    digests = set()
+    for change in range(7):
+        walk = list(models)
+        if change < 4:
+            walk[change] = walk[change].copy()
+            walk[change][-1] ^= np.uint64(1)  # of a bias, which moves no amplitude
+        state = MarkState(Strength.of(RHO, 9), layout, "rademacher", walk[0])
+        for round_no, model in enumerate(walk[1:5], 2 if change == 4 else 1):
+            embedded = state.amplitudes(round_no)
+            state.advance(round_no, model, None if change == 5 and round_no == 3 else embedded)
+        digests.add(state.digest())
+    assert len(digests) == 7
+
+
+@pytest.mark.parametrize("bad", [np.zeros(3, np.uint64), None])
+def test_models_are_checked(bad: Any) -> None:
+    layout = _layout()
+    with pytest.raises(InputError, match="model must be a vector of length"):
+        MarkState(Strength.of(RHO, 9), layout, "rademacher", bad)
+    with pytest.raises(InputError, match="model must hold values"):
+        MarkState(Strength.of(RHO, 9), layout, "rademacher", np.full(layout.size, P, np.uint64))
+    with pytest.raises(InputError, match="key must be one of"):
+        MarkState(Strength.of(RHO, 9), layout, "sawtooth", _models(layout, 1)[0])
+
+
+# --- what a member adds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"max_coordinates": 57}])
+@pytest.mark.parametrize("key", ["rademacher", "gaussian"])
+def test_members_parts_add_up_to_the_mark_for_every_set(options: dict[str, Any], key: str) -> None:
+    layout = _layout(**options)
+    d = layout.coordinates
+    manifest = _manifest(layout, key=key)
+    rng = np.random.default_rng(4)
+    models = _models(layout, 4)
+    state = MarkState(Strength.of(RHO, d), layout, key, models[0])
+    for round_no in (1, 2):
+        state.advance(round_no, models[round_no], None)
+    amplitudes = state.amplitudes(3)
+    tau = rng.choice([-1, 1], d) if key == "rademacher" else np.round(rng.normal(0, 256, d)).astype(np.int64)
+    shares = shamir.share(field.from_signed(tau), 3, 5)
+    results = {x: rng.normal(0, 0.1, layout.size) for x in range(1, 6)}
+    signs = np.where(manifest.genesis.whitening(0, d), -1, 1)
+    for size in (3, 4, 5):
+        for members in (
+            itertools.permutations(range(1, 6), size) if size == 3 else itertools.combinations(range(1, 6), size)
+        ):
+            total = plain = np.zeros(layout.size, np.uint64)
+            for x in members:
+                y = codec.encode(results[x], float(embed.weights(manifest, members)[x]))
+                plain = field.add(plain, y)
+                longer = np.concatenate([shares[x - 1], field.random(11)])  # as after a resharing
+                embed.marked_vector(
+                    y, amplitudes, manifest, members, x, (longer[i : i + 13] for i in range(0, d + 11, 13))
+                )
+                total = field.add(total, y)
+            ideal = plain.copy()
+            embed.ideal_mark(ideal, amplitudes, tau, manifest.genesis)
+            assert np.array_equal(total, ideal)
+    difference = field.to_signed(field.sub(total, plain))
+    expected = np.zeros(layout.size, np.int64)
+    expected[layout.carrying()] = amplitudes.vector.astype(np.int64) * signs * tau
+    assert np.array_equal(difference, expected)
+    assert expected.any()
+    whitened = plain.copy()
+    embed.ideal_mark(whitened, amplitudes, signs * tau)
+    assert np.array_equal(whitened, total)
+
+
+def test_shares_enter_only_among_enough_members() -> None:
+    layout = _layout()
+    manifest, y = _manifest(layout), np.zeros(layout.size, np.uint64)
+    amplitudes = MarkState(Strength.of(RHO, 9), layout, "rademacher", y).amplitudes(1)
+    share = field.random(layout.coordinates)
+    for members in ([1, 2], [2, 3, 4]):
+        with pytest.raises(RoundError, match="among 3 members or more"):
+            embed.marked_vector(y, amplitudes, manifest, members, 1, [share])
+    with pytest.raises(InputError, match="share must have"):
+        embed.marked_vector(y, amplitudes, manifest, [1, 2, 3], 1, [share[:-1]])
+    assert not y.any()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def _round(threshold: int = 3, **changes: str) -> tuple[Any, ...]:
+    """A round that a member accepts: the arguments of check_round."""
+    layout = _layout()
+    manifest = _manifest(layout, threshold, strength={**RHO, **changes})
+    strength = Strength.of(manifest.terms.strength, layout.coordinates)
+    models = _models(layout, 4)
+    state = MarkState(strength, layout, "rademacher", models[0])
+    for round_no in (1, 2):
+        state.advance(round_no, models[round_no], None)
+    return strength, manifest, state.amplitudes(3), (1, 2, 3, 4, 5), models[2], models[3]
+
+
+def test_an_honest_round_is_accepted() -> None:
+    strength, manifest, amplitudes, members, before, after = _round()
+    told: dict[str, Any] = {"told_weights": embed.weights(manifest, members), "told_rate": Fraction(1)}
+    assert embed.check_round(strength, manifest, amplitudes, members, before, after, **told) is True
+    assert embed.weights(manifest, (2, 5)) == {2: Fraction(200, 700), 5: Fraction(500, 700)}
+    nothing = replace(amplitudes, scales=embed._scaled(amplitudes.scales, 0, 1))
+    assert embed.check_round(strength, manifest, nothing, members, before, after) is False
+
+
+def test_what_is_not_the_manifests_is_refused() -> None:
+    strength, manifest, amplitudes, members, before, after = _round(lr="cosine:50")
+
+    def refused(text: str, *changed: Any, **told: Any) -> None:
+        arguments = [strength, manifest, amplitudes, members, before, after]
+        for place, value in changed:
+            arguments[place] = value
+        with pytest.raises(RoundError, match=text):
+            embed.check_round(*arguments, **told)
+
+    inflated = {**embed.weights(manifest, members), 1: Fraction(1, 2)}
+    refused("weights of round 3 are not", told_weights=inflated)
+    refused("learning rate of round 3 is not the manifest's", told_rate=strength.rate(3) * 2)
+    refused("strength is not the manifest's", (0, Strength.of({**RHO, "rho": "0.1"}, amplitudes.layout.coordinates)))
+    refused("layout or kind of key", (1, _manifest(_layout({"other": (9, 9)}), strength=manifest.terms.strength)))
+    refused("layout or kind of key", (2, replace(amplitudes, key="gaussian")))
+    for strange in ((1, 2, 3, 6), (0, 1, 2, 3), (1, 1, 2, 3)):
+        refused("of the roster, each once", (3, strange))
+    with pytest.raises(InputError, match="after must be a vector"):
+        embed.check_round(strength, manifest, amplitudes, members, before, after[1:])
+
+
+def test_weights_must_hide_every_member() -> None:
+    strength, manifest, amplitudes, members, before, after = _round()
+    roster = manifest.terms.roster
+    heavy = replace(manifest.terms, roster=(*roster[:4], replace(roster[4], examples=2500)))
+    with pytest.raises(RoundError, match=r"hide too little: 1/Σa² = 1.87 < 2.0"):
+        embed.check_round(
+            strength, replace(manifest, terms=heavy, predecessor="cd" * 32), amplitudes, members, before, after
+        )
+    # 1/Σa² = 1500²/550000 = 4.09 of five members: enough for t = 5, and 2.4 of three are not
+    strength, manifest, amplitudes, members, before, after = _round(threshold=5, below_threshold="skip")
+    assert embed.check_round(strength, manifest, amplitudes, members, before, after) is True
+    with pytest.raises(RoundError, match=r"1/Σa² = 2.\d+ < 2.5"):
+        embed.check_round(strength, manifest, amplitudes, (1, 2, 4), before, after)
+
+
+def test_too_few_members() -> None:
+    strength, manifest, amplitudes, _, before, after = _round(threshold=4)
+    with pytest.raises(RoundError, match="has 3 members, and the mark needs 4"):
+        embed.check_round(strength, manifest, amplitudes, (3, 4, 5), before, after)
+    strength, manifest, amplitudes, _, before, after = _round(threshold=4, below_threshold="skip")
+    assert embed.check_round(strength, manifest, amplitudes, (3, 4, 5), before, after) is False
+
+
+def test_a_mark_that_would_show_is_refused() -> None:
+    strength, manifest, amplitudes, members, before, after = _round()
+    signed = field.to_signed(amplitudes.vector).astype(float)
+    for name, part in amplitudes.tensors():
+        mark = np.linalg.norm(signed[part])
+        step = np.linalg.norm(field.to_signed(field.sub(after, before))[part].astype(float))
+        if not mark:
+            assert name in ("one", "out")  # a single weight in a row always moves along itself
+            continue
+        for factor, good in ((1.01, True), (0.99, False)):
+            # this member's own update of one tensor, shrunk until the mark is 4·c_max times it
+            own = after.copy()
+            shrink = mark / (0.12 * step) * factor
+            update = field.to_signed(field.sub(after, before))[part] * shrink
+            own[part] = field.add(before[part], field.from_signed(update.astype(np.int64)))
+            if good:
+                assert embed.check_round(strength, manifest, amplitudes, members, before, own)
+            else:
+                with pytest.raises(RoundError, match=f"in '{name}' is more than 0.12 times"):
+                    embed.check_round(strength, manifest, amplitudes, members, before, own)
+    with pytest.raises(RoundError, match="it would show"):
+        embed.check_round(strength, manifest, amplitudes, members, before, before)
+
+
+# --- the paper's rule -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", ["model", "tensor"])
+def test_the_papers_strength(per: str) -> None:
+    layout = _layout()
+    settings_ = {"rule": "paper", "c": "0.02", "per": per, "c_max": "0.25"}
+    strength = Strength.of(settings_, layout.coordinates)
+    models = _models(layout, 4)
+    state = MarkState(strength, layout, "rademacher", models[0])
+    members, total, expected = 3, None, 0.0
+    for k in range(members):
+        own, ema, walk = PaperScale(strength, layout), 0.0, _models(layout, 4, seed=10 + k)
+        for i, (before, after) in enumerate(itertools.pairwise(walk)):
+            scale = own.scale(before, after)
+            end = layout.carrier_size if per == "model" else math.prod(SHAPES["conv"])
+            norm = float(np.linalg.norm(field.to_signed(field.sub(after, before))[:end] / 2**40))
+            ema = 0.9 * ema + 0.1 * norm if i else norm
+        expected += 0.02 * norm * ema
+        total = scale if total is None else field.add(total, scale)
+    assert total is not None
+    amplitudes = embed.paper_amplitudes(strength, layout, "rademacher", 1, total, members)
+    size = layout.coordinates if per == "model" else math.prod(SHAPES["conv"])
+    assert amplitudes.vector[0] / 2**40 == pytest.approx(expected / members / math.sqrt(size), rel=1e-6)
+    assert (len(set(amplitudes.vector.tolist())) == 1) == (per == "model")
+    assert not state.amplitudes(1).marks
+    state.advance(1, models[1], amplitudes)
+    assert state.rho / ONE == pytest.approx(np.linalg.norm(amplitudes.vector.astype(float)) / state._distance, rel=1e-6)
+    manifest = _manifest(layout, strength=settings_)
+    late = replace(amplitudes, round=2)
+    assert embed.check_round(strength, manifest, late, (1, 2, 3, 4), models[1], models[2])
+    loud = replace(late, scales=embed._scaled(late.scales, 10**4, 1))
+    with pytest.raises(RoundError, match="in 'the model' is more than 1 times"):
+        embed.check_round(strength, manifest, loud, (1, 2, 3, 4), models[1], models[2])
+    with pytest.raises(InputError, match="must have the rule 'paper'"):
+        PaperScale(Strength.of(RHO, 9), layout)
+    with pytest.raises(InputError, match="total must be"):
+        embed.paper_amplitudes(strength, layout, "rademacher", 1, field.random(9), members)
+
+
+# --- the trajectory: what the public models show over a whole run --------------------------------------------
+
+
+def _train(weights: dict[str, Any], x: Any, y: Any, rng: Any, rate: float) -> dict[str, Any]:
+    """Four steps of SGD with weight decay on a classifier with two hidden layers."""
+    w1, w2, out = (tensor.copy() for tensor in weights.values())
+    for _ in range(4):
+        batch = rng.integers(0, len(y), 8)
+        first = np.maximum(x[batch] @ w1.T, 0)
+        second = np.maximum(first @ w2.T, 0)
+        logits = second @ out.T
+        error = np.exp(logits - logits.max(1, keepdims=True))
+        error /= error.sum(1, keepdims=True)
+        error[np.arange(8), y[batch]] -= 1
+        error = (error / 8).astype(np.float32)
+        back = (error @ out) * (second > 0)
+        gradients = (((back @ w2) * (first > 0)).T @ x[batch], back.T @ first, error.T @ second)
+        for weight, gradient in zip((w1, w2, out), gradients, strict=True):
+            weight -= np.float32(rate) * (gradient + np.float32(5e-4) * weight)
+    return dict(zip(weights, (w1, w2, out), strict=True))
+
+
+def _run(
+    lr: str, *, lagged: bool = False, rounds: int = 60, members: int = 5, seed: int = 0
+) -> tuple[Any, float, float, int]:
+    """Federated averaging with the mark: every update's cosine with τ, the whole run's, the public ρ, and d.
+
+    `lagged` keeps the amplitudes of round 4 for ever, as a strength does that looks at old updates.
+    """
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(0, 0.3, (10, 300))
+    data = []
+    for _ in range(members):
+        y = rng.integers(0, 10, 500)
+        x = (centres[y] + rng.normal(0, 1, (500, 300))).astype(np.float32)
+        data.append((x, np.where(rng.random(500) < 0.5, rng.integers(0, 10, 500), y)))
+    sizes = {"w1": (300, 300), "w2": (300, 300), "zout": (10, 300)}
+    model = {n: rng.normal(0, np.sqrt(2 / s[1]), s).astype(np.float32) for n, s in sizes.items()}
+    layout = ModelLayout.of(model, exclude=("zout",))
+    d = layout.coordinates
+    strength, tau = Strength.of({**RHO, "lr": lr}, d), rng.choice([-1, 1], d)
+    start = now = layout.encode(model)
+    state = MarkState(strength, layout, "rademacher", start)
+
+    def cosine(x: Any, y: Any) -> float:
+        update = field.to_signed(field.sub(x, y))[:d].astype(float)
+        return float(update @ tau / (np.linalg.norm(update) * math.sqrt(d)))
+
+    shown, kept = [], state.amplitudes(1)
+    for round_no in range(1, rounds + 1):
+        amplitudes = state.amplitudes(round_no)
+        kept = amplitudes if round_no <= 4 else replace(kept, round=round_no)
+        embedded = kept if lagged else amplitudes
+        total = np.zeros(layout.size, np.uint64)
+        for k, (x, y) in enumerate(data):
+            rate = 0.05 * float(strength.rate(round_no))
+            own = _train(model, x, y, np.random.default_rng((seed, round_no, k)), rate)
+            total = field.add(total, layout.encode(own, 1 / members))
+        embed.ideal_mark(total, embedded, tau)
+        model = layout.unflatten(codec.decode(total), model)
+        before, now = now, layout.encode(model)
+        state.advance(round_no, now, embedded)
+        shown.append(cosine(now, before))
+    return np.array(shown), cosine(now, start), state.rho / ONE, d
+
+
+@pytest.mark.parametrize("lr", ["constant", "step:25=0.1,45=0.01", "cosine:60"])
+def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
+    """Seeded. A cosine has a noise of 1/√d: 0.0024 here."""
+    shown, whole, rho, d = _run(lr)
+    assert np.abs(shown).max() < 0.1 + 4 / math.sqrt(d)
+    assert rho == pytest.approx(0.05, rel=0.05)
+    assert whole == pytest.approx(0.05, rel=0.2)
+    assert whole * math.sqrt(d) == pytest.approx(rho * math.sqrt(d), rel=0.1)
+
+
+@pytest.mark.parametrize("lr", ["step:25=0.1,45=0.01", "cosine:60"])
+def test_a_strength_that_lags_shows_the_key(lr: str) -> None:
+    """The same run with the amplitudes of an early round: the last public updates are the key."""
+    shown, _, _, _ = _run(lr, lagged=True)
+    assert shown.max() > 0.9
