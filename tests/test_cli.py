@@ -19,17 +19,27 @@ def run(environment: dict[str, str], *arguments: str, timeout: float = 300) -> s
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
 
 
-def test_demo_tells_its_story(environment: dict[str, str]) -> None:
-    done = run(environment, "demo")
+def test_demo_tells_its_story(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(environment, "demo", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     text = re.sub(r"\s+", " ", done.stdout)
-    assert "224,800 of 224,800 signs" in text
-    assert "liar: Delta" in text
-    assert text.count("exactly right") == 2
-    assert "WRONG" not in text
-    percent = re.search(r"([\d.]+) % of the signs", text)
-    assert percent
-    assert 48 < float(percent[1]) < 52  # 19 standard deviations either way
+    assert text.count("it is theirs, beyond doubt") == 1
+    assert text.count("noise: not accused") == 2
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["coordinates"] >= 200_000
+    assert summary["z_marked"] > 15
+    # noise: six standard deviations
+    assert abs(summary["z_unmarked"]) < 6
+    assert abs(summary["z_unrelated"]) < 6
+    assert summary["accuracy_marked"] > 0.93
+    assert abs(summary["accuracy_marked"] - summary["accuracy_unmarked"]) < 0.05
+    assert (summary["members"], summary["threshold"], summary["dropped"]) == (5, 3, 3)
+    events = [json.loads(line) for line in (tmp_path / "out" / "marked" / "events.jsonl").read_text().splitlines()]
+    assert [event["round"] for event in events] == list(range(1, 21))
+    assert events[6]["attempts"] == 2
+    again = run(environment, "demo", "--out", str(tmp_path / "out"))
+    assert again.returncode == 2
+    assert "must be a new or empty folder" in again.stderr
 
 
 SETUP_KEYS = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import quorumark
-from quorumark import codec, embed, errors, field, layout, secagg, shamir
+from quorumark import codec, embed, errors, federation, field, layout, secagg, shamir, training
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -14,6 +14,8 @@ PUBLIC = {
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
     embed: "Amplitudes MarkState PaperScale Strength check_round ideal_mark marked_vector model_digest "
     "paper_amplitudes weights",
+    federation: "Federation FederationMember Losses RoundReport anchor_digest bound group_of",
+    training: "torch_evaluate torch_train",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

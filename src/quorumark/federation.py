@@ -10,12 +10,13 @@ part of the mark under masks (`secagg`, `embed`); the server opens the one sum, 
 may be lost at every stage. What travels between a `FederationMember` and the server are bytes and arrays, so the same
 members can be driven by another engine.
 
-`train` is any function from (weights, data) to weights: named tensors, numpy or torch. If it takes a `seed`, it is given
+`train` is any function from (weights, data) to weights: named tensors, numpy or torch. If it takes a `seed`, it gets
 one: from the operating system, or from the federation's research seed, so that a run can be repeated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -41,7 +42,7 @@ from quorumark.embed import (
     paper_amplitudes,
     weights,
 )
-from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import InputError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.identity import Identity
 from quorumark.keystore import replacing, write_private
@@ -49,16 +50,15 @@ from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, canonical, digest, parse
 from quorumark.secagg import Group, MemoryState, SecAggMember, SecAggServer, State, Upload
 
-__all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "group_of"]
+__all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "anchor_digest", "bound", "group_of"]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
 STAGES = ("train", "upload", "unmask")
-_LIKELY_LOSS = 0.999
 
 
 def group_of(manifest: Manifest, attempts: int = 20, cohort_size: int | None = None) -> Group:
-    """The consortium's group for secure aggregation. More attempts cost no secrecy: the quorum hangs on K and t alone."""
+    """The consortium's group for secure aggregation. More attempts cost no secrecy: the quorum hangs on K and t."""
     return Group.of_manifest(manifest, attempts=attempts, cohort_size=cohort_size)
 
 
@@ -96,6 +96,7 @@ class FederationMember:
     ) -> None:
         self.manifest, self.layout = manifest, layout
         self.group = group or group_of(manifest)
+        self._identity = identity
         self.secagg = SecAggMember(identity, self.group, state or MemoryState(self.group))
         self.point = self.secagg.point
         self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
@@ -107,7 +108,12 @@ class FederationMember:
     def __repr__(self) -> str:
         return f"FederationMember(point {self.point} of {self.manifest.terms.name!r}, secrets hidden)"
 
-    def train(self, round_no: int, model: Weights, seed: int | None = None) -> None:
+    def rejoin(self, after: int) -> None:
+        """Goes on after a round, in a run that is taken up again. A state on disk remembers by itself."""
+        if isinstance(self.secagg.state, MemoryState):
+            self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
+
+    def train(self, model: Weights, seed: int | None = None) -> None:
         """Trains from the global model, and keeps the result until the round is over."""
         options = {}
         if "seed" in inspect.signature(self._train).parameters:
@@ -226,7 +232,7 @@ class RoundReport:
 class Federation:
     """The server and all members of a consortium in one process.
 
-    `mark=False` trains without the mark. With a `folder`, every round is kept (`events.jsonl`, `model.safetensors`), and
+    `mark=False` trains without the mark. With a `folder` every round is kept (`events.jsonl`, `model.safetensors`), and
     a run that was killed goes on after its last whole round when it is made again with the same folder.
     """
 
@@ -257,7 +263,10 @@ class Federation:
         self._like: Weights = dict(model)
         self._vector = layout.flatten(model)
         encoded = layout.encode(model)
-        if self.strength.warmup_rounds == 0 and _anchor(layout, encoded) != manifest.terms.anchor:
+        if self.strength.warmup_rounds:
+            # a later anchor must enter the sign whitening by an amendment that all sign, which is not built yet
+            raise InputError("strength 'warmup_rounds'", "must be 0 in this release", self.strength.warmup_rounds)
+        if anchor_digest(layout, encoded) != manifest.terms.anchor:
             raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
         self.mark = MarkState(self.strength, layout, manifest.terms.key, encoded)
         self.round_no = 0
@@ -301,12 +310,10 @@ class Federation:
         taking_part = [x for x in cohort if x in self.members and x not in lost]
         with _timed(report, "train"):
             model = self.model
-            for x in list(taking_part):
-                try:
-                    self.members[x].train(round_no, model, self._seed_for(round_no, x))
-                except QuorumarkError as error:  # its own weights are of no use: it is out, and named
-                    report.excluded[x] = str(error)
-                    taking_part.remove(x)
+            for x in taking_part:
+                with _excluding(report, x):
+                    self.members[x].train(model, self._seed_for(round_no, x))
+            taking_part = [x for x in taking_part if x not in report.excluded]
         amplitudes = self._amplitudes(round_no, taking_part, report)
         total, plan_members = self._sum(round_no, taking_part, amplitudes, "model", self.layout.size, report)
         report.members = plan_members
@@ -346,7 +353,8 @@ class Federation:
         )
         with _timed(report, "ready"):
             for x in taking_part:
-                server.take_ready(x, self.members[x].ready(round_no, self.mark, amplitudes, purpose))
+                with _excluding(report, x):
+                    server.take_ready(x, self.members[x].ready(round_no, self.mark, amplitudes, purpose))
         announcement = server.announce()
         while True:
             attempt = server.plan.attempt
@@ -365,7 +373,8 @@ class Federation:
         with _timed(report, "unmask"):
             for x in server.plan.members:
                 if x not in lost:
-                    server.take_answer(x, self.members[x].unmask(server.request(x)))
+                    with _excluding(report, x):
+                        server.take_answer(x, self.members[x].unmask(server.request(x)))
             total = server.finish()
         report.excluded.update(server.excluded)
         return total, server.plan.members
@@ -373,12 +382,10 @@ class Federation:
     def _upload(
         self, server: SecAggServer, x: int, announcement: bytes, amplitudes: Amplitudes | None, report: RoundReport
     ) -> None:
-        try:
+        with _excluding(report, x):
             upload = self.members[x].upload(announcement, self.mark, amplitudes)
             report.uploaded_bytes += len(upload.head) + upload.vector.nbytes
             server.take_upload(x, upload)
-        except (MessageError, RoundError) as error:  # it refuses, or what it sent is of no use: without it, then
-            report.excluded[x] = str(error)
 
     def _seed_for(self, round_no: int, point: int) -> int | None:
         if self._seed is None:
@@ -404,7 +411,7 @@ class Federation:
             "marks": self._marks,
             "reports": json.dumps(reports),
         }
-        if self.mark.round == 0 or self.mark.round <= self.strength.warmup_rounds or not self._anchor_path.exists():
+        if not self._anchor_path.exists():
             with replacing(self._anchor_path) as file:
                 np.save(file, self.mark.anchor)
         write_private(self._folder / "run.json", canonical(body))
@@ -438,11 +445,11 @@ class Federation:
             self.mark = MarkState.from_bytes(state, self.strength, self.layout, key, model, anchor)
         self.reports = [_report(entry) for entry in json.loads(body["reports"])]
         for member in self.members.values():
-            member.secagg.close()
-            member.secagg._state.__init__(self.group, self.round_no)  # type: ignore[misc]
+            member.rejoin(self.round_no)
 
 
-def _anchor(layout: ModelLayout, encoded: Vector) -> str:
+def anchor_digest(layout: ModelLayout, encoded: Vector) -> str:
+    """What terms name as their anchor, from E of the model."""
     return digest("anchor", bytes.fromhex(layout.digest()), encoded.astype("<u8").tobytes()).hex()
 
 
@@ -468,6 +475,15 @@ def _as(stored: Mapping[str, Any], like: Weights) -> dict[str, Any]:
         else:
             out[name] = stored[name]
     return out
+
+
+@contextlib.contextmanager
+def _excluding(report: RoundReport, point: int) -> Iterator[None]:
+    """A member that refuses, or whose weights or messages are of no use, is out and named; the round goes on."""
+    try:
+        yield
+    except QuorumarkError as error:
+        report.excluded[point] = str(error)
 
 
 class _timed:  # noqa: N801 - used like a function

@@ -383,7 +383,7 @@ class SecAggMember:
         self.group = group
         self.point = group.point_of(identity.ed25519)
         self._identity = identity
-        self._state = state
+        self.state = state
         self._lasting: dict[int, bytes] = {}
         self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
         with state.edit() as memory:
@@ -405,7 +405,7 @@ class SecAggMember:
         if self.point not in self.group.cohort(round_no):
             raise RoundError(f"{self._name()} is not drawn for round {round_no}")
         told = {"binding": binding.hex(), "length": length}
-        with self._state.edit() as memory:
+        with self.state.edit() as memory:
             if round_no > memory["round"]:
                 memory.update(round=round_no, open=True, purposes={})
                 self._shared.clear()
@@ -437,7 +437,7 @@ class SecAggMember:
                 f"the announced set has {len(members)} members; at least max(T, {_SMALLEST_SET}) = {group.least} must "
                 f"take part, or {group.threshold - 1} colluders and the server see single vectors"
             )
-        with self._state.edit() as memory:
+        with self.state.edit() as memory:
             entry = self._entry(memory, round_no, purpose)
         keys = []
         for point, data in zip(members, readies, strict=True):
@@ -464,7 +464,7 @@ class SecAggMember:
             raise InputError("vector", f"must be a uint64 vector of {plan.length} elements", received)
         field.check_output(vector, vector.shape)
         field.check(vector, "vector")
-        with self._state.edit() as memory:
+        with self.state.edit() as memory:
             entry = self._entry(memory, plan.round, plan.purpose)
             self._admit(entry, plan)
             pairs = self._pairs(entry, plan)
@@ -496,7 +496,7 @@ class SecAggMember:
         """
         head, parts = _hear("request", request)
         round_no, purpose, attempt = head["round"], head["purpose"], head["attempt"]
-        with self._state.edit() as memory:
+        with self.state.edit() as memory:
             entry = self._entry(memory, round_no, purpose)
             if attempt != entry["attempt"]:
                 raise RoundError(
@@ -523,7 +523,7 @@ class SecAggMember:
 
     def close(self) -> None:
         """Ends the current round for this member: it erases the round's keys, and answers no more."""
-        with self._state.edit() as memory:
+        with self.state.edit() as memory:
             memory.update(open=False, purposes={})
             self._shared.clear()
 

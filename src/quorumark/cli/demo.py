@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
 
-def demo() -> None:
-    """Five hospitals make a key that nobody knows, lose two shares, get it back with three, fail with two."""
+import typer
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder to keep the models, the manifest and the figures in.")
+    ] = None,
+) -> None:
+    """Five hospitals train one model under a mark; three of them prove that it is theirs, two cannot."""
     from quorumark.cli.console import make_console
     from quorumark.demo import run
+    from quorumark.errors import InputError
 
-    run(make_console())
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise InputError("--out", "must be a new or empty folder", str(out))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    run(make_console(), out)
