@@ -20,7 +20,7 @@ from quorumark.federation import Federation, FederationMember, Losses, anchor_di
 from quorumark.field import Vector
 from quorumark.identity import Identity
 from quorumark.layout import ModelLayout, read_safetensors
-from quorumark.records import Manifest
+from quorumark.records import Genesis, Manifest
 from quorumark.secagg import FolderState, SecAggServer
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.local import make_key
@@ -499,3 +499,72 @@ def test_shares_of_later_epochs_mark_the_same() -> None:
     assert isinstance(world.manifest, Manifest)
     assert all(isinstance(p, Identity) for p in world.people)
     assert len(list(itertools.islice(runs[0].rounds(4), 1))) == 0
+
+
+# --- many members (slow) ----------------------------------------------------------------------------------
+
+
+def _crowd(count: int, threshold: int, shape: tuple[int, int]) -> tuple[Manifest, ModelLayout, Model, Any, Any]:
+    """A consortium whose shares come from one place: its ceremony would take longer than its rounds."""
+    people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
+    model: Model = {"w": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+    layout = ModelLayout.of(model)
+    anchor = anchor_digest(layout, layout.encode(model))
+    terms = make_terms(people, threshold, layout.coordinates, layout=layout.digest(), anchor=anchor, setup="dealer")
+    roots = tuple(f"{x:064x}" for x in range(count))
+    genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, "ab" * 32, roots)
+    manifest = Manifest(terms, genesis, roots, commitment={"hash": "11" * 32, "nonce": "22" * 32})
+    for x, person in enumerate(people, 1):
+        manifest = manifest.with_signature(x, person.sign("manifest", manifest.sign_bytes()))
+    key = np.random.default_rng(1).choice([-1, 1], layout.coordinates).astype(np.int64)
+    return manifest, layout, model, people, key
+
+
+def _many_rounds(count: int, threshold: int, shape: tuple[int, int], rounds: int, rates: dict[str, float]) -> None:
+    manifest, layout, model, people, key = _crowd(count, threshold, shape)
+    shares = shamir.share(field.from_signed(key), threshold, count)
+    group = group_of(manifest, attempts=40)
+    members = {
+        x: FederationMember(p, manifest, layout, train_quickly, x, shares[x - 1], group=group)
+        for x, p in enumerate(people, 1)
+    }
+    run = Federation(manifest, layout, model, members, seed=1, losses=Losses(rates=rates, seed=7))
+    signs = np.where(manifest.genesis.whitening(0, key.size), -1, 1) * key
+    for round_no in range(1, rounds + 1):
+        before = run._vector.astype(np.float64)
+        report = run.round()
+        assert not report.given_up, report.given_up
+        assert len(report.members) >= group.least
+        total = sum(manifest.terms.member(x).examples for x in report.members)
+        wanted = before + sum(
+            manifest.terms.member(x).examples / total * step(layout.size, x, run._seed_for(round_no, x))
+            for x in report.members
+        )
+        # FedAvg, and besides it nothing but a mark of a few hundredths of the update
+        left = run._vector - wanted
+        assert np.linalg.norm(left) < 0.2 * np.linalg.norm(wanted - before)
+        if report.marked:
+            cosine = float(left @ signs) / float(np.linalg.norm(left) * np.sqrt(left.size))
+            assert cosine > 0.5
+        print(round_no, len(report.members), report.attempts, {k: round(v, 1) for k, v in report.seconds.items()})  # noqa: T201
+    assert report.marked
+
+
+def step(size: int, point: int, seed: int | None) -> NDArray[np.float64]:
+    return 0.01 * np.random.default_rng([seed or 0, point]).standard_normal(size)
+
+
+def train_quickly(model: Model, data: int, seed: int) -> Model:
+    return {"w": (model["w"] + step(model["w"].size, data, seed).reshape(model["w"].shape)).astype(np.float32)}
+
+
+@pytest.mark.slow
+def test_128_members_of_a_million_weights() -> None:
+    """20 rounds, 10 % lost while training, 1 % after U is fixed: no round is lost, no wrong model appears."""
+    _many_rounds(128, 64, (1000, 1000), 20, {"train": 0.1, "upload": 0.01})
+
+
+@pytest.mark.slow
+def test_1000_members() -> None:
+    """3 rounds, 10 % lost while training, 0.05 % after U is fixed."""
+    _many_rounds(1000, 400, (100, 100), 3, {"train": 0.1, "upload": 0.0005})
