@@ -469,7 +469,7 @@ class MarkState:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
         end = self.layout.carrier_size
         self._distance = isqrt(_distance(self.model[:end], self.anchor[:end]))
-        mark = b"" if embedded is None else embedded.digest()
+        mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
         self._chain = digest("mark history", self._chain, round_no.to_bytes(8, "big"), self.model_digest, mark)
 
     # --- moving it ---
