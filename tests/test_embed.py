@@ -633,8 +633,9 @@ def _train(weights: dict[str, Any], x: Any, y: Any, seed: int, rate: float) -> d
 
 def _run(
     lr: str, *, lagged: bool = False, rounds: int = 60, members: int = 5, seed: int = 1
-) -> tuple[Any, float, float, int]:
-    """Federated averaging with the mark: every update's cosine with τ, the whole run's, the public ρ, and d.
+) -> tuple[Any, float, float, int, set[int]]:
+    """Federated averaging with the mark: every update's cosine with τ, the whole run's, the public ρ, d, and the rounds
+    that a member refuses because the mark would show.
 
     ρ comes from sums over rows and columns: it must be ‖ΣA‖/‖θ − θ_a‖ to 1 %.
 
@@ -661,6 +662,7 @@ def _run(
         return float((update * tau).sum() / math.sqrt((update * update).sum() * d))
 
     shown, kept, embedded_sum = [], state.amplitudes(1), np.zeros(d)
+    refused = set()
     for round_no in range(1, rounds + 1):
         amplitudes = state.amplitudes(round_no)
         kept = amplitudes if round_no <= 4 else replace(kept, round=round_no)
@@ -670,6 +672,10 @@ def _run(
             rate = 0.05 * float(strength.rate(round_no))
             own = _train(model, inputs, targets, 1000 * (100 * seed + round_no) + k, rate)
             total = field.add(total, layout.encode(own, 1 / members))
+            try:
+                embed._check_size(strength, embedded, now, layout.encode(own))
+            except RoundError:
+                refused.add(round_no)
         embed.ideal_mark(total, embedded, tau)
         embedded_sum += embedded.vector
         model = layout.unflatten(codec.decode(total), model)
@@ -678,15 +684,16 @@ def _run(
         shown.append(cosine(now, before))
     whole = field.to_signed(field.sub(now, start))[:d].astype(float)
     assert state.rho / ONE == pytest.approx(math.sqrt((embedded_sum**2).sum() / (whole**2).sum()), rel=0.01)
-    return np.array(shown), cosine(now, start), state.rho / ONE, d
+    return np.array(shown), cosine(now, start), state.rho / ONE, d, refused
 
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("lr", ["constant", "step:25=0.1,45=0.01", "cosine:60"])
 def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
     """Seeded. A cosine has a noise of 1/√d, 0.0024 here: other seeds give 0.92 to 1.03 times ρ."""
-    shown, whole, rho, d = _run(lr)
+    shown, whole, rho, d, refused = _run(lr)
     assert np.abs(shown).max() < 0.1 + 4 / math.sqrt(d)
+    assert not refused, "no member has a reason to"
     assert rho == pytest.approx(0.05, rel=0.05)
     assert whole == pytest.approx(0.05, rel=0.2)
     assert whole * math.sqrt(d) == pytest.approx(rho * math.sqrt(d), rel=0.1)
@@ -695,6 +702,10 @@ def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("lr", ["step:25=0.1,45=0.01", "cosine:60"])
 def test_a_strength_that_lags_shows_the_key(lr: str) -> None:
-    """The same run with the amplitudes of an early round: the last public updates are the key."""
-    shown, _, _, _ = _run(lr, lagged=True)
+    """The same run with the amplitudes of an early round: the last public updates are the key.
+
+    Members refuse from 4·c_max = 0.12 of their own update on. The public one is smaller, by √5 if theirs are independent.
+    """
+    shown, _, _, d, refused = _run(lr, lagged=True)
     assert shown.max() > 0.9
+    assert all(cosine < 0.12 * math.sqrt(5) + 4 / math.sqrt(d) for r, cosine in enumerate(shown, 1) if r not in refused)
