@@ -324,6 +324,30 @@ def test_dead_weights_get_exactly_nothing(kind: str, decay: float) -> None:
         state.advance(round_no, layout.encode({"w": weight}), amplitudes)
 
 
+def test_a_row_that_dies_shows_one_rounds_mark_and_no_more() -> None:
+    """The strength looks at the last update: it cannot know that there will be no other. A limit that the docs name."""
+    rng = np.random.default_rng(3)
+    layout = _layout({"w": (20, 50)})
+    d = layout.coordinates
+    tau = rng.choice([-1, 1], d)
+    state = MarkState(Strength.of(RHO, d), layout, "rademacher", _models(layout, 1)[0])
+    sizes = []
+    for round_no in range(1, 8):
+        amplitudes = state.amplitudes(round_no)
+        step = rng.normal(0, 2.0**-6, layout.size)
+        if round_no >= 5:
+            step[3 * 50 : 4 * 50] = 0
+        after = field.add(state.model, codec.encode(step))
+        embed.ideal_mark(after, amplitudes, tau)
+        sizes.append(int(amplitudes.vector[3 * 50 : 4 * 50].max()))
+        shown = field.to_signed(field.sub(after, state.model))[3 * 50 : 4 * 50]
+        state.advance(round_no, after, amplitudes)
+        if round_no == 5:
+            assert np.array_equal(np.sign(shown), tau[3 * 50 : 4 * 50]), "the row's part of the key"
+    assert sizes[5] <= 0.03 * sizes[4]
+    assert sizes[6] <= 0.03 * sizes[5]
+
+
 def test_nothing_moves_where_the_rate_is_zero() -> None:
     layout = _layout()
     models = _models(layout, 8)
@@ -704,7 +728,7 @@ def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
 def test_a_strength_that_lags_shows_the_key(lr: str) -> None:
     """The same run with the amplitudes of an early round: the last public updates are the key.
 
-    Members refuse from 4·c_max = 0.12 of their own update on. The public one is smaller, by √5 if theirs are independent.
+    Members refuse from 4·c_max = 0.12 of their own update on. The public one is smaller, by √5 if theirs are noise.
     """
     shown, _, _, d, refused = _run(lr, lagged=True)
     assert shown.max() > 0.9

@@ -392,7 +392,10 @@ class MarkState:
     FORMAT = "quorumark-mark-state/v1"
 
     def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector) -> None:
-        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds."""
+        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds.
+
+        Models are kept, not copied: do not change them afterwards.
+        """
         if key not in KEY_KINDS:
             raise InputError("key", f"must be one of {', '.join(KEY_KINDS)}", repr(key))
         self.strength, self.layout, self.key = strength, layout, key
