@@ -621,6 +621,8 @@ def test_the_papers_strength(per: str) -> None:
     loud = replace(late, scales=embed._scaled(late.scales, 10**4, 1))
     with pytest.raises(RoundError, match="in 'the model' is more than 1 times"):
         embed.check_round(strength, manifest, loud, (1, 2, 3, 4), models[1], models[2])
+    with pytest.raises(RoundError, match="its scale is above 1024"):
+        PaperScale(strength, layout).scale(models[0], codec.encode(np.full(layout.size, 1e4)))
     with pytest.raises(InputError, match="must have the rule 'paper'"):
         PaperScale(Strength.of(RHO, 9), layout)
     with pytest.raises(InputError, match="total must be"):

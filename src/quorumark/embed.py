@@ -564,7 +564,9 @@ class PaperScale:
         norms = [isqrt(n) for n in (norms if self._strength.per == "tensor" else [sum(norms)])]
         self._ema = norms if self._ema is None else [(9 * e + n) // 10 for e, n in zip(self._ema, norms, strict=True)]
         scales = [self._strength.c * n * e >> 72 for n, e in zip(norms, self._ema, strict=True)]
-        return field.from_signed(np.array([min(s, P >> 11) for s in scales], np.int64))
+        if max(scales) > P >> 11:  # so that a thousand of them add up
+            raise RoundError("this member's update is too large for the rule 'paper': its scale is above 1024")
+        return field.from_signed(np.array(scales, np.int64))
 
 
 def paper_amplitudes(
@@ -629,7 +631,7 @@ def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int)
         part: Vector = field.scale(factor, amplitudes.vector[start:stop], checked=False)
         if genesis is None:
             return part
-        return np.where(genesis.whitening(start, stop - start) & (part > 0), np.uint64(P) - part, part)
+        return np.where(genesis.whitening(start, stop - start), field.neg(part, checked=False), part)
 
     return piece
 
