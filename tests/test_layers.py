@@ -122,7 +122,7 @@ def _python(script: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["field", "shamir", "codec", "layout"])
+@pytest.mark.parametrize("module", ["field", "shamir", "codec", "layout", "embed"])
 def test_the_mathematics_imports_without_cryptography_torch_or_flower(module: str) -> None:
     _python(
         "import sys\n"

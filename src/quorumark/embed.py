@@ -392,7 +392,10 @@ class MarkState:
     FORMAT = "quorumark-mark-state/v1"
 
     def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector) -> None:
-        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds."""
+        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds.
+
+        Models are kept, not copied: do not change them afterwards.
+        """
         if key not in KEY_KINDS:
             raise InputError("key", f"must be one of {', '.join(KEY_KINDS)}", repr(key))
         self.strength, self.layout, self.key = strength, layout, key
@@ -469,7 +472,7 @@ class MarkState:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
         end = self.layout.carrier_size
         self._distance = isqrt(_distance(self.model[:end], self.anchor[:end]))
-        mark = b"" if embedded is None else embedded.digest()
+        mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
         self._chain = digest("mark history", self._chain, round_no.to_bytes(8, "big"), self.model_digest, mark)
 
     # --- moving it ---
@@ -561,7 +564,9 @@ class PaperScale:
         norms = [isqrt(n) for n in (norms if self._strength.per == "tensor" else [sum(norms)])]
         self._ema = norms if self._ema is None else [(9 * e + n) // 10 for e, n in zip(self._ema, norms, strict=True)]
         scales = [self._strength.c * n * e >> 72 for n, e in zip(norms, self._ema, strict=True)]
-        return field.from_signed(np.array([min(s, P >> 11) for s in scales], np.int64))
+        if max(scales) > P >> 11:  # so that a thousand of them add up
+            raise RoundError("this member's update is too large for the rule 'paper': its scale is above 1024")
+        return field.from_signed(np.array(scales, np.int64))
 
 
 def paper_amplitudes(
@@ -626,7 +631,7 @@ def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int)
         part: Vector = field.scale(factor, amplitudes.vector[start:stop], checked=False)
         if genesis is None:
             return part
-        return np.where(genesis.whitening(start, stop - start) & (part > 0), np.uint64(P) - part, part)
+        return np.where(genesis.whitening(start, stop - start), field.neg(part, checked=False), part)
 
     return piece
 
