@@ -12,9 +12,9 @@ PUBLIC = {
     "lagrange_matrix reconstruct share share_chunks share_compressed",
     codec: "FRACTION_BITS LIMIT decode encode encode_axpy",
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
-    embed: "Amplitudes MarkState PaperScale Strength check_round ideal_mark marked_vector model_digest "
+    embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark marked_vector model_digest "
     "paper_amplitudes weights",
-    federation: "Federation FederationMember Losses RoundReport anchor_digest bound group_of",
+    federation: "Federation FederationMember History Losses RoundReport anchor_digest group_of",
     training: "torch_evaluate torch_train",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }

@@ -731,7 +731,7 @@ def test_an_answer_needs_an_upload_of_everybody() -> None:
 
 def test_a_member_restarts_at_any_time_and_goes_on(tmp_path: Path) -> None:
     net = Net(5, 2)
-    net.states[1] = FolderState.create(tmp_path / "rounds", _PEOPLE[0], net.group)
+    net.states[1] = FolderState.create(tmp_path / "rounds", _PEOPLE[0], net.group, after=0)
 
     def restart() -> None:
         net.states[1] = FolderState(tmp_path / "rounds", _PEOPLE[0])
@@ -854,7 +854,7 @@ def test_what_is_remembered_is_sealed_whole_and_never_restored(tmp_path: Path) -
     assert secret not in repr(member)
     assert not _KEPT.fullmatch(path.relative_to(tmp_path).as_posix())
     with pytest.raises(KeystoreError, match="exists already"):
-        FolderState.create(folder, _PEOPLE[0], group)
+        FolderState.create(folder, _PEOPLE[0], group, after=0)
     with pytest.raises(KeystoreError, match="damaged or another member's"):
         SecAggMember(_PEOPLE[0], group, FolderState(folder, _PEOPLE[1]))
     for bad in (content[:-1], content[:20] + bytes([content[20] ^ 1]) + content[21:], b""):

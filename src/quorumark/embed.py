@@ -38,6 +38,7 @@ __all__ = [
     "PaperScale",
     "Strength",
     "check_round",
+    "check_weights",
     "ideal_mark",
     "marked_vector",
     "model_digest",
@@ -59,6 +60,7 @@ _RULES = {  # the settings that each rule needs, and those that it may have with
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
 _WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
+_PATIENCE = 2  # rounds given up in a row before one goes without the mark
 _STILL = 36  # what moved by less than 2^-18 of its size (squared: 2^-36) did not move
 _LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exactly
 
@@ -430,8 +432,10 @@ class MarkState:
         rule = self.strength.rule
         c, base = 0, self._moved
         if self._updates >= _WARM and rule != "paper":
-            ratio = self._rate_ratio(round_no)
-            base = _scaled(base, ratio.numerator, ratio.denominator)
+            # rounds that were given up may have been refused because the mark was too strong: it halves, then rests
+            lost = round_no - self.round - 1
+            ratio = self._rate_ratio(round_no) if lost <= _PATIENCE else Fraction(0)
+            base = _scaled(base, ratio.numerator, ratio.denominator << lost)
             c = self.strength.c_max
             if rule != "relative":
                 # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖
@@ -684,13 +688,7 @@ def check_round(
         raise RoundError(f"the weights of round {round_no} are not those of the manifest's numbers of examples")
     if told_rate is not None and told_rate != strength.rate(round_no):
         raise RoundError(f"the learning rate of round {round_no} is not the manifest's: {told_rate} of the first one's")
-    # 1/Σa² members of equal weight would hide one of them as well as these do
-    least = max(Fraction(2), Fraction(terms.threshold, 2))
-    spread = 1 / sum((a * a for a in shares.values()), Fraction(0)) if shares else Fraction(0)
-    if spread < least:
-        raise RoundError(
-            f"the weights of round {round_no} hide too little: 1/Σa² = {float(spread):.3g} < {float(least)}"
-        )
+    check_weights(manifest, members)
     if len(members) < terms.threshold:
         if strength.below_threshold == "refuse":
             raise RoundError(f"round {round_no} has {len(members)} members, and the mark needs {terms.threshold}")
@@ -701,15 +699,28 @@ def check_round(
     return True
 
 
+def check_weights(manifest: Manifest, members: Sequence[int]) -> None:
+    """Whether the weights hide a member among the others, with or without a mark: 1/Σa² ≥ max(2, t/2).
+
+    1/Σa² members of equal weight would hide one of them as well as these do.
+    """
+    least = max(Fraction(2), Fraction(manifest.terms.threshold, 2))
+    shares = weights(manifest, members)
+    spread = 1 / sum((a * a for a in shares.values()), Fraction(0)) if shares else Fraction(0)
+    if spread < least:
+        raise RoundError(f"the members' weights hide too little: 1/Σa² = {float(spread):.3g} < {float(least)}")
+
+
 def _check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after: Vector) -> None:
     """The mark of a carrier is at most 4·c_max times the member's own update of it; `paper`: of all of them."""
-    carrying = amplitudes.layout.carrying()
+    places = {spec.name: place for spec, place in amplitudes.layout.spans("carrier")}
     marks, updates = {}, {}
     for name, part in amplitudes.tensors():
-        where: Any = part if isinstance(carrying, slice) else carrying[part]
-        mark = amplitudes.vector[part]
-        marks[name] = _sum_squares(mark) << 2 * KEY_BITS[amplitudes.key] if mark.size else 0
-        updates[name] = _distance(after[where], before[where])
+        place, mark = places[name], amplitudes.vector[part]
+        # of a tensor of which n weights in N are sampled, the mark stands for one that is N/n as large
+        squares = _sum_squares(mark) << 2 * KEY_BITS[amplitudes.key] if mark.size else 0
+        marks[name] = squares * (place.stop - place.start) // max(1, mark.size)
+        updates[name] = _distance(after[place], before[place])
     if strength.rule == "paper":
         marks, updates = {"the model": sum(marks.values())}, {"the model": sum(updates.values())}
     for name, mark_squared in marks.items():

@@ -1,4 +1,4 @@
-"""A federation in one process: members and a server with the protocol's real messages (docs/protocol.md, "A round").
+"""A federation in one process: members and a server with the protocol's real messages (docs/federation.md).
 
     members = {x: FederationMember(person, manifest, layout, train, data, share) for …}
     run = Federation(manifest, layout, initial_model, members, evaluate=…)
@@ -7,11 +7,15 @@
 
 A round: everybody trains from the global model; those who are ready take part; each uploads its weighted model and its
 part of the mark under masks (`secagg`, `embed`); the server opens the one sum, which is the next global model. Members
-may be lost at every stage. What travels between a `FederationMember` and the server are bytes and arrays, so the same
-members can be driven by another engine.
+may be lost at every stage.
 
-`train` is any function from (weights, data) to weights: named tensors, numpy or torch. If it takes a `seed`, it gets
-one: from the operating system, or from the federation's research seed, so that a run can be repeated.
+A `FederationMember` takes the public models and the server's bytes, and decides by itself: how strong the mark is it
+derives from the models that it accepted (its `History`). In one process all members may look at one history, since it
+is the same for all: that saves work, and nothing else hangs on it.
+
+`train` is any function from (weights, data) to weights: named tensors, numpy or torch. It may also take `seed` (from
+the operating system, or from the federation's research seed, so that a run can be repeated), `round_no`, and `rate`:
+the learning rate that the manifest's table has for this round, in units of the first one's.
 """
 
 from __future__ import annotations
@@ -37,48 +41,99 @@ from quorumark.embed import (
     PaperScale,
     Strength,
     check_round,
+    check_weights,
     marked_vector,
-    model_digest,
     paper_amplitudes,
     weights,
 )
-from quorumark.errors import InputError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import EncodingError, InputError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.identity import Identity
-from quorumark.keystore import replacing, write_private
+from quorumark.keystore import replacing, write_private, write_shared
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, canonical, digest, parse
 from quorumark.secagg import Group, MemoryState, SecAggMember, SecAggServer, State, Upload
+from quorumark.shares import ShareFile, ShareInfo
 
-__all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "anchor_digest", "bound", "group_of"]
+__all__ = ["Federation", "FederationMember", "History", "Losses", "RoundReport", "anchor_digest", "group_of"]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
 STAGES = ("train", "upload", "unmask")
+DEFAULT_ATTEMPTS = 20
 
 
-def group_of(manifest: Manifest, attempts: int = 20, cohort_size: int | None = None) -> Group:
-    """The consortium's group for secure aggregation. More attempts cost no secrecy: the quorum hangs on K and t."""
-    return Group.of_manifest(manifest, attempts=attempts, cohort_size=cohort_size)
+def group_of(manifest: Manifest) -> Group:
+    """The consortium's group for secure aggregation.
 
-
-def binding(manifest: Manifest, round_no: int, history: bytes, marks: bytes) -> bytes:
-    """What all members of a round must agree on besides the set U and its keys, which secure aggregation adds.
-
-    The history holds the global model, the chain of all before it, and the strength; the marks are the amplitudes'
-    digest. The weights follow from U and the manifest.
+    Its settings are in the terms that all signed, under `policy`: `attempts` (20), and `cohort`, the number of members
+    who are drawn for each round (all). More attempts cost no secrecy: the quorum hangs on K, t and the cohort's size.
     """
-    return digest("round", manifest.digest(), round_no.to_bytes(8, "big"), history, marks)
+    policy = manifest.terms.policy
+    for name in ("attempts", "cohort"):
+        if name in policy and not (policy[name].isascii() and policy[name].isdecimal()):
+            raise InputError(f"policy {name!r}", "must be a whole number", repr(policy[name]))
+    cohort = int(policy["cohort"]) if "cohort" in policy else None
+    return Group.of_manifest(manifest, attempts=int(policy.get("attempts", DEFAULT_ATTEMPTS)), cohort_size=cohort)
+
+
+def anchor_digest(layout: ModelLayout, encoded: Vector) -> str:
+    """What terms name as their anchor, from E of the model."""
+    return digest("anchor", bytes.fromhex(layout.digest()), encoded.astype("<u8").tobytes()).hex()
+
+
+# --- what is public ---------------------------------------------------------------------------------------
+
+
+class History:
+    """The global models that were accepted, as far as a member needs them: what the mark of a round must be."""
+
+    def __init__(self, manifest: Manifest, layout: ModelLayout, encoded: Vector) -> None:
+        """From E of the public initial model, which must be the anchor that the manifest names."""
+        terms = manifest.terms
+        if layout.digest() != terms.layout:
+            raise InputError("layout", "must be the one that the manifest names", layout.digest()[:16])
+        self.strength = Strength.of(terms.strength, terms.coordinates)
+        if self.strength.warmup_rounds:
+            # a later anchor must enter the sign whitening by an amendment that all sign, which is not built yet
+            raise InputError("strength 'warmup_rounds'", "must be 0 in this release", self.strength.warmup_rounds)
+        if anchor_digest(layout, encoded) != terms.anchor:
+            raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
+        self.manifest, self.layout = manifest, layout
+        self.mark = MarkState(self.strength, layout, terms.key, encoded)
+        self._known: Amplitudes | None = None
+
+    def amplitudes(self, round_no: int) -> Amplitudes:
+        if self._known is None or self._known.round != round_no:
+            self._known = self.mark.amplitudes(round_no)
+        return self._known
+
+    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None) -> None:
+        """A round's model is the global one now; `embedded` is what was added in it. Told twice, it is the same."""
+        if round_no != self.mark.round:
+            self.mark.advance(round_no, encoded, embedded)
+            self._known = None
+
+    def binding(self, round_no: int, amplitudes: Amplitudes | None) -> bytes:
+        """What all members of a round must agree on besides the set U and its keys, which secure aggregation adds.
+
+        The state's digest holds the global model, the chain of all before it, and the strength. The weights follow
+        from U and the manifest.
+        """
+        marks = b"" if amplitudes is None else amplitudes.digest()
+        parts = self.manifest.digest(), round_no.to_bytes(8, "big"), self.mark.digest(), marks
+        return digest("round", *parts)
 
 
 # --- a member ---------------------------------------------------------------------------------------------
 
 
 class FederationMember:
-    """One organisation: it trains, uploads and answers. It derives the strength itself, from the public models.
+    """One organisation: it trains, uploads and answers.
 
-    `share` gives its share piece by piece (`ShareFile.pieces`), or is the vector; None for a run without the mark.
-    `own_key`, signs of its own, makes it a member of the baseline in which everybody has a key.
+    `share` is its `ShareFile`, which is checked against the manifest, or (for research) the vector. `mark=False` is for
+    a run without the mark, in which all must agree. `own_key`, signs of its own, makes it a member of the baseline in
+    which everybody has a key.
     """
 
     def __init__(
@@ -88,85 +143,151 @@ class FederationMember:
         layout: ModelLayout,
         train: Train,
         data: Any,
-        share: Vector | Callable[[], Iterable[Vector]] | None = None,
+        share: ShareFile | Vector | None = None,
         *,
-        group: Group | None = None,
+        mark: bool = True,
         state: State | None = None,
         own_key: NDArray[np.int64] | None = None,
     ) -> None:
         self.manifest, self.layout = manifest, layout
-        self.group = group or group_of(manifest)
-        self._identity = identity
+        self.group = group_of(manifest)
+        self.marks = mark
+        self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
         self.secagg = SecAggMember(identity, self.group, state or MemoryState(self.group))
         self.point = self.secagg.point
-        self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
+        if mark and (share is None) == (own_key is None):
+            raise InputError("share", "must be given to a member that marks, or a key of its own instead", "otherwise")
+        if mark and share is not None:
+            _check_share(share, manifest, self.point)
+        self.history: History | None = None
+        self._identity = identity
         self._train, self._data, self._share, self._own_key = train, data, share, own_key
         self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
-        self._result: Weights | None = None
-        self._scaled: tuple[int, Vector] | None = None
+        self._result: NDArray[Any] | None = None
+        self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
+        self._scaled: tuple[int, Vector, Any] | None = None
+        self._paper: Amplitudes | None = None
 
     def __repr__(self) -> str:
         return f"FederationMember(point {self.point} of {self.manifest.terms.name!r}, secrets hidden)"
 
-    def rejoin(self, after: int) -> None:
-        """Goes on after a round, in a run that is taken up again. A state on disk remembers by itself."""
-        if isinstance(self.secagg.state, MemoryState):
-            self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
+    # --- a round ---
 
-    def train(self, model: Weights, seed: int | None = None) -> None:
+    def train(self, model: Weights, round_no: int, seed: int | None = None) -> None:
         """Trains from the global model, and keeps the result until the round is over."""
-        options = {}
-        if "seed" in inspect.signature(self._train).parameters:
-            options["seed"] = int.from_bytes(os.urandom(8), "big") if seed is None else seed
-        self._result = self._train(model, self._data, **options)
-        self.layout.encode(self._result)  # NaN, another shape or an overflow stops here, by the tensor's name
+        self._result = None
+        known = {
+            "seed": int.from_bytes(os.urandom(8), "big") if seed is None else seed,
+            "round_no": round_no,
+            "rate": float(self.strength.rate(round_no)),
+        }
+        taken = inspect.signature(self._train).parameters
+        result = self._train(model, self._data, **{name: value for name, value in known.items() if name in taken})
+        self.layout.encode(result)  # NaN, another shape or an overflow stops here, by the tensor's name
+        self._result = self.layout.flatten(result)  # a copy: the function may go on using its tensors
 
-    def ready(self, round_no: int, mark: MarkState, amplitudes: Amplitudes | None, purpose: str = "model") -> bytes:
+    def ready(self, round_no: int, purpose: str = "model") -> bytes:
         """Joins the round, bound to what this member itself knows of the history and the strength."""
-        length = self.layout.size if purpose == "model" else self._scale_length()
-        return self.secagg.ready(round_no, bound(self.manifest, round_no, mark, amplitudes), length, purpose)
+        amplitudes = None
+        if self.marks and purpose == "model":
+            amplitudes = self._paper if self._scale is not None else self._known().amplitudes(round_no)
+            if amplitudes is not None and amplitudes.round != round_no:
+                raise RoundError(f"the scale of round {round_no} has not been summed")
+        self._joined[purpose] = round_no, amplitudes
+        length = self.layout.size if purpose == "model" else self.scale_length()
+        return self.secagg.ready(round_no, self._known().binding(round_no, amplitudes), length, purpose)
 
-    def upload(self, announcement: bytes, mark: MarkState, amplitudes: Amplitudes | None) -> Upload:
-        """The weighted model and this member's part of the mark, under masks."""
+    def upload(self, announcement: bytes) -> Upload:
+        """The weighted model and this member's part of the mark, under masks: exactly what it joined the round for."""
         plan = self.secagg.plan(announcement)
-        result = self._trained()
+        if self._result is None:
+            raise RoundError(f"member {self.point} has not trained in this round")
+        joined, amplitudes = self._joined.get(plan.purpose, (0, None))
+        if joined != plan.round:
+            raise RoundError(f"member {self.point} has not joined round {plan.round} ({plan.purpose!r})")
+        before, after = self._known().mark.model, codec.encode(self._result, name="model")
         if plan.purpose == "scale":
-            return self.secagg.upload(plan, self._own_scale(plan.round, mark.model))
+            return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
+        check_weights(self.manifest, plan.members)
         share_of = float(weights(self.manifest, plan.members)[self.point])
-        y = self.layout.encode(result, share_of)
-        if amplitudes is not None:
-            after = self.layout.encode(result)
-            if check_round(self.strength, self.manifest, amplitudes, plan.members, mark.model, after):
-                if self._own_key is not None:
-                    _own_mark(y, amplitudes, self._own_key, share_of)
-                elif self._share is not None:
-                    pieces = self._share() if callable(self._share) else [self._share]
-                    marked_vector(y, amplitudes, self.manifest, plan.members, self.point, pieces)
+        y = codec.encode(self._result, share_of, name="model")
+        marks = amplitudes is not None and check_round(
+            self.strength, self.manifest, amplitudes, plan.members, before, after
+        )
+        if marks and amplitudes is not None:
+            self._add_mark(y, amplitudes, plan.members, share_of)
         return self.secagg.upload(plan, y)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
 
-    def _trained(self) -> Weights:
-        if self._result is None:
-            raise RoundError(f"member {self.point} has not trained in this round")
-        return self._result
+    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None) -> None:
+        """The round's sum is the global model now."""
+        self._known().accept(round_no, encoded, embedded)
+        self._scaled, self._result = None, None
 
-    def _scale_length(self) -> int:
-        return sum(1 for _ in self.layout.spans("carrier")) if self.strength.per == "tensor" else 1
+    def give_up(self) -> None:
+        """The round led to nothing: what belongs to it is forgotten, and the paper's average is as it was."""
+        if self._scaled is not None and self._scale is not None:
+            self._scale._ema = self._scaled[2]
+        self._scaled, self._result = None, None
 
-    def _own_scale(self, round_no: int, before: Vector) -> Vector:
-        """The paper's scale, moved on once a round, however many attempts it takes."""
+    # --- the paper's rule: a sum of scales first ---
+
+    def take_scales(self, round_no: int, total: Vector, members: tuple[int, ...]) -> Amplitudes:
+        """From the opened sum of all scales: the strength of this round."""
+        key = self.manifest.terms.key
+        self._paper = paper_amplitudes(self.strength, self.layout, key, round_no, total, len(members))
+        return self._paper
+
+    def scale_length(self) -> int:
+        carriers = sum(1 for spec, _ in self.layout.spans("carrier") if spec.size)
+        return carriers if self.strength.per == "tensor" else 1
+
+    def _own_scale(self, round_no: int, before: Vector, after: Vector) -> Vector:
+        """Moved on once a round, however many attempts it takes."""
         if self._scale is None:
             raise RoundError("a scale is summed under the rule 'paper' only")
         if self._scaled is None or self._scaled[0] != round_no:
-            self._scaled = round_no, self._scale.scale(before, self.layout.encode(self._trained()))
+            ema = self._scale._ema
+            self._scaled = round_no, self._scale.scale(before, after), ema
         return self._scaled[1].copy()
 
+    # --- what it knows ---
 
-def bound(manifest: Manifest, round_no: int, mark: MarkState, amplitudes: Amplitudes | None) -> bytes:
-    """`binding` from a state and the amplitudes of the round, if there are any."""
-    return binding(manifest, round_no, mark.digest(), b"" if amplitudes is None else amplitudes.digest())
+    def _add_mark(self, y: Vector, amplitudes: Amplitudes, members: tuple[int, ...], share_of: float) -> None:
+        if self._own_key is not None:
+            _own_mark(y, amplitudes, self._own_key, share_of)
+            return
+        if self._share is None:
+            raise RoundError(f"member {self.point} has no share: without it the sum would be garbage and show others'")
+        pieces: Iterable[Vector] = self._share.pieces() if isinstance(self._share, ShareFile) else [self._share]
+        marked_vector(y, amplitudes, self.manifest, members, self.point, pieces)
+
+    def _known(self) -> History:
+        if self.history is None:
+            raise RoundError(f"member {self.point} knows no history: give it one that starts from the initial model")
+        return self.history
+
+    def rejoin(self, after: int) -> None:
+        """Goes on after a round, in a simulation that is taken up again: server and members died together.
+
+        A state on disk remembers by itself, and is left alone.
+        """
+        if isinstance(self.secagg.state, MemoryState):
+            self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
+
+
+def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> None:
+    """A wrong share, or one of another epoch, would turn the sum into garbage that shows the others' shares."""
+    if isinstance(share, ShareFile):
+        if share.info != ShareInfo.under(manifest, point, share.info.block):
+            raise InputError("share", "must be this member's, of the manifest's epoch", f"epoch {share.info.epoch}")
+        if share.root().hex() != manifest.roots[point - 1]:
+            raise InputError("share", "must be what the manifest's root commits to", "another")
+    elif not isinstance(share, np.ndarray) or share.shape != (manifest.share_length,):
+        received = getattr(share, "shape", type(share).__name__)
+        raise InputError("share", f"must be a vector of {manifest.share_length} elements", received)
 
 
 def _own_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], weight: float) -> None:
@@ -191,21 +312,26 @@ class Losses:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        unknown = [key for key in self.plan if key[1] not in STAGES] + [s for s in self.rates if s not in STAGES]
-        if unknown:
-            raise InputError("losses", f"must be at the stages {', '.join(STAGES)}", unknown[0])
+        for key in self.plan:
+            sound = isinstance(key, tuple) and len(key) in (2, 3) and key[1] in STAGES
+            if not sound or not all(isinstance(n, int) for n in (key[0], *key[2:])):
+                raise InputError("losses", f"must be at (round, stage) with the stages {', '.join(STAGES)}", key)
+        for stage, rate in self.rates.items():
+            if stage not in STAGES or not 0 <= rate < 1:
+                raise InputError("losses", f"must have rates from 0 to 1 at {', '.join(STAGES)}", (stage, rate))
 
     def at(self, round_no: int, stage: str, attempt: int, members: Iterable[int]) -> set[int]:
+        """Who of these members is lost now."""
+        here = set(members)
         planned = set(self.plan.get((round_no, stage, attempt), ()))
         if attempt == 1:
             planned |= set(self.plan.get((round_no, stage), ()))
         rate = self.rates.get(stage, 0.0)
         if rate:
-            entropy = [round_no, STAGES.index(stage), attempt] if self.seed is None else [self.seed, round_no, attempt]
-            rng = np.random.default_rng(None if self.seed is None else [*entropy, STAGES.index(stage)])
-            drawn = rng.random(max(members, default=0) + 1)
-            planned |= {x for x in members if drawn[x] < rate}
-        return planned & set(members)
+            place = None if self.seed is None else [self.seed, round_no, STAGES.index(stage), attempt]
+            drawn = np.random.default_rng(place).random(max(here, default=0) + 1)
+            planned |= {x for x in here if drawn[x] < rate}
+        return planned & here
 
 
 # --- the federation ---------------------------------------------------------------------------------------
@@ -213,13 +339,17 @@ class Losses:
 
 @dataclass
 class RoundReport:
-    """What happened in a round. `given_up` says why there is no new model, if there is none."""
+    """What happened in a round. `given_up` says why there is no new model, if there is none.
+
+    `excluded`: who was out, and why. `disputed`: whose answers were wrong, and about whose masks (see `secagg`).
+    """
 
     round: int
     members: tuple[int, ...] = ()
     attempts: int = 0
     lost: dict[str, tuple[int, ...]] = dataclass_field(default_factory=dict)
     excluded: dict[int, str] = dataclass_field(default_factory=dict)
+    disputed: dict[int, tuple[int, ...]] = dataclass_field(default_factory=dict)
     marked: bool = False
     rho: float = 0.0
     c: float = 0.0
@@ -232,8 +362,9 @@ class RoundReport:
 class Federation:
     """The server and all members of a consortium in one process.
 
-    `mark=False` trains without the mark. With a `folder` every round is kept (`events.jsonl`, `model.safetensors`), and
-    a run that was killed goes on after its last whole round when it is made again with the same folder.
+    Members that have no history yet share one. With a `folder` every round is kept (`events.jsonl`,
+    `model.safetensors`), and a run that was killed goes on after its last whole round when it is made again with the
+    same folder.
     """
 
     def __init__(
@@ -245,38 +376,37 @@ class Federation:
         *,
         evaluate: Callable[[Weights], Mapping[str, float]] | None = None,
         losses: Losses | None = None,
-        mark: bool = True,
         seed: int | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        if layout.digest() != manifest.terms.layout:
-            raise InputError("layout", "must be the one that the manifest names", layout.digest()[:16])
         wrong = [x for x, member in members.items() if member.point != x or member.manifest != manifest]
         if wrong or not members:
             raise InputError("members", "must be of this manifest, each at its point", wrong or "none")
+        kinds = {(member.marks, member._own_key is None) for member in members.values()}
+        if len(kinds) != 1:
+            raise InputError("members", "must all mark, or none, and all with shares or all with keys", "a mixture")
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 1 << 63):
+            raise InputError("seed", "must be a whole number from 0 to 2^63−1", repr(seed))
         self.manifest, self.layout, self.members = manifest, layout, dict(members)
         self.group = next(iter(members.values())).group
-        self._evaluate, self._losses, self._marks, self._seed = evaluate, losses or Losses(), mark, seed
+        self.marks = next(iter(kinds))[0]
+        self._evaluate, self._losses, self._seed = evaluate, losses or Losses(), seed
         self._folder = None if folder is None else Path(folder)
-        self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
+        self.history = History(manifest, layout, layout.encode(model))
         self.reports: list[RoundReport] = []
         self._like: Weights = dict(model)
         self._vector = layout.flatten(model)
-        encoded = layout.encode(model)
-        if self.strength.warmup_rounds:
-            # a later anchor must enter the sign whitening by an amendment that all sign, which is not built yet
-            raise InputError("strength 'warmup_rounds'", "must be 0 in this release", self.strength.warmup_rounds)
-        if anchor_digest(layout, encoded) != manifest.terms.anchor:
-            raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
-        self.mark = MarkState(self.strength, layout, manifest.terms.key, encoded)
         self.round_no = 0
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._resume()
+        for member in self.members.values():
+            if member.history is None:
+                member.history = self.history
 
     @property
     def model(self) -> dict[str, Any]:
-        """The global model."""
+        """The global model, in tensors of its own."""
         return self.layout.unflatten(self._vector, self._like)
 
     def rounds(self, count: int) -> Iterator[RoundReport]:
@@ -290,53 +420,69 @@ class Federation:
         report = RoundReport(round_no)
         try:
             self._run(round_no, report)
-        except RoundError as error:
-            report.given_up = str(error)
+        except (RoundError, EncodingError) as error:
+            report.given_up = _without_values(error)
+            for member in self.members.values():
+                member.give_up()
         self.round_no = round_no
-        for member in self.members.values():
-            member._result = None
         if self._evaluate is not None:
             with _timed(report, "evaluate"):
                 report.metrics = {name: float(value) for name, value in self._evaluate(self.model).items()}
         self.reports.append(report)
         if self._folder is not None:
-            self._keep(report)
+            self._keep()
         return report
 
     def _run(self, round_no: int, report: RoundReport) -> None:
-        cohort = self.group.cohort(round_no)
-        lost = self._losses.at(round_no, "train", 1, [x for x in cohort if x in self.members])
-        report.lost["train"] = tuple(sorted(lost))
-        taking_part = [x for x in cohort if x in self.members and x not in lost]
-        with _timed(report, "train"):
-            model = self.model
-            for x in taking_part:
-                with _excluding(report, x):
-                    self.members[x].train(model, self._seed_for(round_no, x))
-            taking_part = [x for x in taking_part if x not in report.excluded]
+        taking_part = self._train_all(round_no, report)
         amplitudes = self._amplitudes(round_no, taking_part, report)
-        total, plan_members = self._sum(round_no, taking_part, amplitudes, "model", self.layout.size, report)
-        report.members = plan_members
-        self._vector = codec.decode(total, self.layout.dtype)
-        embedded = amplitudes if amplitudes is not None and len(plan_members) >= self.manifest.terms.threshold else None
-        if embedded is not None and not embedded.marks:
-            embedded = None
+        total, members = self._sum(round_no, taking_part, amplitudes, "model", self.layout.size, report)
+        # all of it, or nothing: a sum that is no model (a member lied) leaves the last one standing
+        vector = codec.decode(total, self.layout.dtype)
+        rounded = self.layout.flatten(self.layout.unflatten(vector, self._like))
+        encoded = codec.encode(rounded, name="the opened sum")
+        embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
         with _timed(report, "strength"):
-            self.mark.advance(round_no, self.layout.encode(self.model), embedded)
-        report.marked = embedded is not None
-        report.rho = self.mark.rho / (1 << 32)
+            self.history.accept(round_no, encoded, embedded)
+            for member in self.members.values():
+                member.accept(round_no, encoded, embedded)
+        self._vector = rounded
+        report.members, report.marked = members, embedded is not None
+        report.rho = self.history.mark.rho / (1 << 32)
         report.c = 0.0 if embedded is None else embedded.c / (1 << 32)
 
+    def _train_all(self, round_no: int, report: RoundReport) -> list[int]:
+        """Everybody who is there trains; whose training fails is out of this round, and named."""
+        here = [x for x in self.group.cohort(round_no) if x in self.members]
+        lost = self._losses.at(round_no, "train", 1, here)
+        report.lost["train"] = tuple(sorted(lost))
+        failed: Exception | None = None
+        with _timed(report, "train"):
+            for x in here:
+                if x in lost:
+                    continue
+                try:
+                    self.members[x].train(self.model, round_no, self._seed_for(round_no, x))
+                except QuorumarkError as error:
+                    report.excluded[x] = _without_values(error)
+                except Exception as error:  # noqa: BLE001 - a member's own code: it is out, the others go on
+                    report.excluded[x] = f"its training failed: {type(error).__name__}: {error}"
+                    failed = error
+        left = [x for x in here if x not in lost and x not in report.excluded]
+        if failed is not None and not left:
+            raise failed  # nobody can train: that is no loss, but a fault in the code
+        return left
+
     def _amplitudes(self, round_no: int, taking_part: list[int], report: RoundReport) -> Amplitudes | None:
-        if not self._marks:
+        if not self.marks:
             return None
-        if self.strength.rule != "paper":
+        if self.history.strength.rule != "paper":
             with _timed(report, "strength"):
-                return self.mark.amplitudes(round_no)
-        first = self.members[next(iter(self.members))]
-        total, members = self._sum(round_no, taking_part, None, "scale", first._scale_length(), report)
-        key = self.manifest.terms.key
-        return paper_amplitudes(self.strength, self.layout, key, round_no, total, len(members))
+                return self.history.amplitudes(round_no)
+        length = self.members[next(iter(self.members))].scale_length()
+        total, members = self._sum(round_no, taking_part, None, "scale", length, report)
+        found = [member.take_scales(round_no, total, members) for member in self.members.values()]
+        return found.pop()
 
     def _sum(
         self,
@@ -348,13 +494,11 @@ class Federation:
         report: RoundReport,
     ) -> tuple[Vector, tuple[int, ...]]:
         """One secure sum, with all its attempts; the sum and the members in it."""
-        server = SecAggServer(
-            self.group, round_no, bound(self.manifest, round_no, self.mark, amplitudes), length, purpose
-        )
+        server = SecAggServer(self.group, round_no, self.history.binding(round_no, amplitudes), length, purpose)
         with _timed(report, "ready"):
             for x in taking_part:
                 with _excluding(report, x):
-                    server.take_ready(x, self.members[x].ready(round_no, self.mark, amplitudes, purpose))
+                    server.take_ready(x, self.members[x].ready(round_no, purpose))
         announcement = server.announce()
         while True:
             attempt = server.plan.attempt
@@ -364,7 +508,10 @@ class Federation:
             with _timed(report, "upload"):
                 for x in server.plan.members:
                     if x not in lost:
-                        self._upload(server, x, announcement, amplitudes, report)
+                        with _excluding(report, x):
+                            upload = self.members[x].upload(announcement)
+                            report.uploaded_bytes += len(upload.head) + upload.vector.nbytes
+                            server.take_upload(x, upload)
             if not server.missing:
                 break
             announcement = server.retry()
@@ -376,16 +523,8 @@ class Federation:
                     with _excluding(report, x):
                         server.take_answer(x, self.members[x].unmask(server.request(x)))
             total = server.finish()
-        report.excluded.update(server.excluded)
+        report.disputed = {x: tuple(about) for x, about in server.disputed.items()}
         return total, server.plan.members
-
-    def _upload(
-        self, server: SecAggServer, x: int, announcement: bytes, amplitudes: Amplitudes | None, report: RoundReport
-    ) -> None:
-        with _excluding(report, x):
-            upload = self.members[x].upload(announcement, self.mark, amplitudes)
-            report.uploaded_bytes += len(upload.head) + upload.vector.nbytes
-            server.take_upload(x, upload)
 
     def _seed_for(self, round_no: int, point: int) -> int | None:
         if self._seed is None:
@@ -395,31 +534,37 @@ class Federation:
 
     # --- a run's folder ---
 
-    def _keep(self, report: RoundReport) -> None:
+    def _keep(self) -> None:
         """The model first, then the state that names it: a crash leaves the round before, or this one."""
         assert self._folder is not None  # noqa: S101
         name = f"model-{self.round_no}.safetensors"
-        tensors = {k: _numpy(v) for k, v in self.model.items()}
-        write_safetensors(tensors, self._folder / name)
-        reports = [asdict(r) for r in self.reports]
+        write_safetensors(self.model, self._folder / name)
+        if self.round_no == 1 or not self._anchor_path.exists():
+            with replacing(self._anchor_path) as file:
+                np.save(file, self.history.mark.anchor)
+        averages = {str(x): m._scale._ema for x, m in self.members.items() if m._scale is not None}
         body = {
-            "format": "quorumark-run/v1",
+            "format": _RUN,
             "manifest": self.manifest.digest().hex(),
             "round": self.round_no,
             "model": name,
-            "mark": self.mark.to_bytes().decode(),
-            "marks": self._marks,
-            "reports": json.dumps(reports),
+            "mark": self.history.mark.to_bytes().decode(),
+            "marks": self.marks,
+            "seed": self._seed,
+            "averages": averages,
+            "reports": json.dumps([asdict(r) for r in self.reports]),
         }
-        if not self._anchor_path.exists():
-            with replacing(self._anchor_path) as file:
-                np.save(file, self.mark.anchor)
         write_private(self._folder / "run.json", canonical(body))
-        with (self._folder / "events.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(report)) + "\n")
-        write_safetensors(tensors, self._folder / "model.safetensors")
+        self._show()
+
+    def _show(self) -> None:
+        """What people look at, made from what the run goes on from: whole again after a crash."""
+        assert self._folder is not None  # noqa: S101
+        lines = [json.dumps(asdict(report)) + "\n" for report in self.reports]
+        write_shared(self._folder / "events.jsonl", "".join(lines).encode())
+        write_safetensors(self.model, self._folder / "model.safetensors")
         for old in self._folder.glob("model-*.safetensors"):
-            if old.name != name:
+            if old.name != f"model-{self.round_no}.safetensors":
                 old.unlink()
 
     @property
@@ -432,49 +577,41 @@ class Federation:
         path = self._folder / "run.json"
         if not path.exists():
             return
-        body = parse(path.read_bytes(), "quorumark-run/v1", "a run's state")
-        if body["manifest"] != self.manifest.digest().hex() or body["marks"] != self._marks:
+        body = parse(path.read_bytes(), _RUN, "a run's state")
+        mine = (self.manifest.digest().hex(), self.marks, self._seed)
+        if tuple(body.get(name) for name in ("manifest", "marks", "seed")) != mine:
             raise RecordError(f"{str(self._folder)!r} holds another run: use a new folder")
-        self.round_no = body["round"]
-        stored = read_safetensors(self._folder / body["model"])
-        self._vector = self.layout.flatten(_as(stored, self._like))
-        model, anchor = self.layout.encode(self.model), np.load(self._anchor_path)
-        if model_digest(model) != self.mark.model_digest or self.round_no:
-            key = self.manifest.terms.key
+        try:
+            self.round_no = body["round"]
+            self._vector = self.layout.flatten(read_safetensors(self._folder / body["model"]))
+            encoded, anchor = self.layout.encode(self.model), np.load(self._anchor_path)
+            history, key = self.history, self.manifest.terms.key
             state = body["mark"].encode()
-            self.mark = MarkState.from_bytes(state, self.strength, self.layout, key, model, anchor)
-        self.reports = [_report(entry) for entry in json.loads(body["reports"])]
-        for member in self.members.values():
-            member.rejoin(self.round_no)
+            history.mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, anchor)
+            self.reports = [_report(entry) for entry in json.loads(body["reports"])]
+            for x, member in self.members.items():
+                member.rejoin(self.round_no)
+                if member._scale is not None:
+                    member._scale._ema = body["averages"][str(x)]
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
+        self._show()
 
 
-def anchor_digest(layout: ModelLayout, encoded: Vector) -> str:
-    """What terms name as their anchor, from E of the model."""
-    return digest("anchor", bytes.fromhex(layout.digest()), encoded.astype("<u8").tobytes()).hex()
+_RUN = "quorumark-run/v1"
 
 
 def _report(entry: dict[str, Any]) -> RoundReport:
     entry["members"] = tuple(entry["members"])
     entry["lost"] = {stage: tuple(points) for stage, points in entry["lost"].items()}
     entry["excluded"] = {int(x): why for x, why in entry["excluded"].items()}
+    entry["disputed"] = {int(x): tuple(about) for x, about in entry["disputed"].items()}
     return RoundReport(**entry)
 
 
-def _numpy(tensor: Any) -> Any:
-    return tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else tensor
-
-
-def _as(stored: Mapping[str, Any], like: Weights) -> dict[str, Any]:
-    """Tensors from a file in the library of `like`."""
-    out: dict[str, Any] = {}
-    for name, tensor in like.items():
-        if hasattr(tensor, "detach"):
-            import torch
-
-            out[name] = torch.from_numpy(np.array(stored[name]))
-        else:
-            out[name] = stored[name]
-    return out
+def _without_values(error: QuorumarkError) -> str:
+    """An error for a report that others read: not with the member's weight that caused it."""
+    return f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
 
 
 @contextlib.contextmanager
@@ -483,7 +620,7 @@ def _excluding(report: RoundReport, point: int) -> Iterator[None]:
     try:
         yield
     except QuorumarkError as error:
-        report.excluded[point] = str(error)
+        report.excluded[point] = _without_values(error)
 
 
 class _timed:  # noqa: N801 - used like a function

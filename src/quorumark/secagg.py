@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -194,7 +195,7 @@ class State:
             if after != before:
                 self._save(after)
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def _alone(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def _load(self) -> bytes:
@@ -215,6 +216,10 @@ class MemoryState(State):
 
     def __init__(self, group: Group, after: int = 0) -> None:
         self._content = self._empty(group, after)
+        self._lock = threading.Lock()
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        return self._lock
 
     def _load(self) -> bytes:
         return self._content
@@ -236,8 +241,9 @@ class FolderState(State):
         self._cipher = AESGCM(derive_key(identity.to_secret_bytes(), "secagg state"))
 
     @classmethod
-    def create(cls, folder: str | os.PathLike[str], identity: Identity, group: Group, after: int = 0) -> FolderState:
-        """The memory of a member that has not taken part in any round later than `after`."""
+    def create(cls, folder: str | os.PathLike[str], identity: Identity, group: Group, after: int) -> FolderState:
+        """The memory of a member that has not taken part in any round later than `after`, of this group or another one
+        of the same members (of an earlier epoch, say): 0 for one that never took part in any."""
         state = cls(folder, identity)
         if state._path.exists():
             raise KeystoreError(f"{str(state._path)!r} exists already")
