@@ -697,7 +697,7 @@ def test_torch_models_train_and_resume(tmp_path: Path) -> None:
     data = (inputs, (inputs[:, 0] > 0).long())
 
     def federation() -> Federation:
-        training = torch_train(make, rate=0.02)
+        training = torch_train(make, learning_rate=0.02)
         members = {x: FederationMember(p, manifest, layout, training, data, shares[x]) for x, p in enumerate(people, 1)}
         evaluate = torch_evaluate(make, data)
         return Federation(manifest, layout, model, members, evaluate=evaluate, seed=1, folder=tmp_path / "run")

@@ -37,7 +37,7 @@ THRESHOLD = 3
 ROUNDS = 20
 TEST = 360
 # a short run of a small model needs a larger step a round to reach ρ = 0.05 (docs/strength.md)
-STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1"}
+STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24"}
 LOSSES = Losses({(4, "train"): [5], (7, "upload"): [2], (10, "unmask"): [1]})
 ALARM = 6.0  # z*: an innocent model gets there once in 10^9
 

@@ -23,21 +23,22 @@ def torch_train(
     *,
     epochs: int = 1,
     batch: int = 32,
-    rate: float = 1e-3,
+    learning_rate: float = 1e-3,
     decay: float = 0.0,
 ) -> Callable[..., dict[str, Any]]:
     """A `train` for classifiers: AdamW on shuffled batches. `make` gives the module; data are (inputs, labels).
 
-    The order of the data comes from the seed that the federation hands over: by default from the operating system.
+    The order of the data comes from the seed that the federation hands over, by default from the operating system; the
+    learning rate follows the manifest's table.
     """
 
-    def train(weights: Mapping[str, Any], data: tuple[Any, Any], seed: int) -> dict[str, Any]:
+    def train(weights: Mapping[str, Any], data: tuple[Any, Any], seed: int, rate: float = 1.0) -> dict[str, Any]:
         torch = _torch()
         module = make()
         module.load_state_dict(weights)
         module.train()
         inputs, labels = data
-        optimiser = torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=decay)
+        optimiser = torch.optim.AdamW(module.parameters(), lr=learning_rate * rate, weight_decay=decay)
         order = torch.Generator().manual_seed(seed & (1 << 63) - 1)
         for _ in range(epochs):
             for part in torch.randperm(len(labels), generator=order).split(batch):
