@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check format bench setup clean
+.PHONY: demo test test-slow check format bench bench-secagg setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -30,7 +30,13 @@ bench: setup
 	$(BIN)/quorumark bench shamir --json benchmarks/results/shamir.json
 	$(BIN)/quorumark bench dkg --json benchmarks/results/dkg.json
 	$(BIN)/quorumark bench dealer --json benchmarks/results/dealer.json
+	$(BIN)/quorumark bench round --json benchmarks/results/round.json
 	$(BIN)/quorumark bench plot
+
+# against Flower's own functions: needs flwr, which nothing else here does
+bench-secagg: setup
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt flwr
+	$(BIN)/quorumark bench secagg --json benchmarks/results/secagg.json
 
 setup: .venv/.ready
 

@@ -56,14 +56,14 @@ SETUP_KEYS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["field", "shamir", "dkg", "dealer"])
+@pytest.mark.parametrize("name", ["field", "shamir", "dkg", "dealer", "round"])
 def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.json"
     done = run(environment, "bench", name, "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
     setup = name in ("dkg", "dealer")
-    assert len(rows) > (3 if setup else 10)
+    assert len(rows) > (3 if setup or name == "round" else 10)
     extra = SETUP_KEYS if setup else []
     for row in rows:
         assert list(row) == ["name", "against", "size", "threads", "ratio", "seconds", *extra]

@@ -80,6 +80,14 @@ def secagg(json: Json = None, quick: Quick = False) -> None:
     _run("Secure aggregation", bench.rows(quick), json, with_peers=False)
 
 
+@app.command("round")
+def round_(json: Json = None, quick: Quick = False) -> None:
+    """A whole round of members and server in one process, without training, against plain FedAvg."""
+    from quorumark.bench import round as bench
+
+    _run("A round", bench.rows(quick), json, with_peers=False)
+
+
 def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
