@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quorumark import codec, field, shamir
 from quorumark import federation as federation_module
-from quorumark.embed import Amplitudes, ideal_mark, weights
+from quorumark.embed import Amplitudes, MarkState, ideal_mark, weights
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
 from quorumark.federation import Federation, FederationMember, History, Losses, anchor_digest, group_of
 from quorumark.field import Vector
@@ -517,6 +517,39 @@ def test_inputs_are_checked(world: World) -> None:
     announcement = server.announce()
     with pytest.raises(RoundError, match="has not trained"):  # what was trained belongs to one round
         run.members[1].upload(announcement)
+
+
+def test_losses_by_plan_and_at_random() -> None:
+    losses = Losses({(1, "upload"): [4], (2, "upload", 2): [1], (3, "unmask"): [9]})
+    everyone = range(1, 6)
+    assert losses.at(1, "upload", 1, everyone) == {4}
+    assert losses.at(1, "upload", 2, everyone) == set()  # it is back, if it is asked again
+    assert losses.at(2, "upload", 1, everyone) == set()
+    assert losses.at(2, "upload", 2, everyone) == {1}
+    assert losses.at(3, "unmask", 1, everyone) == set()
+    seeded = Losses(rates={"train": 0.5}, seed=3)
+    assert seeded.at(1, "train", 1, range(1, 99)) == seeded.at(1, "train", 1, range(1, 99))
+    assert seeded.at(1, "train", 1, range(1, 99)) != seeded.at(2, "train", 1, range(1, 99))
+    assert seeded.at(1, "upload", 1, range(1, 99)) == set()
+    free = Losses(rates={"train": 0.5})
+    assert free.at(1, "train", 1, range(1, 99)) != free.at(1, "train", 1, range(1, 99))
+
+
+def test_digests_of_amplitudes_and_histories_tell_apart_what_differs(world: World) -> None:
+    run = world.federation()
+    for _ in range(3):
+        run.round()
+    amplitudes = run.history.amplitudes(4)
+    assert replace(amplitudes, round=5).digest() != amplitudes.digest()
+    states = []
+    for embedded in (amplitudes, None):
+        state = MarkState.from_bytes(
+            run.history.mark.to_bytes(), run.history.strength, world.layout, "rademacher",
+            run.history.mark.model, run.history.mark.anchor,
+        )  # fmt: skip
+        state.advance(4, run.history.mark.model, embedded)
+        states.append(state.digest())
+    assert states[0] != states[1]
 
 
 def test_marking_begins_in_the_third_round(world: World) -> None:

@@ -22,7 +22,7 @@ from quorumark import field, secagg, shamir
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError, RoundError, SignatureError
 from quorumark.field import P, Stream, Vector
 from quorumark.home import _KEPT
-from quorumark.identity import Identity
+from quorumark.identity import Identity, exchange
 from quorumark.records import Genesis, Manifest
 from quorumark.secagg import FolderState, Group, MemoryState, Plan, SecAggMember, SecAggServer, State, Upload
 from tests.ceremony import identities, make_terms
@@ -1161,3 +1161,75 @@ def test_a_hundred_and_twenty_eight_members_come_and_go() -> None:
             if draw.random() > 0.01:
                 server.take_answer(x, members[x].unmask(server.request(x)))
         assert (server.finish() == expected).all()
+
+
+# --- derivations: what each key must hang on --------------------------------------------------------------
+
+
+def test_every_key_hangs_on_everything_that_it_must() -> None:
+    """By the formulas in docs/secagg.md, and each value changed alone gives another key."""
+    group = Group.of_cards([person.card() for person in _PEOPLE[:4]], 2)
+    members = {m.point: m for m in (SecAggMember(p, group, MemoryState(group)) for p in _PEOPLE[:4])}
+    server = SecAggServer(group, 1, bytes(32), 3)
+    for x, member in members.items():
+        server.take_ready(x, member.ready(1, bytes(32), 3))
+    announcement = server.announce()
+    plan = members[1].plan(announcement)
+    secrets = {}
+    for x, member in members.items():
+        with member.state.edit() as memory:
+            secrets[x] = dict(memory["purposes"]["model"])
+    mine = members[1]._pairs(secrets[1], plan)
+    theirs = members[2]._pairs(secrets[2], members[2].plan(announcement))
+    assert mine[2] == theirs[1]
+    one, two = _PEOPLE[:2]  # sorted by their keys, as the points are
+    round_secret = exchange(secagg._private(secrets[1]), plan.keys[1])
+    lasting = one.exchange(two.x25519)
+    assert mine[2] == field.derive_key(round_secret + lasting, "secagg pair", plan.ctx)
+    other = replace(plan, attempt=2)
+    assert members[1]._pairs(secrets[1], other)[2] != mine[2]
+    # boxes: directed, and for one commitment
+    cases = [(1, 2, b"a" * 32), (2, 1, b"a" * 32), (1, 2, b"b" * 32), (1, 3, b"a" * 32)]
+    sealed = {secagg._cipher(bytes(32), *case).encrypt(bytes(12), b"x" * 40, None) for case in cases}
+    assert len(sealed) == len(cases)
+    # masks: of a pair in order, of a member, of a ctx
+    seed = field.random(5)
+    streams = [
+        secagg._pair_mask(bytes(32), 1, 2),
+        secagg._pair_mask(bytes(32), 1, 3),
+        secagg._self_mask(plan.ctx, 1, seed),
+        secagg._self_mask(plan.ctx, 2, seed),
+        secagg._self_mask(other.ctx, 1, seed),
+    ]
+    assert len({tuple(map(int, stream.elements(3))) for stream in streams}) == len(streams)
+
+
+def test_two_threads_of_one_member_upload_once() -> None:
+    """A simulation's memory is locked while it is edited."""
+    import threading
+
+    net = Net(5, 2)
+    state = net.states[1]
+    assert isinstance(state, MemoryState)
+    entered, release, order = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        with state.edit():
+            entered.set()
+            release.wait(5)
+            order.append("slow")
+
+    def quick() -> None:
+        entered.wait(5)
+        with state.edit():
+            order.append("quick")
+
+    threads = [threading.Thread(target=slow), threading.Thread(target=quick)]
+    for thread in threads:
+        thread.start()
+    entered.wait(5)
+    threads[1].join(0.2)
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["slow", "quick"]
