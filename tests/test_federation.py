@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 
 from quorumark import codec, field, shamir
 from quorumark import federation as federation_module
 from quorumark.embed import Amplitudes, MarkState, ideal_mark, weights
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
-from quorumark.federation import Federation, FederationMember, History, Losses, anchor_digest, group_of
+from quorumark.federation import Federation, FederationMember, History, Losses, _table, anchor_digest, group_of, watch
 from quorumark.field import Vector
-from quorumark.identity import Identity
+from quorumark.identity import Identity, verify_chain
 from quorumark.keystore import Unlock
 from quorumark.layout import ModelLayout, read_safetensors
-from quorumark.records import Genesis, Manifest, canonical
+from quorumark.records import Genesis, Manifest, canonical, check_follows
 from quorumark.secagg import FolderState, SecAggServer
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.local import make_key
@@ -505,8 +506,6 @@ def test_inputs_are_checked(world: World) -> None:
     for plan, rates in bad:
         with pytest.raises(InputError, match="losses must"):
             Losses(plan, rates)
-    with pytest.raises(InputError, match="warmup_rounds"):
-        World(strength={"rule": "rho", "rho": "0.05", "warmup_rounds": "2"}).federation()
     with pytest.raises(InputError, match="seed must be"):
         world.federation(seed=-1)
     run = world.federation()
@@ -517,6 +516,45 @@ def test_inputs_are_checked(world: World) -> None:
     announcement = server.announce()
     with pytest.raises(RoundError, match="has not trained"):  # what was trained belongs to one round
         run.members[1].upload(announcement)
+
+
+def test_a_warm_up_anchor_comes_by_an_amendment_that_redraws_the_signs() -> None:
+    world = World(strength={"rule": "rho", "rho": "0.05", "warmup_rounds": "3"})
+    run = world.federation()
+    reports = [run.round() for _ in range(4)]
+    assert not any(report.marked for report in reports)
+    assert "must sign the amendment that names the anchor" in reports[3].given_up
+    encoded = world.layout.encode(run.model)
+    terms = propose(world.manifest.terms, anchor=anchor_digest(world.layout, encoded))
+    later = successor(world.manifest, terms)
+    for x, person in enumerate(world.people, 1):
+        later = later.with_signature(x, person.sign("manifest", later.sign_bytes()))
+    verify_chain([world.manifest, later])
+    d = world.layout.coordinates
+    assert (later.genesis.whitening(0, d) != world.manifest.genesis.whitening(0, d)).mean() > 0.4
+    # nothing else may change with it, it comes once, and only where the terms know of warm-up rounds
+    with pytest.raises(RecordError, match="must change nothing else"):
+        propose(world.manifest.terms, anchor="11" * 32, examples={1: 9})
+    with pytest.raises(RecordError, match="before any other change, and once"):
+        successor(later, propose(later.terms, anchor="11" * 32))
+    with pytest.raises(RecordError, match="know no warm-up rounds"):
+        propose(World(3, 2).manifest.terms, anchor="11" * 32)
+    with pytest.raises(RecordError, match="genesis must not change"):
+        check_follows(replace(later, genesis=replace(later.genesis, session="22" * 32)), world.manifest)
+
+    def federation(**options: Any) -> Federation:
+        members = {
+            x: FederationMember(p, later, world.layout, train, 0.01 * x, world.shares[x])
+            for x, p in enumerate(world.people, 1)
+        }
+        return Federation(later, world.layout, run.model, members, seed=3, **options)
+
+    with pytest.raises(InputError, match="after must be 3 or more"):
+        federation()
+    second = federation(after=3)
+    reports = [second.round() for _ in range(4)]
+    assert [report.round for report in reports] == [4, 5, 6, 7]
+    assert [report.marked for report in reports] == [False, False, True, True]
 
 
 def test_losses_by_plan_and_at_random() -> None:
@@ -607,6 +645,21 @@ def test_the_baseline_of_a_key_for_each_member(world: World) -> None:
     found = {x: float(difference @ keys[x]) / float(shares[x]) for x in keys}
     middle = np.median(list(found.values()))
     assert all(abs(value / middle - 1) < 0.35 for value in found.values())
+
+
+def test_a_run_can_be_watched(world: World) -> None:
+    console = Console(record=True, width=140, force_terminal=True)
+    run = world.federation(
+        losses=Losses({(2, "train"): [1, 2]}), evaluate=lambda model: {"mean": model["a.bias"].mean()}
+    )
+    watch(run, 4, console)
+    assert run.round_no == 4
+    shown = Console(record=True, width=140)
+    shown.print(_table(run, 4, "training", 12))
+    text = shown.export_text()
+    assert "training: round 4 of 4" in text
+    assert "given up" in text
+    assert "mean" in text
 
 
 # --- a run's folder ---------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from quorumark.errors import CeremonyError, KeystoreError, QuorumarkError, Recor
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.identity import verify_chain
 from quorumark.keystore import Unlock
+from quorumark.layout import write_safetensors
 from quorumark.merkle import root_from
-from quorumark.records import Manifest
+from quorumark.records import Manifest, canonical
 from quorumark.setup.check import CheckMember
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from tests.ceremony import NAMES
@@ -702,3 +703,27 @@ def test_share_files_of_later_epochs_are_found(tmp_path: Path) -> None:
     assert old is not None
     kept = {"terms.json", "manifest.json", "share-1.sealed", "archive.bin", "signed.json", f"history/{old[:16]}.json"}
     assert names == kept
+
+
+def test_the_anchor_after_warm_up_rounds_through_the_commands(tmp_path: Path) -> None:
+    """Terms with warm-up rounds; the amendment names another model, and the signs are drawn anew."""
+    group = Consortium(tmp_path, count=3, threshold=2)
+    agreed = json.loads(group.terms.read_text())
+    agreed["strength"] = {**agreed["strength"], "warmup_rounds": "5"}
+    group.terms.write_bytes(canonical(agreed))
+    group.finish()
+    before = group.manifests()[0]
+    warm = tmp_path / "warm.safetensors"
+    write_safetensors({"w": np.ones((40, 7), np.float32), "b": np.zeros(3, np.float32)}, warm)
+    amend = ["consortium", "amend", "--out", str(tmp_path / "anchor.json"), "--home", str(group.homes[0])]
+    assert "--layout must be given" in group.run(*amend, "--anchor", str(warm), fails=QuorumarkError)
+    layout = ["--layout", str(tmp_path / "agreed" / "layout.json")]
+    assert "the signs are drawn anew" in group.run(*amend, "--anchor", str(warm), *layout)
+    sign = ["consortium", "sign", "--terms", str(tmp_path / "anchor.json"), "--folder", str(tmp_path / "signatures")]
+    together(group, group.homes, *sign)
+    after = group.manifests()[0]
+    assert after.genesis.anchor == after.terms.anchor != before.terms.anchor
+    assert (after.genesis.whitening(0, 280) != before.genesis.whitening(0, 280)).any()
+    for home in group.homes:
+        group.run("share", "verify", *group.secrets(home))
+    refresh(group, "one")  # and life goes on

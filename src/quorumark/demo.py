@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from quorumark import field, shamir
 from quorumark.errors import MissingDependencyError, RoundError
-from quorumark.federation import Federation, FederationMember, Losses, anchor_digest
+from quorumark.federation import Federation, FederationMember, Losses, anchor_digest, watch
 from quorumark.field import Vector
 from quorumark.identity import Identity
 from quorumark.keystore import write_shared
@@ -186,7 +185,7 @@ def _train(
     *,
     mark: bool,
 ) -> Federation:
-    """Federated training under secure aggregation, with a bar that says how far it is."""
+    """Federated training under secure aggregation, with a table that says how far it is."""
     manifest, train = found.manifest, torch_train(world.make)
     members = {}
     for x, (person, data) in enumerate(zip(found.people, world.data, strict=True), 1):
@@ -195,17 +194,7 @@ def _train(
     folder = None if out is None else out / name
     evaluate = torch_evaluate(world.make, world.test)
     run = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        console=console,
-        transient=True,
-    ) as bar:
-        task = bar.add_task(f"training, {name}", total=ROUNDS, state="")
-        for report in run.rounds(ROUNDS):
-            state = f"round {report.round}: {len(report.members)} members, {report.attempts} attempts"
-            bar.update(task, completed=report.round, state=f"{state}, accuracy {report.metrics['accuracy']:.3f}")
+    watch(run, ROUNDS, console, f"training, {name}")
     return run
 
 

@@ -33,6 +33,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from quorumark import codec, field
 from quorumark.embed import (
@@ -55,7 +58,7 @@ from quorumark.records import Manifest, canonical, digest, parse
 from quorumark.secagg import Group, MemoryState, SecAggMember, SecAggServer, State, Upload
 from quorumark.shares import ShareFile, ShareInfo
 
-__all__ = ["Federation", "FederationMember", "History", "Losses", "RoundReport", "anchor_digest", "group_of"]
+__all__ = ["Federation", "FederationMember", "History", "Losses", "RoundReport", "anchor_digest", "group_of", "watch"]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
@@ -94,9 +97,8 @@ class History:
         if layout.digest() != terms.layout:
             raise InputError("layout", "must be the one that the manifest names", layout.digest()[:16])
         self.strength = Strength.of(terms.strength, terms.coordinates)
-        if self.strength.warmup_rounds:
-            # a later anchor must enter the sign whitening by an amendment that all sign, which is not built yet
-            raise InputError("strength 'warmup_rounds'", "must be 0 in this release", self.strength.warmup_rounds)
+        # until an amendment names the model after the warm-up rounds as the anchor nothing is marked: signs will change
+        self.warming = bool(self.strength.warmup_rounds) and manifest.genesis.terms == terms.digest().hex()
         if anchor_digest(layout, encoded) != terms.anchor:
             raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
         self.manifest, self.layout = manifest, layout
@@ -365,6 +367,9 @@ class Federation:
     Members that have no history yet share one. With a `folder` every round is kept (`events.jsonl`,
     `model.safetensors`), and a run that was killed goes on after its last whole round when it is made again with the
     same folder.
+
+    With `warmup_rounds` a first federation runs those, unmarked; then all sign the amendment that names its model as
+    the anchor, and a second one goes on under the new manifest, from that model, `after` that round.
     """
 
     def __init__(
@@ -378,6 +383,7 @@ class Federation:
         losses: Losses | None = None,
         seed: int | None = None,
         folder: str | os.PathLike[str] | None = None,
+        after: int = 0,
     ) -> None:
         wrong = [x for x, member in members.items() if member.point != x or member.manifest != manifest]
         if wrong or not members:
@@ -396,7 +402,12 @@ class Federation:
         self.reports: list[RoundReport] = []
         self._like: Weights = dict(model)
         self._vector = layout.flatten(model)
-        self.round_no = 0
+        warmup = self.history.strength.warmup_rounds
+        if after < 0 or (warmup and not self.history.warming and after < warmup):
+            raise InputError("after", f"must be {warmup} or more after the warm-up rounds", after)
+        self.round_no = after
+        for member in self.members.values():
+            member.rejoin(after)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._resume()
@@ -434,6 +445,8 @@ class Federation:
         return report
 
     def _run(self, round_no: int, report: RoundReport) -> None:
+        if self.history.warming and round_no > self.history.strength.warmup_rounds:
+            raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         taking_part = self._train_all(round_no, report)
         amplitudes = self._amplitudes(round_no, taking_part, report)
         total, members = self._sum(round_no, taking_part, amplitudes, "model", self.layout.size, report)
@@ -596,6 +609,32 @@ class Federation:
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
         self._show()
+
+
+def watch(run: Federation, rounds: int, console: Console, title: str = "training", last: int = 12) -> None:
+    """Runs until so many rounds are done, with a table of the last ones that grows while it runs."""
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        for _ in run.rounds(rounds):
+            live.update(_table(run, rounds, title, last), refresh=True)
+
+
+def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
+    shown = run.reports[-last:]
+    metrics = sorted({name for report in shown for name in report.metrics})
+    stages = ("train", "upload", "unmask", "strength")
+    heads = ["round", *metrics, "members", "attempts", "mark", "ρ", *(f"{stage} s" for stage in stages)]
+    table = Table(*heads, title=f"{title}: round {run.round_no} of {rounds}", title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for report in shown:
+        numbers = [f"{report.metrics[name]:.4f}" if name in report.metrics else "" for name in metrics]
+        taken = [f"{report.seconds.get(stage, 0.0):.2f}" for stage in stages]
+        if report.given_up:
+            table.add_row(str(report.round), *numbers, "given up", *[""] * (3 + len(stages)))
+            continue
+        counts = [str(len(report.members)), str(report.attempts), "yes" if report.marked else "no", f"{report.rho:.4f}"]
+        table.add_row(str(report.round), *numbers, *counts, *taken)
+    return table
 
 
 _RUN = "quorumark-run/v1"

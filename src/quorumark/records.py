@@ -32,6 +32,7 @@ __all__ = [
     "check_follows",
     "check_terms_follow",
     "digest",
+    "is_warm_up",
     "parse",
     "quorum",
     "unchanged",
@@ -359,6 +360,8 @@ class Manifest:
             mine = (self.terms.digest().hex(), self.terms.layout, self.terms.anchor, self.terms.statistic, self.roots)
             theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
             _check(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
+        same = all(getattr(self.genesis, n) == getattr(self.terms, n) for n in ("layout", "anchor", "statistic"))
+        _check(same, "genesis", "must have the terms' layout, anchor and statistic")
         if self.commitment is not None:
             names = {"hash", "nonce"} | ({"norm"} if self.terms.key == "gaussian" else set())
             sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
@@ -448,9 +451,25 @@ def quorum(terms: Terms) -> int:
     return max(terms.threshold, terms.members // 2 + 1)
 
 
+def is_warm_up(terms: Terms, before: Terms) -> bool:
+    """Whether terms follow others by naming the anchor after warm-up rounds: nothing else may change with it."""
+    return terms.anchor != before.anchor
+
+
+def _check_warm_up(terms: Terms, before: Terms) -> None:
+    rounds = before.strength.get("warmup_rounds", "0")
+    _check(rounds not in ("", "0"), "a successor's anchor", "must not change: the terms know no warm-up rounds")
+    same = replace(terms, anchor=before.anchor, created=before.created) == before
+    _check(same, "an amendment that names the warm-up anchor", "must change nothing else")
+
+
 def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
     """Whether terms may follow others; the members who stay, as `unchanged` gives them."""
+    if is_warm_up(terms, before):
+        _check_warm_up(terms, before)
     for name in _FIXED:
+        if name == "anchor":
+            continue
         _check(
             getattr(terms, name) == getattr(before, name),
             f"a successor's {name}",
@@ -468,7 +487,13 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
 def check_follows(manifest: Manifest, before: Manifest) -> None:
     """Whether a manifest may follow another: an amendment (same shares) or a resharing (the next epoch)."""
     _check(manifest.predecessor == before.digest().hex(), "a successor", "must name its predecessor by digest")
-    _check(manifest.genesis == before.genesis, "a successor's genesis", "must not change: the key hangs on it")
+    genesis = before.genesis
+    if is_warm_up(manifest.terms, before.terms):
+        # once, before anything was marked: the sign whitening is drawn anew, from a genesis with the new anchor
+        first = before.terms.digest().hex() == genesis.terms and before.epoch == manifest.epoch == 0
+        _check(first, "a warm-up anchor", "must be named before any other change, and once")
+        genesis = replace(genesis, anchor=manifest.terms.anchor)
+    _check(manifest.genesis == genesis, "a successor's genesis", "must not change: the key hangs on it")
     _check(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
     stay = check_terms_follow(manifest.terms, before.terms)
     if manifest.epoch == before.epoch:

@@ -131,6 +131,8 @@ def amend(
     add: Annotated[list[str] | None, typer.Option(help="CARD.json or CARD.json:EXAMPLES: a new member.")] = None,
     threshold: Annotated[int | None, typer.Option(help="Another threshold.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, like z=7.")] = None,
+    anchor: Annotated[Path | None, typer.Option(help="The model after the warm-up rounds (.safetensors).")] = None,
+    layout: Annotated[Path | None, typer.Option(help="layout.json, with --anchor.")] = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
 ) -> None:
@@ -166,6 +168,7 @@ def amend(
         removed=remove or (),
         added=[_card(text) for text in add or ()],
         policy=pairs("--policy", policy),
+        anchor=None if anchor is None else _anchor(anchor, layout, before.layout),
     )
     found = changes(terms, before)
     if not found:
@@ -226,6 +229,21 @@ def update_manifest(
     place = update(Home(home), later, history or manifest.parent / "history")
     there = "" if place.share_path().exists() else "; its share must be recovered: quorumark share recover"
     typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
+
+
+def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
+    """The digest of a model as an anchor."""
+    from quorumark.errors import InputError
+    from quorumark.federation import anchor_digest
+    from quorumark.home import read_file
+    from quorumark.layout import ModelLayout
+
+    if layout is None:
+        raise InputError("--layout", "must be given with --anchor", "nothing")
+    found = ModelLayout.from_bytes(read_file(layout, "a layout"))
+    if found.digest() != wanted:
+        raise InputError("--layout", "must be the consortium's", str(layout))
+    return anchor_digest(found, found.encode(model))
 
 
 def _card(text: str) -> tuple[Any, int]:

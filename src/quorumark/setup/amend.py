@@ -35,6 +35,7 @@ def propose(
     removed: Sequence[int] = (),
     added: Sequence[tuple[Card, int]] = (),
     policy: Mapping[str, str] | None = None,
+    anchor: str | None = None,
 ) -> Terms:
     """Terms that follow others. Points count anew if somebody leaves; whether it may be so is checked."""
     for point in [*(examples or {}), *(replaced or {}), *removed]:
@@ -55,6 +56,7 @@ def propose(
         threshold=before.threshold if threshold is None else threshold,
         roster=tuple(replace(member, point=point) for point, member in enumerate(roster, 1)),
         policy={**before.policy, **(policy or {})},
+        anchor=before.anchor if anchor is None else anchor,
         created=now,
     )
     check_terms_follow(terms, before)
@@ -84,6 +86,10 @@ def changes(terms: Terms, before: Terms) -> list[str]:
             if one != two:
                 found.append(f"{member.name}: {what} {one} → {two}")
     found += [f"point {member.point}: the keys of {member.name} no longer count" for member in known.values()]
+    if terms.anchor != before.anchor:
+        found.append(
+            f"the anchor is the model after the warm-up rounds, {terms.anchor[:16]}…; the signs are drawn anew"
+        )
     for what in ("strength", "policy"):
         if getattr(terms, what) != getattr(before, what):
             found.append(f"{what}: {getattr(before, what)} → {getattr(terms, what)}")
@@ -96,7 +102,8 @@ def successor(before: Manifest, terms: Terms) -> Manifest:
         raise CeremonyError(
             "members or the threshold change: that needs new shares (quorumark share reshare), not an amendment"
         )
-    manifest = replace(before, terms=terms, predecessor=before.digest().hex(), signatures={})
+    genesis = replace(before.genesis, anchor=terms.anchor)  # the same, but after warm-up rounds
+    manifest = replace(before, terms=terms, genesis=genesis, predecessor=before.digest().hex(), signatures={})
     check_follows(manifest, before)
     return manifest
 
