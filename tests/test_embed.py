@@ -226,6 +226,28 @@ def test_amplitudes_equal_the_oracle(rule: dict[str, str], key: str, options: di
         assert state.rho == oracle.reached() * 2**32 // state._distance
 
 
+def test_amplitudes_are_the_same_on_every_machine() -> None:
+    """From models in whole numbers, which no library rounds: these digests were made once and never change."""
+    layout = _layout({"conv": (40, 30, 3, 3), "line": (64, 50)})
+    places = np.arange(layout.size, dtype=np.int64)
+    strength = Strength.of({"rule": "rho", "rho": "0.05", "lr": "cosine:9"}, layout.coordinates)
+    signed = (places * 2654435761 % (1 << 36)) - (1 << 35)
+    state = MarkState(strength, layout, "rademacher", field.from_signed(signed))
+    found = []
+    for round_no in range(1, 6):
+        amplitudes = state.amplitudes(round_no)
+        found.append(amplitudes.digest().hex()[:16])
+        signed = signed + ((places + round_no) * 40503 % (1 << 31)) - (1 << 30)
+        state.advance(round_no, field.from_signed(signed), amplitudes)
+    assert amplitudes.marks
+    assert found == GOLDEN
+    assert state.digest().hex()[:16] == GOLDEN_STATE
+
+
+GOLDEN = ["785885612835aa4e", "6903b60fa6cac4aa", "3ce0b32a5267e4e8", "a1b1f8aedb05f053", "330f750ac9ede5f7"]
+GOLDEN_STATE = "c7bf0025e6e090f3"
+
+
 def test_marking_begins_in_round_three() -> None:
     layout = _layout()
     for warm in (0, 3):
