@@ -177,7 +177,9 @@ class Oracle:
         if self.seen < 2:
             return {}
         before = self.strength.rate(self.round)
-        ratio = min(Fraction(1), self.strength.rate(round_no) / before) if before else 0
+        ratio = min(Fraction(1), self.strength.rate(round_no) / before) if before else Fraction(0)
+        lost = round_no - self.round - 1
+        ratio = ratio / 2**lost if lost <= 2 else Fraction(0)
         base = {name: math.floor(v * ratio) for name, v in self.moved.items()}
         c = self.strength.c_max
         if self.strength.rule != "relative":
@@ -213,10 +215,11 @@ def test_amplitudes_equal_the_oracle(rule: dict[str, str], key: str, options: di
         models = [codec.encode(rng.choice([-524287.9, 524287.9, 1e5, -3.0], layout.size)) for _ in models]
     state, oracle = MarkState(strength, layout, key, models[0]), Oracle(strength, layout, models[0])
     marked = 0
-    for round_no, model in zip((1, 2, 3, 4, 5, 6, 8, 9), models[1:], strict=True):  # round 7 was given up
+    for round_no, model in zip((1, 2, 3, 4, 5, 6, 8, 12), models[1:], strict=True):  # 7 and 9 to 11 were given up
         amplitudes, expected = state.amplitudes(round_no), oracle.scales(round_no)
         assert amplitudes.vector.tolist() == oracle.vector(expected, 8 if key == "gaussian" else 0)
         assert amplitudes.marks == any(amplitudes.vector) or key == "gaussian" or "max_coordinates" in options
+        assert round_no != 12 or not amplitudes.marks
         skipped = round_no == 5
         state.advance(round_no, model, None if skipped else amplitudes)
         oracle.advance(round_no, model, {} if skipped else expected)
