@@ -890,7 +890,7 @@ def train_quickly(model: Model, data: int, seed: int) -> Model:
 @pytest.mark.slow
 def test_128_members_of_a_million_weights() -> None:
     """20 rounds, 10 % lost while training, 1 % after U is fixed: no round is lost, no wrong model appears."""
-    _many_rounds(128, 64, (1000, 1000), 20, {"train": 0.1, "upload": 0.01})
+    _many_rounds(128, 32, (1000, 1000), 20, {"train": 0.1, "upload": 0.01})
 
 
 @pytest.mark.slow

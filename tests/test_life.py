@@ -23,6 +23,7 @@ from quorumark.keystore import Unlock
 from quorumark.layout import write_safetensors
 from quorumark.merkle import root_from
 from quorumark.records import Manifest, canonical
+from quorumark.setup.amend import propose, successor
 from quorumark.setup.check import CheckMember
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from tests.ceremony import NAMES
@@ -357,14 +358,14 @@ def test_nobody_signs_two_successors_of_one_manifest(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [*steps, *group.secrets(group.homes[0])])
         if result.exit_code:
             break
-    assert "signed another successor" in str(result.exception)
+    assert "bring it into force first" in str(result.exception)
     group.run("member", "backup", str(tmp_path / "b.tar"), "--home", str(group.homes[0]))
     restored = tmp_path / "restored"
     group.run("member", "restore", str(tmp_path / "b.tar"), "--home", str(restored))
     assert place(restored).has_signed(group.manifests()[0].digest().hex())
     # what cannot come into force any more can be forgotten, said loudly
     discard = ["setup", "discard", "--home", str(group.homes[0])]
-    assert "has signed already" in group.run(*discard, fails=QuorumarkError)
+    assert "there is no running ceremony" in group.run(*discard)
     group.run(*discard, "--although-signed")
     assert not place(group.homes[0]).has_signed(group.manifests()[0].digest().hex())
 
@@ -555,6 +556,177 @@ def test_leaf_keys_belong_to_one_leaf() -> None:
         _cipher(key, header, index).encrypt(bytes(12), b"x" * 32, None) for header in (b"a", b"b") for index in (0, 1)
     }
     assert len(made) == 4
+
+
+def until_adopted(group: Consortium, steps: list[str]) -> Path:
+    """Runs a refresh until the first member has the new manifest in force; who that is."""
+    for home in [home for _ in range(9) for home in group.homes]:
+        group.run(*steps, *group.secrets(home))
+        if place(home).manifest().epoch == 1:
+            return home
+    raise AssertionError("it does not end")
+
+
+def shares_of(home: Path) -> list[str]:
+    return sorted(p.name for p in place(home).path.glob("share-*"))
+
+
+def test_nothing_is_erased_before_all_have_kept_their_shares(tmp_path: Path) -> None:
+    """Discarding and verifying at the wrong moment must not leave fewer than t shares of either epoch."""
+    group = dealt(tmp_path, count=3, threshold=3)
+    steps = ["share", "refresh", "--folder", str(tmp_path / "refresh")]
+    first = until_adopted(group, steps)
+    assert "has signed already" in group.run("setup", "discard", "--home", str(first), fails=QuorumarkError)
+    group.run("setup", "discard", "--although-signed", "--home", str(first))
+    group.run("share", "verify", *group.secrets(first))
+    assert shares_of(first) == ["share-0.sealed", "share-1.sealed"]
+    other = next(home for home in group.homes if home != first)
+    group.run("setup", "discard", "--although-signed", "--home", str(other))
+    group.run("share", "verify", *group.secrets(other))
+    assert shares_of(other) == ["share-0.sealed", "share-1.sealed"]  # what it signed for is still there
+    # it can be brought into force after all: by the manifest of one who has it
+    group.run("consortium", "update", "--manifest", str(place(first).manifest_path), "--home", str(other))
+    together(group, group.homes, *steps)
+    assert all(shares_of(home) == ["share-1.sealed"] for home in group.homes)
+
+
+def test_the_last_step_can_be_said_again(tmp_path: Path) -> None:
+    """A lost or damaged message, a discarded state, another folder: nobody waits for ever."""
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    folder = tmp_path / "refresh"
+    steps = ["share", "refresh", "--folder", str(folder)]
+    first = until_adopted(group, steps)
+    # its own message is damaged
+    mine = folder / "9-kept" / f"{group.homes.index(first) + 1}.msg"
+    mine.write_bytes(b"rubbish")
+    group.run(*steps, *group.secrets(first))
+    assert mine.read_bytes() != b"rubbish"
+    # it forgets its state, and still can say it
+    group.run("setup", "discard", "--although-signed", "--home", str(first))
+    mine.unlink()
+    group.run(*steps, *group.secrets(first))
+    assert mine.exists()
+    # the state holds no secret of the ceremony any more
+    together(group, group.homes, *steps)
+    mine.unlink()
+    assert "finished" in group.run(*steps, *group.secrets(first))
+    assert mine.exists()
+    assert place(first).manifest().epoch == 1
+    # a new refresh in a new folder is a new one
+    refresh(group, "second")
+    assert place(first).manifest().epoch == 2
+
+
+def test_an_unfinished_resharing_does_not_spoil_the_next_folder(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    one, two = (["share", "refresh", "--folder", str(tmp_path / name)] for name in ("one", "two"))
+    until_adopted(group, one)
+    for _ in range(3):
+        for home in group.homes[:2]:
+            group.run(*one, *group.secrets(home))
+    for home in group.homes:
+        group.run(*one, *group.secrets(home))
+    done = [home for home in group.homes if not place(home).ceremony_path.exists()]
+    left = [home for home in group.homes if place(home).ceremony_path.exists()]
+    assert left
+    group.run(*two, *group.secrets(done[0]))  # begins the next one
+    said = group.run(*two, *group.secrets(left[0]), fails=QuorumarkError)
+    assert "not finished here: run it with its own folder" in said
+    assert not (tmp_path / "two" / "9-kept").exists()
+    together(group, group.homes, *one)
+    together(group, group.homes, *two)
+    assert {place(home).manifest().epoch for home in group.homes} == {2}
+
+
+def test_a_newcomer_who_signed_and_gave_up_can_try_again(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    hazel = newcomer(group, 7)
+    homes = [*group.homes, hazel]
+    terms = reshared(group, "later", "--add", f"{hazel}/member.json")
+    told = ["--from", group.manifests()[0].digest().hex()]
+
+    def step(folder: str, home: Path) -> str:
+        command = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / folder)]
+        return group.run(*command, *(told if home == hazel else []), *group.secrets(home))
+
+    for _ in range(12):
+        if (tmp_path / "first" / "8-sign" / "4.msg").exists():
+            break
+        for home in homes[1:] if (tmp_path / "first" / "7-health" / "1.msg").exists() else homes:
+            step("first", home)
+    discard = ["setup", "discard", "--home", str(hazel)]
+    assert "has signed already" in group.run(*discard, fails=QuorumarkError)
+    group.run(*discard, "--although-signed")
+    for home in group.homes:
+        result = CliRunner().invoke(app, ["setup", "discard", "--although-signed", "--home", str(home)])
+        assert result.exit_code == 0
+    for _ in range(14):
+        outputs = [step("second", home) for home in homes]
+        if not any("waiting for" in output for output in outputs):
+            break
+    assert {place(home).manifest().epoch for home in homes} == {1}
+
+
+def test_discarding_a_check_forgets_no_signature(tmp_path: Path) -> None:
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    one, two = reshared(group, "one", "--examples", "1=500"), reshared(group, "two", "--examples", "1=600")
+    sign = ["consortium", "sign", "--folder", str(tmp_path / "signatures"), *group.secrets(group.homes[0])]
+    group.run(*sign, "--terms", str(one))
+    group.run("setup", "check", "--folder", str(tmp_path / "check"), *group.secrets(group.homes[0]))
+    group.run("setup", "discard", "--home", str(group.homes[0]))
+    assert "signed another successor" in group.run(*sign, "--terms", str(two), fails=QuorumarkError)
+    refreshing = ["share", "refresh", "--folder", str(tmp_path / "refresh"), *group.secrets(group.homes[0])]
+    assert "bring it into force first" in group.run(*refreshing, fails=QuorumarkError)
+
+
+def test_two_recoveries_at_once(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    group.finish()
+    key = group.key()
+    lost = group.homes[3:]
+    for home in lost:
+        place(home).share_path().unlink()
+        folder = str(tmp_path / f"for-{home.name}")
+        group.run("share", "recover", "--folder", folder, *group.secrets(home), "--helpers", "1,2,3")
+    for _ in range(3):
+        for helper in group.homes[:3]:
+            for home in lost:
+                group.run("share", "help", "--folder", str(tmp_path / f"for-{home.name}"), *group.secrets(helper))
+    for home in lost:
+        folder = str(tmp_path / f"for-{home.name}")
+        assert "recovered" in group.run("share", "recover", "--folder", folder, *group.secrets(home))
+    for path in tmp_path.glob("handed-*"):
+        path.unlink()
+    assert (group.key((3, 4, 0)) == key).all()
+    # a second request needs another folder, and an answer to another request is not taken for one
+    place(lost[0]).share_path().unlink()
+    again = ["share", "recover", *group.secrets(lost[0]), "--helpers", "1,2,3", "--folder"]
+    used = tmp_path / f"for-{lost[0].name}"
+    assert "use a new, empty folder" in group.run(*again, str(used), fails=QuorumarkError)
+    group.run(*again, str(tmp_path / "new"))
+    (tmp_path / "new" / "answer-1.msg").write_bytes((used / "answer-1.msg").read_bytes())
+    help_again = ["share", "help", "--folder", str(tmp_path / "new"), *group.secrets(group.homes[0])]
+    assert "belongs elsewhere" in group.run(*help_again, fails=QuorumarkError)
+
+
+def test_nobody_is_taken_back_to_an_older_manifest(tmp_path: Path) -> None:
+    """A quorum of the first manifest signs an amendment of it, long after others follow: who holds those refuses."""
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    first = group.manifests()[0]
+    refresh(group, "one")
+    where = place(group.homes[0])
+    amended = successor(first, propose(first.terms, examples={1: 7}))
+    for x, home in enumerate(group.homes, 1):
+        identity = Home(home).identity(unlock(home))
+        amended = amended.with_signature(x, identity.sign("manifest", amended.sign_bytes()))
+    with pytest.raises(RecordError, match="do not follow the one that this member holds"):
+        where.adopt([first, amended])
+    assert where.manifest().epoch == 1
 
 
 # --- health -----------------------------------------------------------------------------------------------

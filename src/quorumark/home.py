@@ -20,7 +20,7 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from quorumark.errors import CeremonyError, KeystoreError, RecordError
@@ -183,7 +183,9 @@ class ConsortiumFolder:
         return chain
 
     def adopt(self, chain: Sequence[Manifest]) -> None:
-        """Makes the last of a checked chain the current manifest. The share of its epoch must be in place."""
+        """Makes the last of a checked chain the current manifest, which must follow the one that is there."""
+        if self.manifest_path.exists() and self._current().digest() not in {link.digest() for link in chain}:
+            raise RecordError("these manifests do not follow the one that this member holds")
         for manifest in chain[:-1]:
             write_shared(self.path / "history" / history_name(manifest.digest().hex()), manifest.to_bytes())
         write_private(self.manifest_path, chain[-1].to_bytes())
@@ -204,8 +206,13 @@ class ConsortiumFolder:
     def has_signed(self, predecessor: str) -> bool:
         return predecessor in self._signed()
 
-    def forget_signed(self, predecessor: str) -> None:
-        left = {before: after for before, after in self._signed().items() if before != predecessor}
+    def pending(self) -> set[str]:
+        """What this member signed that is not in force here: the digests of such successors."""
+        known = {link.digest().hex() for link in self.chain()} if self.manifest_path.exists() else set()
+        return set(self._signed().values()) - known
+
+    def forget_signed(self, successors: Collection[str]) -> None:
+        left = {before: after for before, after in self._signed().items() if after not in successors}
         write_private(self._signed_path, canonical({"format": _SIGNED, "signed": left}))
 
     @property
@@ -226,14 +233,14 @@ class ConsortiumFolder:
             raise CeremonyError("a ceremony of this consortium is under way here: finish it or discard it first")
 
     def tidy(self) -> None:
-        """Removes shares of other epochs than the current one: t kept copies of an old one still give the key.
+        """Removes shares of earlier epochs than the current one: t kept copies of one still give the key.
 
         Only once the current one was checked, and all members are known to have theirs.
         """
-        keep = self.share_path()
-        for path in self.path.glob("share-*.sealed"):
-            if path != keep and keep.exists():
-                path.unlink()
+        current = self._current().epoch
+        if self.share_path(current).exists():
+            for epoch in range(current):
+                self.share_path(epoch).unlink(missing_ok=True)
 
     def share(self, unlock: Unlock) -> ShareFile:
         return ShareFile(self.share_path(), unlock)

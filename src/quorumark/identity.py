@@ -31,6 +31,7 @@ __all__ = [
     "Header",
     "Identity",
     "Roster",
+    "check_sealed",
     "exchange",
     "open_message",
     "verify",
@@ -187,6 +188,13 @@ def exchange(private: X25519PrivateKey, x25519: str) -> bytes:
         raise MessageError("a public key that no secret can be shared with") from None
 
 
+def check_sealed(data: bytes, terms: Roster, expected: Header) -> None:
+    """Whether a sealed message is the expected one, signed by its sender; nothing is opened."""
+    prefix, _, signature, body = _split(data, terms, expected)
+    sender = terms.member(expected.sender)
+    _verify_message(sender.ed25519, prefix, body, signature, expected, sender.name)
+
+
 def open_message(data: bytes, terms: Roster, expected: Header) -> bytes:
     """The body of an open message, for somebody who is not a member (the relay)."""
     if expected.recipient != 0:
@@ -198,7 +206,7 @@ def open_message(data: bytes, terms: Roster, expected: Header) -> bytes:
 
 
 _FORMAT = "quorumark-message/v1"
-# every message has a key of its own (a fresh ephemeral key), so one nonce is right
+# every message has a key of its own (a fresh ephemeral key, or 32 random bytes in its header): one nonce is right
 _NONCE = bytes(12)
 
 

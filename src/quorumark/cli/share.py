@@ -46,8 +46,6 @@ def verify(
 
     place = Home(home).only_consortium(consortium)
     info = place.verify_share(unlock(key_file, passphrase_file)).info
-    if not place.ceremony_path.exists():
-        place.tidy()
     typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
 
 

@@ -17,6 +17,7 @@ go on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,10 +27,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from quorumark.archive import write_archive
-from quorumark.errors import CeremonyError, MessageError
+from quorumark.errors import CeremonyError, MessageError, RecordError
 from quorumark.home import ConsortiumFolder, Home, read_file
 from quorumark.identity import Header, Identity, open_message
-from quorumark.keystore import Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
+from quorumark.keystore import SealedReader, Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
 from quorumark.records import Manifest, Terms, canonical, check_terms_follow, digest, parse
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
@@ -84,7 +85,7 @@ def advance(home: Home, unlock: Unlock, terms: Terms, folder: str | os.PathLike[
     place = home.consortium(terms)
     with only_one(place.path):
         if place.manifest_path.exists():
-            if _context_of(place, unlock) == terms.digest().hex():
+            if _about(place).get("context") == terms.digest().hex():
                 place.ceremony_path.unlink()  # a power cut came between the two
             if place.share_path().exists():
                 return Progress("sign", (), place.manifest())
@@ -116,8 +117,7 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
     unsigned: Manifest = visit.use("health", member.finish)
     # the share first, then the signature, then the manifest; then everything that made them is forgotten
     visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
-    visit.place.remember_signed(terms.digest().hex(), unsigned.digest().hex())
-    visit.publish("sign", member.sign())
+    visit.sign(terms.digest().hex(), unsigned, member.sign())
     manifest: Manifest = visit.use("sign", member.signed)
     write_private(visit.place.manifest_path, manifest.to_bytes())
     visit.forget("share and manifest kept")
@@ -178,11 +178,9 @@ def _hash_file(path: Path) -> str:
     return hashlib.sha256(read_file(path, "a message")).hexdigest()
 
 
-def _context_of(place: ConsortiumFolder, unlock: Unlock) -> str | None:
-    """What the ceremony under way here belongs to."""
-    if not place.ceremony_path.exists():
-        return None
-    return str(json.loads(read_sealed(place.ceremony_path, unlock, _KIND))["context"])
+def _about(place: ConsortiumFolder) -> dict[str, Any]:
+    """What the ceremony under way here says of itself in the open: its context, and what this member signed in it."""
+    return SealedReader(place.ceremony_path, None, _KIND).about if place.ceremony_path.exists() else {}
 
 
 # --- new shares -------------------------------------------------------------------------------------------
@@ -214,13 +212,25 @@ def reshare(
     with only_one(place.path):
         chain = newcomers_chain or place.chain()
         agreed = terms or chain[-1].terms
-        own = agreed.point_of(home.card().ed25519)
-        done = _reshare_context(chain[-1].predecessor, chain[-1].terms)
-        if not newcomers_chain and _context_of(place, unlock) == done.hex():
-            return _keep(home, unlock, place, folder, note)  # the manifest is in force; the last step is not done
-        if not newcomers_chain and _finished_before(place, done, folder, own) is not None:
-            return Progress("kept", (), chain[-1])
+        agreed.point_of(home.card().ed25519)
+        if not newcomers_chain and len(chain) > 1 and chain[-1].epoch > chain[-2].epoch:
+            # the last resharing is in force here; in its own folder, or where that was lost, its last step may be left
+            here = started_from(folder) == chain[-1].predecessor
+            left = _about(place).get("context") == _reshare_context(chain[-1].predecessor, chain[-1].terms).hex()
+            if here or (left and started_from(folder) is None):
+                show_chain(chain[:-1], folder)
+                return _keep(home, unlock, place, folder, note)
+            if left:
+                raise CeremonyError(
+                    "the last resharing is not finished here: run it with its own folder, until all have said kept; or "
+                    "discard it (--although-signed), if somebody never will: the old share then stays"
+                )
         check_terms_follow(agreed, chain[-1].terms)
+        if not place.ceremony_path.exists() and place.has_signed(chain[-1].digest().hex()):
+            raise CeremonyError(
+                "this member has signed a successor of the present manifest: bring it into force first, or, if it "
+                "never can be, run quorumark setup discard --although-signed"
+            )
         share = None
         if not newcomers_chain:
             share = place.verify_share(unlock)
@@ -268,10 +278,10 @@ def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progr
     visit.keep_share(member, ShareInfo.under(unsigned, member.point), unsigned.epoch)
     if old is not None and old.info.epoch == 0 and member.deals_here:
         write_archive(visit.place.archive_path, old, member.archive_keys())
-    visit.place.remember_signed(str(unsigned.predecessor), unsigned.digest().hex())
-    visit.publish("sign", member.sign())
+    visit.sign(str(unsigned.predecessor), unsigned, member.sign())
     chain: list[Manifest] = visit.use("sign", member.signed)
     visit.place.adopt(chain)  # the manifest's replacement is the step to the new epoch
+    visit.empty()  # the seed of this ceremony is needed no more
     return Progress("sign", (), chain[-1])
 
 
@@ -289,8 +299,12 @@ def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, not
     def header(sender: int) -> Header:
         return Header(manifest.digest().hex(), manifest.genesis.session, "reshare/kept", sender)
 
-    if not (step / f"{point}.msg").exists():
-        write_shared(step / f"{point}.msg", identity.write(header(point), b"kept"))
+    said = step / f"{point}.msg"
+    with contextlib.suppress(MessageError, RecordError):
+        open_message(read_file(said, "a message"), terms, header(point))
+        said = Path()  # it is there, and right
+    if said.name:
+        write_shared(said, identity.write(header(point), b"kept"))
         note("new share and manifest kept")
     missing = [m for m in terms.roster if not (step / f"{m.point}.msg").exists()]
     if missing:
@@ -299,7 +313,10 @@ def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, not
         data = read_file(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
         open_message(data, terms, header(member.point))
     place.tidy()
-    record = {"format": _FINISHED, "context": _reshare_context(manifest.predecessor, terms).hex(), "found": "kept"}
+    context = _reshare_context(manifest.predecessor, terms).hex()
+    if _about(place).get("context", context) != context:
+        return Progress("kept", (), manifest)  # the next ceremony is under way already: its state stays
+    record = {"format": _FINISHED, "context": context, "found": "kept"}
     own = folder / "1-commit" / f"{point}.msg"
     commit = _hash_file(own) if own.is_file() else ""
     write_private(place.path / "finished.json", canonical(record | {"commit": commit}))
@@ -311,20 +328,23 @@ def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, not
 def discard(place: ConsortiumFolder, although_signed: bool = False) -> bool:
     """Forgets a ceremony that cannot go on; whether there was one. The next needs a new, empty folder.
 
-    Once this member has signed, the others may finish without it, and its share would be missing: that takes
-    `although_signed`.
+    Once this member has signed, the others may finish without it, and its share would be missing; once its manifest is
+    in force, they wait for it to say so: that takes `although_signed`. Without a ceremony, that forgets an amendment
+    which was signed and never came into force.
     """
     with only_one(place.path):
         there = place.ceremony_path.exists()
-        at = place.manifest().digest() if place.manifest_path.exists() else place.terms().digest()
-        if place.has_signed(at.hex()):
-            if not although_signed:
-                raise CeremonyError(
-                    "this member has signed already: the others may finish, or have. Go on with this ceremony; only if "
-                    "nobody has finished, and nobody will, give --although-signed"
-                )
+        about = _about(place)
+        if there and about.get("signed") and not although_signed:
+            raise CeremonyError(
+                "this member has signed already: the others may finish, or have. Go on with this ceremony; only if "
+                "nobody has finished, and nobody will, give --although-signed"
+            )
+        signed = {str(about.get("signed"))} if there else place.pending() if although_signed else set()
+        forgotten = signed & place.pending()
+        if forgotten:
+            place.forget_signed(forgotten)
             there = True
-            place.forget_signed(at.hex())
         place.ceremony_path.unlink(missing_ok=True)
         return there
 
@@ -351,8 +371,14 @@ class _Visit(Generic[Member]):
         identity = home.identity(unlock)
         fresh = not place.ceremony_path.exists()
         if fresh:
-            seed = os.urandom(32).hex()
-            self._state: dict[str, Any] = {"context": context.hex(), "seed": seed, "sent": {}, "used": {}, "failed": ""}
+            self._state: dict[str, Any] = {
+                "context": context.hex(),
+                "seed": os.urandom(32).hex(),
+                "sent": {},
+                "used": {},
+                "failed": "",
+                "signed": "",
+            }
         else:
             self._state = json.loads(read_sealed(place.ceremony_path, unlock, _KIND))
             self._saved = canonical(self._state)
@@ -400,6 +426,18 @@ class _Visit(Generic[Member]):
         commit = _hash_file(self._path("commit", self.member.point))
         record = {"format": _FINISHED, "context": self._state["context"], "commit": commit, "found": found}
         write_private(self.place.path / "finished.json", canonical(record))
+
+    def sign(self, predecessor: str, manifest: Manifest, message: bytes) -> None:
+        """Says this member's signature, having written down what it signs: one successor of each manifest."""
+        self.place.remember_signed(predecessor, manifest.digest().hex())
+        self._state["signed"] = manifest.digest().hex()
+        self._save()
+        self.publish("sign", message)
+
+    def empty(self) -> None:
+        """All that is left to do needs no secrets of this ceremony."""
+        self._state |= {"seed": "", "sent": {}, "used": {}}
+        self._save()
 
     def forget(self, what: str) -> None:
         """The ceremony is over."""
@@ -465,5 +503,6 @@ class _Visit(Generic[Member]):
     def _save(self) -> None:
         content = canonical(self._state)
         if getattr(self, "_saved", None) != content:
-            write_sealed(self.place.ceremony_path, self._unlock, _KIND, content)
+            about = {"context": self._state["context"], "signed": self._state["signed"]}
+            write_sealed(self.place.ceremony_path, self._unlock, _KIND, content, about)
             self._saved = content

@@ -28,7 +28,7 @@ from quorumark import field, shamir
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key
 from quorumark.home import ConsortiumFolder, Home, read_file
-from quorumark.identity import Header, Identity, exchange
+from quorumark.identity import Header, Identity, check_sealed, exchange
 from quorumark.keystore import Unlock, only_one, read_sealed, write_sealed, write_shared
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Manifest, canonical, parse
@@ -51,6 +51,8 @@ def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, h
         _check_helpers(manifest, point, helpers)
         if place.share_path().exists():
             raise CeremonyError(f"{str(place.share_path())!r} is still there: move it away if it is damaged")
+        if any(folder.glob("*.msg")):
+            raise CeremonyError(f"{str(folder)!r} holds an earlier recovery: use a new, empty folder")
         nonce, key = os.urandom(32).hex(), X25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw().hex()
         body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers), "key": public})
@@ -76,11 +78,13 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
         nonce, helpers, requesters_key = _read_request(body, manifest, point)
         if own not in helpers:
             raise CeremonyError(f"{name!r} asks other members for help, not this one")
-        state = place.path / "help.sealed"
-        fresh = not state.exists() or json.loads(read_sealed(state, unlock, "help"))["request"] != _hash(body)
-        if fresh and (folder / f"answer-{own}.msg").exists():
+        # a key for each request: helping two members at once must not mix their masks
+        state = place.path / f"help-{_hash(body)[:16]}.sealed"
+        answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
+        if not state.exists() and answer.exists():
+            check_sealed(answer.read_bytes(), terms, answered)
             return name, ()  # answered, and the key for it is forgotten
-        if fresh:
+        if not state.exists():
             new = X25519PrivateKey.generate().private_bytes_raw().hex()
             write_sealed(state, unlock, "help", canonical({"request": _hash(body), "key": new}))
         key = X25519PrivateKey.from_private_bytes(bytes.fromhex(json.loads(read_sealed(state, unlock, "help"))["key"]))
@@ -101,9 +105,7 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
                 theirs = identity.read(said, terms, _header(manifest, "hello", other, session=nonce))
                 secret = exchange(key, theirs.hex()) + identity.exchange(terms.member(other).x25519)
                 _mask(manifest, secret, own, other, point, body).add_to(vector, negate=own > other, checked=False)
-        header = _header(manifest, "answer", own, point, nonce)
-        message = identity.write(header, vector.astype("<u8").tobytes(), requesters_key)
-        write_shared(folder / f"answer-{own}.msg", message)
+        write_shared(answer, identity.write(answered, vector.astype("<u8").tobytes(), requesters_key))
         state.unlink()
         return name, ()
 
