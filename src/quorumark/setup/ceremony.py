@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from quorumark import field, shamir
 from quorumark.errors import CeremonyError, DecodingError, MessageError
 from quorumark.field import P, Stream, Vector, derive_key
-from quorumark.identity import Header, Identity, exchange
+from quorumark.identity import Header, Identity, exchange, verify
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Manifest, Terms, digest
 
@@ -200,6 +200,26 @@ class Ceremony:
         """The members at points of a sharing (`kind` tells one sharing from another), as points of the roster."""
         assert kind == "new"  # noqa: S101 - one sharing only
         return list(points)
+
+    # --- sign ---
+
+    def manifest(self) -> Manifest:
+        """What all sign at the end, without signatures."""
+        raise NotImplementedError
+
+    def sign(self) -> bytes:
+        """This member's signature, to everybody."""
+        return self._say("sign", self._identity.sign("manifest", self.manifest().sign_bytes()))
+
+    def _with_signatures(self, signatures: Mapping[int, bytes]) -> Manifest:
+        """The manifest with all signatures, each checked."""
+        manifest = self.manifest()
+        own = self._identity.sign("manifest", manifest.sign_bytes())
+        for point, body in {**self._hear("sign", signatures, 64), self.point: own}.items():
+            member = self.terms.member(point)
+            verify(member.ed25519, "manifest", manifest.sign_bytes(), body, member.name)
+            manifest = manifest.with_signature(point, body)
+        return manifest
 
     # --- messages ---
 

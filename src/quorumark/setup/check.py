@@ -40,7 +40,7 @@ class CheckMember(Ceremony):
                 "with t = K any shares lie on one polynomial: there is nothing to check but each share by itself "
                 "(quorumark share verify)"
             )
-        self.manifest = manifest
+        self.checked = manifest
         self._share = share
 
     def deal(self, reveals: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -56,11 +56,11 @@ class CheckMember(Ceremony):
         """Computes this member's answers, and commits to them."""
         bodies = self._hear("deal", deals, 16)
         masks = [self._small_for(self.point), *(self._elements(body, x, "deal") for x, body in bodies.items())]
-        seen = digest("check session", bytes.fromhex(self.session), self.manifest.digest())
+        seen = digest("check session", bytes.fromhex(self.session), self.checked.digest())
         degree, _ = self._combined(seen, "degree", self._share.pieces())
         square, self._expected = 0, 0
         if squares_are_known(self.terms):
-            square, self._expected = combined_squares(self, seen, self.manifest, self._key_pieces())
+            square, self._expected = combined_squares(self, seen, self.checked, self._key_pieces())
         answer = [(value + sum(int(mask[i]) for mask in masks)) % P for i, value in enumerate((degree, square))]
         return self._echo(seen, np.array(answer, np.uint64))
 

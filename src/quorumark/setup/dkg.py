@@ -33,7 +33,7 @@ import numpy as np
 from quorumark import field, shamir
 from quorumark.errors import CeremonyError, InputError, MessageError
 from quorumark.field import P, Stream, Vector
-from quorumark.identity import Header, Identity, open_message, verify
+from quorumark.identity import Header, Identity, open_message
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Genesis, Manifest, Terms, digest
 from quorumark.setup.ceremony import Ceremony, round_table, to_bytes, view
@@ -143,18 +143,9 @@ class KeyCeremony(Ceremony):
         genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, self.session, self._roots)
         return Manifest(terms, genesis, self._roots)
 
-    def sign(self) -> bytes:
-        return self._say("sign", self._identity.sign("manifest", self.manifest().sign_bytes()))
-
     def signed(self, signatures: Mapping[int, bytes]) -> Manifest:
         """The manifest with all signatures, each checked."""
-        manifest = self.manifest()
-        own = self._identity.sign("manifest", manifest.sign_bytes())
-        for point, body in {**self._hear("sign", signatures, 64), self.point: own}.items():
-            member = self.terms.member(point)
-            verify(member.ed25519, "manifest", manifest.sign_bytes(), body, member.name)
-            manifest = manifest.with_signature(point, body)
-        return manifest
+        return self._with_signatures(signatures)
 
 
 class DkgMember(KeyCeremony):

@@ -37,7 +37,7 @@ from quorumark import field, shamir
 from quorumark.archive import leaf_count
 from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector
-from quorumark.identity import Identity, verify, verify_chain
+from quorumark.identity import Identity, verify_chain
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import ARCHIVE_KEY, Manifest, Terms, check_follows, check_terms_follow, digest
 from quorumark.setup.ceremony import Ceremony, combined_squares, round_table, slices, squares_are_known, to_bytes
@@ -319,17 +319,8 @@ class ReshareMember(Ceremony):
         check_follows(manifest, before)
         return manifest
 
-    def sign(self) -> bytes:
-        return self._say("sign", self._identity.sign("manifest", self.manifest().sign_bytes()))
-
     def signed(self, signatures: Mapping[int, bytes]) -> list[Manifest]:
         """The chain with the successor and all its signatures, each checked."""
-        manifest = self.manifest()
-        own = self._identity.sign("manifest", manifest.sign_bytes())
-        for point, body in {**self._hear("sign", signatures, 64), self.point: own}.items():
-            member = self.terms.member(point)
-            verify(member.ed25519, "manifest", manifest.sign_bytes(), body, member.name)
-            manifest = manifest.with_signature(point, body)
-        chain = [*self._chain, manifest]
+        chain = [*self._chain, self._with_signatures(signatures)]
         verify_chain(chain)
         return chain
