@@ -58,6 +58,20 @@ def test_the_readmes_gpu_figure_is_the_measured_one(root: Path) -> None:
     assert f"({ratio:.2f} times a device copy" in (root / "README.md").read_text()
 
 
+def test_the_readmes_protocol_figures_are_the_measured_ones(root: Path) -> None:
+    text = re.sub(r"\s+", " ", (root / "README.md").read_text())
+    sums = {name: row["ratio"] for (name, _), row in _rows(root, "secagg").items()}
+    client, retry = (sums[f"a client{case}, CPU time"] for case in (" masks, K=8", ", 3 of 8 drop, retry included"))
+    server = sums["the server unmasks, K=8, CPU time"]
+    assert f"masking takes {client:.2f} of theirs, with three drops and the retry {retry:.2f}" in text
+    assert f"the server's unmasking {server:.2f}." in text
+    row = _rows(root, "dkg")["dealer-free setup (32,16)", "the paper's torch code"]
+    best = row["paper_best_seconds"] / row["seconds"]
+    assert f"computes for {row['seconds']:.1f} s on one thread, {1 / row['ratio']:.0f}× less" in text
+    assert f"({best:.0f}× less than that code at its best" in text
+    assert f"{row['elements_per_member']:.2f}·d numbers instead of {row['paper_elements']:.0f}·d" in text
+
+
 def test_the_readmes_example_runs(root: Path) -> None:
     example = re.search(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
     assert example
