@@ -200,7 +200,7 @@ def test_no_t_minus_1_members_cut_the_ring_of_masks() -> None:
 
     for threshold in range(2, 8):
         assert not cut(threshold, threshold)
-        assert all(x in neighbours((1, 2, 3, 4, 5), y, 3) for x in (1, 2) for y in (1, 2) if x != y)
+        assert neighbours((1, 2, 3), 1, 2) == [2, 3]
     assert cut(5, 3)
     assert cut(7, 5)
 

@@ -136,7 +136,7 @@ def test_years_of_a_consortium(tmp_path: Path) -> None:
     # nothing old is left, except the archive of those who were there at first
     for home in homes:
         names = {p.name for p in place(home).path.iterdir()}
-        always = {".lock", "terms.json", "manifest.json", "history", "share-4.sealed", "signed.json", "finished.json"}
+        always = {".lock", "terms.json", "manifest.json", "history", "share-4.sealed", "signed.json"}
         assert names == always | (set() if home in (hazel, iris) else {"archive.bin"})
     # Birch's last share, or a genesis share that somebody kept, adds nothing to three new ones
     new = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[:2800] for x in (1, 2, 3)}

@@ -14,7 +14,7 @@ PUBLIC = {
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
     embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark marked_vector model_digest "
     "paper_amplitudes weights",
-    federation: "Federation FederationMember History Losses RoundReport anchor_digest group_of watch",
+    federation: "Federation FederationMember History Losses RoundReport group_of watch",
     training: "torch_evaluate torch_train",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }

@@ -21,12 +21,12 @@ from rich.table import Table
 
 from quorumark import field, shamir
 from quorumark.errors import MissingDependencyError, RoundError
-from quorumark.federation import Federation, FederationMember, Losses, anchor_digest, watch
+from quorumark.federation import Federation, FederationMember, Losses, watch
 from quorumark.field import Vector
 from quorumark.identity import Identity
 from quorumark.keystore import write_shared
 from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.records import Manifest, Member, Terms
+from quorumark.records import Manifest, Member, Terms, anchor_digest
 from quorumark.setup.local import make_key
 from quorumark.training import torch_evaluate, torch_train
 
@@ -168,7 +168,7 @@ def _found(layout: ModelLayout, initial: Mapping[str, Any]) -> _Consortium:
     people = tuple(Identity.generate(name) for name in HOSPITALS)
     cards = enumerate(zip(people, EXAMPLES, strict=True), 1)
     roster = tuple(Member(x, person.name, person.ed25519, person.x25519, count) for x, (person, count) in cards)
-    anchor = anchor_digest(layout, layout.encode(initial))
+    anchor = anchor_digest(layout.digest(), layout.encode(initial))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     size = layout.coordinates
     terms = Terms("demo", THRESHOLD, roster, layout.digest(), size, anchor, created=now, strength=STRENGTH)

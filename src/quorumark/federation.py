@@ -54,11 +54,11 @@ from quorumark.field import Vector
 from quorumark.identity import Identity
 from quorumark.keystore import replacing, write_private, write_shared
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
-from quorumark.records import Manifest, canonical, digest, parse
+from quorumark.records import Manifest, anchor_digest, canonical, digest, parse
 from quorumark.secagg import Group, MemoryState, SecAggMember, SecAggServer, State, Upload
 from quorumark.shares import ShareFile, ShareInfo
 
-__all__ = ["Federation", "FederationMember", "History", "Losses", "RoundReport", "anchor_digest", "group_of", "watch"]
+__all__ = ["Federation", "FederationMember", "History", "Losses", "RoundReport", "group_of", "watch"]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
@@ -80,11 +80,6 @@ def group_of(manifest: Manifest) -> Group:
     return Group.of_manifest(manifest, attempts=int(policy.get("attempts", DEFAULT_ATTEMPTS)), cohort_size=cohort)
 
 
-def anchor_digest(layout: ModelLayout, encoded: Vector) -> str:
-    """What terms name as their anchor, from E of the model."""
-    return digest("anchor", bytes.fromhex(layout.digest()), encoded.astype("<u8").tobytes()).hex()
-
-
 # --- what is public ---------------------------------------------------------------------------------------
 
 
@@ -99,7 +94,7 @@ class History:
         self.strength = Strength.of(terms.strength, terms.coordinates)
         # until an amendment names the model after the warm-up rounds as the anchor nothing is marked: signs will change
         self.warming = bool(self.strength.warmup_rounds) and manifest.genesis.terms == terms.digest().hex()
-        if anchor_digest(layout, encoded) != terms.anchor:
+        if anchor_digest(layout.digest(), encoded) != terms.anchor:
             raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
         self.manifest, self.layout = manifest, layout
         self.mark = MarkState(self.strength, layout, terms.key, encoded)

@@ -4,7 +4,7 @@
     HOME/identity.sealed                 the private keys
     HOME/consortia/ID/terms.json         ID: the first 16 digits of the first terms' digest
     HOME/consortia/ID/ceremony.sealed    while a ceremony runs
-    HOME/consortia/ID/finished.json      which ceremony this member finished last, and what it showed
+    HOME/consortia/ID/finished.json      which health check this member finished last, and what it showed
     HOME/consortia/ID/signed.json        which successor of which manifest this member signed: never two of one
     HOME/consortia/ID/manifest.json      the current one, once setup is finished
     HOME/consortia/ID/history/….json     the manifests before it, by the first 16 digits of their digests
@@ -183,12 +183,16 @@ class ConsortiumFolder:
         return chain
 
     def adopt(self, chain: Sequence[Manifest]) -> None:
-        """Makes the last of a checked chain the current manifest, which must follow the one that is there."""
-        if self.manifest_path.exists() and self._current().digest() not in {link.digest() for link in chain}:
-            raise RecordError("these manifests do not follow the one that this member holds")
+        """Makes the last of a checked chain the current manifest."""
+        self.check_followed_by(chain)
         for manifest in chain[:-1]:
             write_shared(self.path / "history" / history_name(manifest.digest().hex()), manifest.to_bytes())
         write_private(self.manifest_path, chain[-1].to_bytes())
+
+    def check_followed_by(self, chain: Sequence[Manifest]) -> None:
+        """A chain must hold the manifest that is in force here: nobody is taken back, or to another branch."""
+        if self.manifest_path.exists() and self._current().digest() not in {link.digest() for link in chain}:
+            raise RecordError("these manifests do not follow the one that this member holds")
 
     def remember_signed(self, predecessor: str, successor: str) -> None:
         """Before a signature leaves: of each manifest (or of the first terms) this member signs one successor."""

@@ -28,6 +28,7 @@ __all__ = [
     "Manifest",
     "Member",
     "Terms",
+    "anchor_digest",
     "canonical",
     "check_follows",
     "check_terms_follow",
@@ -269,6 +270,13 @@ class Terms:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
+
+
+def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
+    """What terms name as their anchor: of a model of that layout, as field elements (`ModelLayout.encode`)."""
+    return digest(
+        "anchor", bytes.fromhex(layout), np.ascontiguousarray(encoded).astype("<u8", copy=False).tobytes()
+    ).hex()
 
 
 # --- the manifest -----------------------------------------------------------------------------------------

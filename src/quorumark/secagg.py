@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -178,7 +179,7 @@ class Group:
 # --- what a member remembers ------------------------------------------------------------------------------
 
 
-class State:
+class State(ABC):
     """A member's memory of the current round: what it must not do twice, and the keys that it needs to go on.
 
     `edit` gives it as a dict, and writes what was changed when the block ends without an error. Nobody else edits
@@ -198,11 +199,11 @@ class State:
     def _alone(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def _load(self) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _load(self) -> bytes: ...
 
-    def _save(self, content: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _save(self, content: bytes) -> None: ...
 
     @staticmethod
     def _empty(group: Group, after: int) -> bytes:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import field, shamir
+from quorumark import field
 from quorumark.bench import Row
 from quorumark.embed import weights
-from quorumark.federation import Federation, FederationMember, anchor_digest
+from quorumark.federation import Federation, FederationMember
 from quorumark.identity import Identity
 from quorumark.layout import ModelLayout
-from quorumark.records import Genesis, Manifest, Member, Terms
+from quorumark.records import Member, Terms, anchor_digest
+from quorumark.setup.local import deal_key
 
 FULL_ROWS, QUICK_ROWS = 11_200, 500  # times 1,000 columns
 CASES = ((5, 3), (8, 4))
@@ -38,7 +38,14 @@ def rows(quick: bool = False) -> Iterator[Row]:
 def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
     initial = {"w": np.random.default_rng(0).standard_normal((height, 1000), np.float32)}
     layout = ModelLayout.of(initial)
-    manifest, people, shares = _consortium(layout, initial, count, threshold)
+    people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
+    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100 + x) for x, p in enumerate(people, 1))
+    terms = Terms(
+        "bench", threshold, roster, layout.digest(), layout.coordinates,
+        anchor_digest(layout.digest(), layout.encode(initial)), created="2026-01-31T12:00:00Z",
+        setup="dealer", strength={"rule": "relative", "c": "0.03"},
+    )  # fmt: skip
+    manifest, shares = deal_key(people, terms)
     results: dict[int, NDArray[np.float32]] = {}
 
     def train(model: dict[str, NDArray[np.float32]], data: int, round_no: int) -> dict[str, NDArray[np.float32]]:
@@ -46,7 +53,7 @@ def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
         return {"w": results[data]}
 
     members = {
-        x: FederationMember(person, manifest, layout, train, x, shares[x - 1], mark=mark)
+        x: FederationMember(person, manifest, layout, train, x, shares[x], mark=mark)
         for x, person in enumerate(people, 1)
     }
     run = Federation(manifest, layout, initial, members)
@@ -75,24 +82,3 @@ def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
 
 def _moved(model: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
     return model + np.float32(0.01) * np.random.default_rng(seed).standard_normal(model.shape, np.float32)
-
-
-def _consortium(
-    layout: ModelLayout, initial: dict[str, Any], count: int, threshold: int
-) -> tuple[Manifest, list[Identity], Any]:
-    """A consortium whose shares come from one place: its ceremony is not what is timed here."""
-    people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
-    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100 + x) for x, p in enumerate(people, 1))
-    anchor = anchor_digest(layout, layout.encode(initial))
-    strength = {"rule": "relative", "c": "0.03"}
-    terms = Terms(
-        "bench", threshold, roster, layout.digest(), layout.coordinates, anchor, created="2026-01-31T12:00:00Z",
-        setup="dealer", strength=strength,
-    )  # fmt: skip
-    roots = tuple(f"{x:064x}" for x in range(count))
-    genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, "ab" * 32, roots)
-    manifest = Manifest(terms, genesis, roots, commitment={"hash": "11" * 32, "nonce": "22" * 32})
-    for x, person in enumerate(people, 1):
-        manifest = manifest.with_signature(x, person.sign("manifest", manifest.sign_bytes()))
-    signs = np.random.default_rng(1).choice([-1, 1], layout.coordinates).astype(np.int64)
-    return manifest, people, shamir.share(field.from_signed(signs), threshold, count)

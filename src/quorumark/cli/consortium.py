@@ -38,20 +38,20 @@ def create(
 
     from quorumark.errors import InputError
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
-    from quorumark.records import Member, Terms, digest
+    from quorumark.records import Member, Terms, anchor_digest
 
     if (out / "terms.json").exists():
         raise InputError("--out", "must not hold terms already", str(out))
     layout = ModelLayout.of(
         model, include=include or ("*",), exclude=[*DEFAULT_EXCLUDE, *(exclude or ())], max_coordinates=max_coordinates
     )
-    anchor = digest("anchor", bytes.fromhex(layout.digest()), layout.encode(model).astype("<u8").tobytes())
+    anchor = anchor_digest(layout.digest(), layout.encode(model))
     roster = []
     for point, text in enumerate(member, 1):
         card, examples = _card(text)
         roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor.hex()}
+    digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor}
     terms = Terms(
         name, threshold, tuple(roster), coordinates=layout.coordinates, created=now, key=key, setup=setup, **digests
     )
@@ -234,16 +234,16 @@ def update_manifest(
 def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
     """The digest of a model as an anchor."""
     from quorumark.errors import InputError
-    from quorumark.federation import anchor_digest
     from quorumark.home import read_file
     from quorumark.layout import ModelLayout
+    from quorumark.records import anchor_digest
 
     if layout is None:
         raise InputError("--layout", "must be given with --anchor", "nothing")
     found = ModelLayout.from_bytes(read_file(layout, "a layout"))
     if found.digest() != wanted:
         raise InputError("--layout", "must be the consortium's", str(layout))
-    return anchor_digest(found, found.encode(model))
+    return anchor_digest(wanted, found.encode(model))
 
 
 def _card(text: str) -> tuple[Any, int]:

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quorumark.errors import CeremonyError, RecordError, SignatureError
+from quorumark.errors import CeremonyError
 from quorumark.home import ConsortiumFolder, Home, follow_back, read_file
-from quorumark.identity import verify, verify_card, verify_chain, verify_manifest
+from quorumark.identity import verify, verify_card, verify_chain
 from quorumark.keystore import Unlock, only_one, write_shared
 from quorumark.records import Card, Manifest, Member, Terms, check_follows, check_terms_follow, unchanged
 from quorumark.setup.chain import chain_for_newcomer, show_chain
@@ -152,20 +152,13 @@ def sign(
 
 def update(home: Home, manifest: Manifest, history: Path) -> ConsortiumFolder:
     """Takes over a later manifest that this member missed. Its share of a later epoch must then be recovered."""
-    try:
-        verify_manifest(manifest)
-    except SignatureError as error:
-        raise RecordError(f"this manifest is not in force: {error}") from None
     chain = follow_back(manifest, history)
     manifest.terms.point_of(home.card().ed25519)
     place = home.consortium(chain[0].terms)
     with only_one(place.path):
         place.check_idle()
+        place.check_followed_by(chain)
         for before, link in itertools.pairwise(chain):
             place.remember_signed(before.digest().hex(), link.digest().hex())  # none that this member's own forbids
-        if place.manifest_path.exists():
-            current = place.manifest().digest()
-            if current not in {link.digest() for link in chain}:
-                raise RecordError("this manifest does not follow the one that this member holds")
         place.adopt(chain)
     return place

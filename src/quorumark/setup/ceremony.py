@@ -14,6 +14,7 @@ A member's own randomness all comes from one seed, so a step repeated after a cr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ from quorumark.records import Manifest, Terms, digest
 
 __all__ = [
     "Ceremony",
-    "combined_squares",
+    "SigningCeremony",
     "evaluate",
     "round_table",
     "slices",
@@ -181,45 +182,41 @@ class Ceremony:
                 weights += field.dot(rho, np.ones_like(values), checked=False)
         return total % P, weights % P
 
+    def _square_check(self, seed: bytes, manifest: Manifest, pieces: Iterable[Vector]) -> tuple[int, int]:
+        """A combination of the squares of a share of the key, and what all together must open to; where it is known.
+
+        For signs Σ ρ_j·s_j², which opens to Σ ρ_j; for a dealer's gaussian key Σ s_j², which opens to the committed
+        norm. (0, 0) where nothing is known, or K < 2t−1 members cannot open a product.
+        """
+        if not squares_are_known(self.terms):
+            return 0, 0
+        if self.terms.key == "rademacher":
+            return self._combined(seed, "square", pieces, squares=True)
+        norm = manifest.commitment["norm"] if manifest.commitment else "0"
+        return sum(field.dot(piece, piece, checked=False) for piece in pieces) % P, int(norm) % P
+
     def _judge(
-        self, answers: Mapping[int, int], threshold: int, fault: str, expected: int | None = None, points: str = "new"
+        self,
+        answers: Mapping[int, int],
+        threshold: int,
+        fault: str,
+        expected: int | None = None,
+        seats: Mapping[int, int] | None = None,
     ) -> int:
-        """The number that the answers share; a CeremonyError names who is wrong, where the numbers allow."""
+        """The number that the answers share; a CeremonyError names who is wrong, where the numbers allow.
+
+        `seats`: where the members of another sharing sit in this roster, by their points in that one.
+        """
         try:
             decoded = shamir.decode(answers, threshold)
         except DecodingError:
             raise CeremonyError(f"the shares {fault}, and there are too few members to tell whose are wrong") from None
         if decoded.wrong:
-            names = self._names(self._who(decoded.wrong, points))
+            names = self._names(x if seats is None else seats[x] for x in decoded.wrong)
             raise CeremonyError(f"the shares {fault}: what {names} holds must be wrong, or what was dealt to it")
         if expected is not None and decoded.value != expected:
             raise CeremonyError(f"the shares {fault}: what they were made from was wrong; discard this ceremony")
         return decoded.value
-
-    def _who(self, points: Iterable[int], kind: str) -> list[int]:
-        """The members at points of a sharing (`kind` tells one sharing from another), as points of the roster."""
-        assert kind == "new"  # noqa: S101 - one sharing only
-        return list(points)
-
-    # --- sign ---
-
-    def manifest(self) -> Manifest:
-        """What all sign at the end, without signatures."""
-        raise NotImplementedError
-
-    def sign(self) -> bytes:
-        """This member's signature, to everybody."""
-        return self._say("sign", self._identity.sign("manifest", self.manifest().sign_bytes()))
-
-    def _with_signatures(self, signatures: Mapping[int, bytes]) -> Manifest:
-        """The manifest with all signatures, each checked."""
-        manifest = self.manifest()
-        own = self._identity.sign("manifest", manifest.sign_bytes())
-        for point, body in {**self._hear("sign", signatures, 64), self.point: own}.items():
-            member = self.terms.member(point)
-            verify(member.ed25519, "manifest", manifest.sign_bytes(), body, member.name)
-            manifest = manifest.with_signature(point, body)
-        return manifest
 
     # --- messages ---
 
@@ -280,20 +277,31 @@ class Ceremony:
         return ", ".join(self._name(x) for x in points)
 
 
+class SigningCeremony(Ceremony, ABC):
+    """A ceremony that ends with a manifest which all sign."""
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """What all sign, without signatures."""
+
+    def sign(self) -> bytes:
+        """This member's signature, to everybody."""
+        return self._say("sign", self._identity.sign("manifest", self.manifest().sign_bytes()))
+
+    def _with_signatures(self, signatures: Mapping[int, bytes]) -> Manifest:
+        """The manifest with all signatures, each checked."""
+        manifest = self.manifest()
+        own = self._identity.sign("manifest", manifest.sign_bytes())
+        for point, body in {**self._hear("sign", signatures, 64), self.point: own}.items():
+            member = self.terms.member(point)
+            verify(member.ed25519, "manifest", manifest.sign_bytes(), body, member.name)
+            manifest = manifest.with_signature(point, body)
+        return manifest
+
+
 def squares_are_known(terms: Terms) -> bool:
     """Whether a check of the key's squares is possible: of signs, or of a dealer's norm, by 2t−1 members or more."""
     return terms.members >= 2 * terms.threshold - 1 and terms.setup != "paper"
-
-
-def combined_squares(member: Ceremony, seed: bytes, manifest: Manifest, pieces: Iterable[Vector]) -> tuple[int, int]:
-    """A combination of the squares of a share of the key, and what all together must open to.
-
-    For signs Σ ρ_j·s_j², which opens to Σ ρ_j; for a dealer's gaussian key Σ s_j², which opens to the committed norm.
-    """
-    if manifest.terms.key == "rademacher":
-        return member._combined(seed, "square", pieces, squares=True)
-    norm = manifest.commitment["norm"] if manifest.commitment else "0"
-    return sum(field.dot(piece, piece, checked=False) for piece in pieces) % P, int(norm) % P
 
 
 def round_table(members: Sequence[int], after: int, count: int) -> list[int]:

@@ -78,8 +78,7 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
 def place_for_newcomer(home: Home, chain: list[Manifest]) -> ConsortiumFolder:
     """Where a member who is new, or who comes back, keeps a consortium."""
     place = home.consortium(chain[0].terms)
-    if place.manifest_path.exists() and place.manifest().digest() not in {link.digest() for link in chain}:
-        raise RecordError("the manifests in the folder do not follow the one that this member holds")
+    place.check_followed_by(chain)
     if place.manifest_path.exists() and place.manifest().digest() == chain[-1].digest():
         raise CeremonyError("this member holds the manifest in force: it is not new (leave --from away)")
     with contextlib.suppress(RecordError):

@@ -21,7 +21,7 @@ from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector
 from quorumark.identity import Identity
 from quorumark.records import Manifest, digest
-from quorumark.setup.ceremony import Ceremony, combined_squares, squares_are_known, to_bytes
+from quorumark.setup.ceremony import Ceremony, squares_are_known, to_bytes
 from quorumark.shares import ShareFile
 
 __all__ = ["CheckMember"]
@@ -58,9 +58,7 @@ class CheckMember(Ceremony):
         masks = [self._small_for(self.point), *(self._elements(body, x, "deal") for x, body in bodies.items())]
         seen = digest("check session", bytes.fromhex(self.session), self.checked.digest())
         degree, _ = self._combined(seen, "degree", self._share.pieces())
-        square, self._expected = 0, 0
-        if squares_are_known(self.terms):
-            square, self._expected = combined_squares(self, seen, self.checked, self._key_pieces())
+        square, self._expected = self._square_check(seen, self.checked, self._key_pieces())
         answer = [(value + sum(int(mask[i]) for mask in masks)) % P for i, value in enumerate((degree, square))]
         return self._echo(seen, np.array(answer, np.uint64))
 

@@ -30,7 +30,7 @@ from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
 from quorumark.records import Genesis, Manifest, Terms, digest
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
-__all__ = ["accept", "check_commitment", "commitment", "deal", "draw_normal"]
+__all__ = ["accept", "check_commitment", "commitment", "deal", "draw_key", "draw_normal"]
 
 GAUSSIAN_BITS = 8
 """Fractional bits of a gaussian key's entries: 32 of the 40 are left for the amplitude."""
@@ -41,7 +41,7 @@ def commitment(nonce: bytes, terms: bytes) -> hashlib._Hash:
     return hashlib.sha256(digest("key commitment", nonce, terms))
 
 
-def _draw(stream: Stream, kind: str, start: int, count: int) -> NDArray[np.int64]:
+def draw_key(stream: Stream, kind: str, start: int, count: int) -> NDArray[np.int64]:
     """The key's raw entries: ±1, or standard normal in steps of 2^-8."""
     if kind == "rademacher":
         bits = stream.elements(count, start) & np.uint64(1)
@@ -90,7 +90,7 @@ def deal(
             files[x] = stack.enter_context(writer)
         for index, part in enumerate(field.chunks(terms.coordinates, block)):
             size = part.stop - part.start
-            entries = _draw(key, terms.key, part.start, size)
+            entries = draw_key(key, terms.key, part.start, size)
             hashed.update(entries.astype("<i4").tobytes())
             norm += int(entries @ entries)
             stored = shamir.compressed_block(field.from_signed(entries), index, seeds, terms.threshold)

@@ -25,6 +25,7 @@ The masked combinations, the echo and the session are `ceremony`'s.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -36,7 +37,7 @@ from quorumark.field import P, Stream, Vector
 from quorumark.identity import Header, Identity, open_message
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Genesis, Manifest, Terms, digest
-from quorumark.setup.ceremony import Ceremony, round_table, to_bytes, view
+from quorumark.setup.ceremony import SigningCeremony, round_table, to_bytes, view
 from quorumark.shares import share_root
 
 __all__ = ["DkgMember", "KeyCeremony", "check_terms", "neighbours", "openers", "relay_sum"]
@@ -75,7 +76,7 @@ def neighbours(chosen: Sequence[int], point: int, threshold: int) -> list[int]:
     return sorted({chosen[(at + step) % size] for step in range(-reach, reach + 1) if step})
 
 
-class KeyCeremony(Ceremony):
+class KeyCeremony(SigningCeremony):
     """The end of every setup without a dealer: from shares to a manifest that all have signed."""
 
     SQUARES: ClassVar[bool]  # whether shares must hold signs, and K ≥ 2t−1
@@ -86,13 +87,13 @@ class KeyCeremony(Ceremony):
         self.salt = self._private.elements(SALT_ELEMENTS)
         self.others_salts = np.zeros((self._k, SALT_ELEMENTS), np.uint64)
 
+    @abstractmethod
     def deal(self, reveals: Mapping[int, bytes]) -> dict[int, bytes]:
         """One message for each other member."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, deals: Mapping[int, bytes]) -> None:
         """Takes all K dealings in."""
-        raise NotImplementedError
 
     def _small_dealing(self) -> dict[int, list[int]]:
         """For each member: a share of a random number, of zero with twice the degree, and of this member's salt."""

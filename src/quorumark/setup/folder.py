@@ -313,15 +313,9 @@ def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, not
         data = read_file(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
         open_message(data, terms, header(member.point))
     place.tidy()
-    context = _reshare_context(manifest.predecessor, terms).hex()
-    if _about(place).get("context", context) != context:
-        return Progress("kept", (), manifest)  # the next ceremony is under way already: its state stays
-    record = {"format": _FINISHED, "context": context, "found": "kept"}
-    own = folder / "1-commit" / f"{point}.msg"
-    commit = _hash_file(own) if own.is_file() else ""
-    write_private(place.path / "finished.json", canonical(record | {"commit": commit}))
-    place.ceremony_path.unlink(missing_ok=True)
-    note("all hold their new shares: the old one is erased")
+    if _about(place).get("context") == _reshare_context(manifest.predecessor, terms).hex():
+        place.ceremony_path.unlink()  # not that of the next ceremony, if it is under way already
+        note("all hold their new shares: the old one is erased")
     return Progress("kept", (), manifest)
 
 

@@ -1,17 +1,25 @@
-"""A dealer-free setup with all members in one process, message by message: for research, the demo and tests."""
+"""Setups with all members in one process: for research, benchmarks, the demo and tests.
+
+`make_key` is the dealer-free ceremony, message by message. `deal_key` is a dealer in memory, who knows the key: for
+consortia that are too large to wait for a ceremony.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 
+from quorumark import field, shamir
 from quorumark.errors import CeremonyError
-from quorumark.field import Vector
+from quorumark.field import Stream, Vector
 from quorumark.identity import Identity
-from quorumark.records import Manifest, Terms
+from quorumark.merkle import new_salt
+from quorumark.records import Genesis, Manifest, Terms
+from quorumark.setup.dealer import commitment, draw_key
 from quorumark.setup.dkg import DkgMember, openers, relay_sum
+from quorumark.shares import share_root
 
-__all__ = ["make_key"]
+__all__ = ["deal_key", "make_key"]
 
 
 def make_key(
@@ -45,3 +53,22 @@ def make_key(
     if len(shares) != len(members):
         raise CeremonyError("a member has no share")
     return manifest, shares
+
+
+def deal_key(people: Sequence[Identity], terms: Terms) -> tuple[Manifest, dict[int, Vector]]:
+    """A dealer's setup without files: the signed manifest, and every member's share by its point."""
+    session, nonce, points = os.urandom(32).hex(), os.urandom(32), range(1, terms.members + 1)
+    entries = draw_key(Stream.fresh("dealer key"), terms.key, 0, terms.coordinates)
+    hashed = commitment(nonce, terms.digest())
+    hashed.update(entries.astype("<i4").tobytes())
+    committed = {"hash": hashed.hexdigest(), "nonce": nonce.hex()}
+    if terms.key == "gaussian":
+        committed["norm"] = str(int(entries @ entries))
+    shares = shamir.share(field.from_signed(entries), terms.threshold, terms.members)
+    roots = tuple(share_root([row], new_salt(), terms.leaf, terms.coordinates).hex() for row in shares)
+    genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, session, roots)
+    manifest = Manifest(terms, genesis, roots, commitment=committed)
+    for person in people:
+        signature = person.sign("manifest", manifest.sign_bytes())
+        manifest = manifest.with_signature(terms.point_of(person.ed25519), signature)
+    return manifest, dict(zip(points, shares, strict=True))

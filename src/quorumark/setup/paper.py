@@ -15,7 +15,7 @@ import numpy as np
 
 from quorumark import field
 from quorumark.errors import CeremonyError
-from quorumark.field import P, Stream, Vector, derive_key
+from quorumark.field import Stream, Vector, derive_key
 from quorumark.identity import Identity
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import Terms
@@ -58,31 +58,31 @@ class PaperMember(KeyCeremony):
         """This member's part w_k of the key, in steps of 2^-8 with variance 1/K, as field elements."""
         return field.from_signed(draw_normal(self._entries, 0, self.terms.coordinates, 1 / self._k))
 
-    def _share_for(self, point: int) -> Vector:
+    def _share_for(self, point: int, part: Vector) -> Vector:
         """f(x) by Horner's rule, with coefficients that can be drawn again."""
         length = self.terms.coordinates
         value = np.zeros(length, np.uint64)
         for j in reversed(range(self._t - 1)):
             value = field.add(value, self._coefficients.elements(length, j * length), out=value, checked=False)
             value = field.scale(point, value, out=value, checked=False)
-        field.add(value, self.part(), out=value, checked=False)
+        field.add(value, part, out=value, checked=False)
         return value
 
     def deal(self, reveals: Mapping[int, bytes]) -> dict[int, bytes]:
         """One message for each other member: a whole vector to each."""
         self._join(reveals)
-        small = self._small_dealing()
+        small, part = self._small_dealing(), self.part()
         others = [x for x in self._everyone if x != self.point]
-        bodies = {x: to_bytes(np.array(small[x], np.uint64)) + to_bytes(self._share_for(x)) for x in others}
+        bodies = {x: to_bytes(np.array(small[x], np.uint64)) + to_bytes(self._share_for(x, part)) for x in others}
         return {x: self._say("deal", body, x) for x, body in bodies.items()}
 
     def receive(self, deals: Mapping[int, bytes]) -> None:
         """Adds up all K dealings."""
         small: dict[int, Sequence[int]] = {self.point: self._small_dealing()[self.point]}
-        total = self._share_for(self.point)
+        total = self._share_for(self.point, self.part())
         for dealer, body in self._hear("deal", deals, 8 * (_SMALL + self.terms.coordinates)).items():
             words = self._elements(body, dealer, "deal")
-            small[dealer] = [int(v) % P for v in words[:_SMALL]]
+            small[dealer] = [int(v) for v in words[:_SMALL]]
             field.add(total, words[_SMALL:], out=total, checked=False)
         self._take_small(small)
         self._sum = total

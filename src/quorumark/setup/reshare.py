@@ -29,7 +29,7 @@ for each leaf, are shared among the new members and are a part of their shares f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from quorumark.field import P, Vector
 from quorumark.identity import Identity, verify_chain
 from quorumark.merkle import SALT_ELEMENTS
 from quorumark.records import ARCHIVE_KEY, Manifest, Terms, check_follows, check_terms_follow, digest
-from quorumark.setup.ceremony import Ceremony, combined_squares, round_table, slices, squares_are_known, to_bytes
+from quorumark.setup.ceremony import SigningCeremony, round_table, slices, squares_are_known, to_bytes
 from quorumark.shares import share_root
 
 __all__ = ["ReshareMember"]
@@ -49,7 +49,7 @@ _MASKS = 3  # of the key's combination, of the archives' keys', of the squares'
 _MASK_AT, _KEYS_AT = 1 << 41, 1 << 42  # where a member's own stream gives its mask and its archive's keys
 
 
-class ReshareMember(Ceremony):
+class ReshareMember(SigningCeremony):
     """One member's side. `chain` ends with the manifest in force; `share` is this member's old share, if it stays."""
 
     NAME = "reshare"
@@ -63,6 +63,7 @@ class ReshareMember(Ceremony):
         self._old_points = check_terms_follow(terms, before.terms)
         super().__init__(identity, terms, seed, digest("reshare", before.digest(), terms.digest()))
         self._chain, self._before = list(chain), before
+        self._seats = {earlier: now for now, earlier in self._old_points.items()}
         self.dealers = tuple(self._old_points)
         self.deals_here = self.point in self._old_points
         self._old_t = before.terms.threshold
@@ -232,7 +233,7 @@ class ReshareMember(Ceremony):
         seen = digest("reshare differences", bytes.fromhex(self.session), *(bodies[x] for x in self.dealers))
         vectors = {self._old_points[x]: self._elements(bodies[x], x, "difference") for x in self.dealers}
         answers = {x: self._combined(seen, "difference", [vector])[0] for x, vector in vectors.items()}
-        self._judge(answers, self._old_t, "that were handed in do not lie on one polynomial", points="old")
+        self._judge(answers, self._old_t, "that were handed in do not lie on one polynomial", seats=self._seats)
         chosen = list(vectors)[: self._old_t]
         new = self._new_rho.copy()
         for x, weight in zip(chosen, shamir.lagrange(chosen), strict=True):
@@ -259,25 +260,17 @@ class ReshareMember(Ceremony):
         # the same public coins for old and new: under one mask both must open to Σ ρ_j·τ_j + mask
         new, _ = self._combined(seen, "key", [self.share[: self._size]])
         keys, _ = self._combined(seen, "archive keys", [self.share[self._size :]])
-        square, self._expected = 0, 0
-        if self._checks_squares():
-            square, self._expected = self._squares(seen, [self.share[: self.terms.coordinates]])
+        square, self._expected = self._square_check(seen, self._before, [self.share[: self.terms.coordinates]])
         old = 0
         if self._old_share is not None:
             old = self._combined(seen, "key", [self._old_share])[0] + self._masks[_MASKS]
         answer = [value + mask for value, mask in zip((new, keys, square), self._masks, strict=False)]
         return self._echo(seen, np.array([value % P for value in (*answer, old)], np.uint64))
 
-    def _checks_squares(self) -> bool:
-        return squares_are_known(self.terms)
-
-    def _squares(self, seed: bytes, pieces: Iterable[Vector]) -> tuple[int, int]:
-        return combined_squares(self, seed, self._before, pieces)
-
     @property
     def unchecked(self) -> str:
         """What nobody would notice, in words; nothing where everything is checked."""
-        if self._checks_squares() or len(self.dealers) >= 2 * self._old_t - 1:
+        if squares_are_known(self.terms) or len(self.dealers) >= 2 * self._old_t - 1:
             return ""
         liars = len(self.dealers) - self._old_t + 1
         return (
@@ -291,17 +284,12 @@ class ReshareMember(Ceremony):
         new = self._judge({x: int(v[0]) for x, v in answers.items()}, self._t, "of the key do not fit together")
         self._judge({x: int(v[1]) for x, v in answers.items()}, self._t, "of the archives' keys do not fit together")
         old = {self._old_points[x]: int(answers[x][_MASKS]) for x in self.dealers}
-        if self._judge(old, self._old_t, "from before do not fit together", points="old") != new:
+        if self._judge(old, self._old_t, "from before do not fit together", seats=self._seats) != new:
             raise CeremonyError("the new shares do not hold the key that the old ones hold: a dealing was wrong")
-        if self._checks_squares():
+        if squares_are_known(self.terms):
             squares = {x: int(v[2]) for x, v in answers.items()}
             self._judge(squares, 2 * self._t - 1, "do not hold a key any more", self._expected)
         return self.manifest()
-
-    def _who(self, points: Iterable[int], kind: str) -> list[int]:
-        if kind == "new":
-            return list(points)
-        return [now for now, earlier in self._old_points.items() if earlier in points]
 
     # --- sign ---
 
