@@ -28,6 +28,7 @@ ORDER = [
     "quorumark.secagg",
     "quorumark.federation",
     "quorumark.training",
+    "quorumark.verify",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",

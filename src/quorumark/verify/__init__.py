@@ -1,0 +1,1 @@
+"""Verification: is this model ours? (docs/verification.md)"""
