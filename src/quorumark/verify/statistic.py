@@ -1,0 +1,347 @@
+"""From a suspect to the public vector x whose inner product with the key decides (docs/verification.md).
+
+Everything here is public, deterministic and independent of the key, so that z = ⟨x, τ⟩/‖x‖ has an exact null. It is
+done in whole numbers only: the same bytes on every machine, for every number of threads and version of the libraries.
+
+    balanced-anchor/v1      the default: rows and columns balanced, the anchor taken out row by row, cut, 8 bits
+    global-cosine/v1        the paper's text: the weights as they are; z/√d is the cosine with the whole key
+    mean-tensor-cosine/v1   the paper's code: each tensor divided by its norm; the mean of the tensors' cosines
+
+What it costs to choose one after seeing z: a consortium names its statistic in its terms, before there is a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isqrt, prod
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import field
+from quorumark.errors import InputError
+from quorumark.field import P, Vector, _parallel
+from quorumark.layout import ModelLayout, TensorSpec
+from quorumark.verify import _kernels
+from quorumark.verify.evidence import vector_digest
+
+__all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product"]
+
+_CUT = 8 * 256  # octaves that one weight may pull at its row's or column's scale
+_PASSES = 3  # over rows, then columns
+_MIDDLE = 25  # the mean of |x| that 8 bits are scaled to: for a normal shape the cut at 127 is four deviations
+_KEPT = 1 << 25  # a tensor of up to so many weights is held in memory while it is worked on
+_BLOCK = 1 << 22
+
+Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
+
+
+class Model(Protocol):
+    """A model whose tensors are read block by block, some rows at a time, as float32 or float64."""
+
+    def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Canonical:
+    """x, one whole number for each coordinate of the key, and what a query says about it."""
+
+    statistic: str
+    x: NDArray[Any]
+    digest: str
+    norm1: int
+    norm2: int
+    norm4: int
+
+    @classmethod
+    def of(cls, statistic: str, x: NDArray[Any]) -> Canonical:
+        """Σ|x|, Σx² and Σx⁴, exactly."""
+        norm1, norm2, norm4 = 0, 0, 0
+        for part in field.chunks(x.size):
+            sizes = np.abs(x[part].astype(np.int64))
+            norm1 += int(sizes.sum())
+            low, high = sizes & 0xFFFF, sizes >> 16  # |x| < 2^31: parts of 16 and 15 bits
+            a, b, c = low * low, low * high, high * high  # x² = a + 2^17·b + 2^32·c
+            norm2 += int(a.sum()) + (int(b.sum()) << 17) + (int(c.sum()) << 32)
+            norm4 += _square_sum(a + ((b & 0x7FFF) << 17), (b >> 15) + c)  # x² in units of 1 and of 2^32
+        return cls(statistic, x, vector_digest(x), norm1, norm2, norm4)
+
+
+def _square_sum(low: NDArray[np.int64], high: NDArray[np.int64]) -> int:
+    """Σ (low + 2^32·high)² for low < 2^33 and high < 2^31, a million at a time, exactly."""
+    parts = [low & 0x7FFFF, low >> 19, high & 0x7FFF, high >> 15]  # in units of 2^0, 2^19, 2^32, 2^47
+    weights = [0, 19, 32, 47]
+    total = 0
+    for i, one in enumerate(parts):
+        for j in range(i, 4):
+            total += int((one * parts[j]).sum()) << (weights[i] + weights[j] + (i != j))
+    return total
+
+
+def canonical_form(
+    statistic: str,
+    layout: ModelLayout,
+    suspect: Model,
+    anchor: Model,
+    names: Mapping[str, str] | None = None,
+    *,
+    omit: NDArray[np.bool_] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Canonical:
+    """x of a suspect. `names` maps carriers to the suspect's names for them; a carrier that is not there gets zeros.
+
+    `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told each tensor's name.
+    """
+    if statistic not in STATISTICS:
+        raise InputError("statistic", f"must be one of {', '.join(STATISTICS)}", repr(statistic))
+    carriers = [(spec, place) for spec, place in layout.spans("carrier") if spec.size]
+    names = {spec.name: spec.name for spec, _ in carriers} if names is None else names
+    dtype, one = STATISTICS[statistic]
+    carrying = layout.carrying()
+    x = np.zeros(layout.coordinates, dtype)
+    scale = _common_exponent(suspect, carriers, names) if statistic == "global-cosine/v1" else None
+    for spec, place in carriers:
+        if spec.name not in names:
+            continue
+        if progress is not None:
+            progress(spec.name)
+        # which of the tensor's weights carry, and where they lie in x
+        if isinstance(carrying, slice):
+            target, chosen = x[place], None
+        else:
+            begin, end = np.searchsorted(carrying, (place.start, place.stop))
+            target, chosen = x[begin:end], carrying[begin:end] - place.start
+        if target.size:
+            one(spec, suspect, names[spec.name], anchor, chosen, target, scale)
+    if omit is not None:
+        x[omit] = 0
+    return Canonical.of(statistic, x)
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def _bits(values: NDArray[Any]) -> NDArray[np.uint32]:
+    """The bits of float32 numbers; float64 ones are rounded to float32, to the nearest."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
+
+
+def _reader(model: Model, name: str, size: int) -> Blocks:
+    """Blocks of a tensor's bits, as often as wanted: from memory if it is not too large."""
+    if size > _KEPT:
+        return lambda: ((begin, _bits(values)) for begin, values in model.blocks(name, _BLOCK))
+    kept = [(begin, _bits(values)) for begin, values in model.blocks(name, _BLOCK)]
+    return lambda: iter(kept)
+
+
+# --- balanced-anchor/v1 -----------------------------------------------------------------------------------
+
+
+def _balanced_anchor(
+    spec: TensorSpec,
+    suspect: Model,
+    name: str,
+    anchor: Model,
+    chosen: NDArray[np.int64] | None,
+    out: NDArray[Any],
+    _scale: int | None,
+) -> None:
+    """One tensor: rows × columns × taps (output channels, input channels, places of the kernel)."""
+    rows, columns, taps = spec.shape[0], spec.shape[1], prod(spec.shape[2:])
+    width = columns * taps
+    ours, theirs = _reader(suspect, name, spec.size), _reader(anchor, spec.name, spec.size)
+    scales = [_scales(blocks, rows, columns, taps) for blocks in (ours, theirs)]
+
+    def left() -> Iterator[tuple[int, NDArray[np.int32], int]]:
+        """Blocks of what is left of the suspect without the anchor, and Σ|…| of each."""
+        for (begin, one), (_, two) in zip(ours(), theirs(), strict=True):
+            both = [np.empty(one.size, np.int32) for _ in range(2)]
+
+            def part(low: int, high: int, begin: int = begin, one: Any = one, two: Any = two, both: Any = both) -> int:
+                span = slice(low * width, high * width)
+                for bits, (by_row, by_column), balanced in zip((one, two), scales, both, strict=True):
+                    of_rows = by_row[begin + low : begin + high]
+                    _kernels.balance(bits[span], width, taps, of_rows, by_column, balanced[span], _kernels.POWERS)
+                return int(_kernels.remove(both[0][span], both[1][span], width))
+
+            totals = _spread_rows(part, one.size // width, width)
+            yield begin, both[0], sum(totals)
+
+    kept = list(left()) if spec.size <= _KEPT else None
+    total = sum(found for _, _, found in (kept if kept is not None else left()))
+    # x = R·25·n/Σ|R|; a tensor that is the anchor to within 2^-10 keeps its small numbers instead of blown-up noise
+    # (values are below 2^22 and n below 2^31: 25·n·R stays below 2^58)
+    numerator, denominator = _MIDDLE * spec.size, max(total, 4 * spec.size)
+    for begin, values, _ in kept if kept is not None else left():
+        _emit(begin * width, values, numerator, denominator, chosen, out)
+
+
+def _emit(
+    start: int,
+    values: NDArray[np.int32],
+    numerator: int,
+    denominator: int,
+    chosen: NDArray[np.int64] | None,
+    out: NDArray[np.int8],
+) -> None:
+    """Rounds a block to 8 bits and puts what carries of it into x."""
+    if chosen is None:
+        target = out[start : start + values.size]
+    else:
+        begin, end = np.searchsorted(chosen, (start, start + values.size))
+        values, target = values[chosen[begin:end] - start], out[begin:end]
+
+    def part(low: int, high: int) -> None:
+        _kernels.to_int8(values[low:high], numerator, denominator, target[low:high])
+
+    if values.size:
+        _parallel.spread(part, values.size)
+
+
+def _scales(blocks: Blocks, rows: int, columns: int, taps: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How large each row and each column is, as mean logarithms in 1/256 octave: log|w| ≈ row + column.
+
+    Rows and columns in turns, so that a scaled channel is seen as such whatever the others are; after the first turn a
+    weight's own deviation counts for ±8 octaves at most, so that one huge weight moves its row by 8/n octaves.
+    """
+    by_row, by_column = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
+    limit = 1 << 30
+    for _ in range(_PASSES):
+        by_row += _mean(_log_sums(blocks, by_row, by_column, columns, taps, limit)[0])
+        limit = _CUT
+        by_column += _mean(_log_sums(blocks, by_row, by_column, columns, taps, limit)[1])
+    return by_row, by_column
+
+
+def _mean(sums: NDArray[np.int64]) -> NDArray[np.int64]:
+    """sum/count, rounded down; 0 where nothing was counted."""
+    return np.where(sums[:, 1] > 0, sums[:, 0] // np.maximum(sums[:, 1], 1), 0)
+
+
+def _log_sums(
+    blocks: Blocks, by_row: NDArray[np.int64], by_column: NDArray[np.int64], columns: int, taps: int, limit: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    width = columns * taps
+    of_rows, of_columns = np.zeros((by_row.size, 2), np.int64), np.zeros((columns, 2), np.int64)
+    for begin, bits in blocks():
+
+        def part(low: int, high: int, begin: int = begin, bits: Any = bits) -> NDArray[np.int64]:
+            mine = np.zeros((columns, 2), np.int64)
+            here = slice(begin + low, begin + high)
+            span = bits[low * width : high * width]
+            _kernels.add_logs(span, width, taps, by_row[here], by_column, limit, of_rows[here], mine, _kernels.LOGS)
+            return mine
+
+        for mine in _spread_rows(part, bits.size // width, width):
+            of_columns += mine
+    return of_rows, of_columns
+
+
+def _spread_rows(part: Callable[[int, int], Any], rows: int, width: int) -> list[Any]:
+    return list(_parallel.spread(part, rows, smallest=max(1, _parallel.SMALLEST_PART // width), step=1))
+
+
+# --- the paper's ------------------------------------------------------------------------------------------
+
+
+def _median_exponent(histogram: NDArray[np.int64]) -> int:
+    """The exponent in the middle of those that count; 0 if none does."""
+    total = int(histogram.sum())
+    return int(np.searchsorted(np.cumsum(histogram), (total + 1) // 2)) - 127 if total else 0
+
+
+def _common_exponent(suspect: Model, carriers: list[tuple[TensorSpec, slice]], names: Mapping[str, str]) -> int:
+    histogram = np.zeros(256, np.int64)
+    for spec, _ in carriers:
+        if spec.name in names:
+            for _, values in suspect.blocks(names[spec.name], _BLOCK):
+                _kernels.exponents(_bits(values), histogram)
+    return _median_exponent(histogram)
+
+
+def _fixed(
+    suspect: Model, name: str, exponent: int, chosen: NDArray[np.int64] | None, out: NDArray[np.int32], width: int
+) -> None:
+    """The weights with a middle of about 2^10, cut at 2^24."""
+    for begin, values in suspect.blocks(name, _BLOCK):
+        bits, start = _bits(values), begin * width
+        fixed = np.empty(bits.size, np.int32)
+        _kernels.fixed_point(bits, exponent - 10, fixed)
+        if chosen is None:
+            out[start : start + fixed.size] = fixed
+        else:
+            low, high = np.searchsorted(chosen, (start, start + fixed.size))
+            out[low:high] = fixed[chosen[low:high] - start]
+
+
+def _global_cosine(
+    spec: TensorSpec,
+    suspect: Model,
+    name: str,
+    _anchor: Model,
+    chosen: NDArray[np.int64] | None,
+    out: NDArray[Any],
+    scale: int | None,
+) -> None:
+    _fixed(suspect, name, scale or 0, chosen, out, spec.size // spec.shape[0])
+
+
+def _mean_tensor_cosine(
+    spec: TensorSpec,
+    suspect: Model,
+    name: str,
+    _anchor: Model,
+    chosen: NDArray[np.int64] | None,
+    out: NDArray[Any],
+    _scale: int | None,
+) -> None:
+    """2^32·w/(‖w‖·√n) for the n weights of the tensor that carry: equal weight for every tensor's cosine."""
+    histogram = np.zeros(256, np.int64)
+    for _, values in suspect.blocks(name, _BLOCK):
+        _kernels.exponents(_bits(values), histogram)
+    _fixed(suspect, name, _median_exponent(histogram), chosen, out, spec.size // spec.shape[0])
+    squared = sum(int((out[part].astype(np.int64) ** 2).sum()) for part in field.chunks(out.size, 1 << 14))
+    norm = isqrt(squared * out.size)
+    if norm:
+        wide = out.astype(np.int64) << 32
+        out[:] = np.clip((2 * wide + norm) // (2 * norm), -(2**31) + 1, 2**31 - 1)
+
+
+_One = Callable[..., None]
+STATISTICS: dict[str, tuple[type[Any], _One]] = {
+    "balanced-anchor/v1": (np.int8, _balanced_anchor),
+    "global-cosine/v1": (np.int32, _global_cosine),
+    "mean-tensor-cosine/v1": (np.int32, _mean_tensor_cosine),
+}
+"""By name and version: the type of x and the function that makes one tensor's part of it."""
+
+
+# --- the inner product ------------------------------------------------------------------------------------
+
+
+def inner_product(x: NDArray[Any], share: Vector, start: int = 0) -> int:
+    """⟨x, share⟩ mod p for a part of x: the coordinates from `start` on, as many as the share's part has."""
+    mine = x[start : start + share.size]
+    if mine.shape != share.shape:
+        raise InputError("share", f"must have as many elements as x, {mine.size}", share.size)
+    if mine.dtype != np.int8:
+        return (
+            sum(
+                field.dot(field.from_signed(mine[part].astype(np.int64)), share[part])
+                for part in field.chunks(mine.size)
+            )
+            % P
+        )
+
+    def part_of(low: int, high: int) -> int:
+        sums, total = np.zeros(2, np.int64), 0
+        for begin in range(low, high, _BLOCK):
+            part = slice(begin, min(begin + _BLOCK, high))
+            _kernels.dot_int8(mine[part], share[part], sums)
+            total += int(sums[0]) + (int(sums[1]) << 32)
+        return total
+
+    return sum(int(value) for value in _parallel.spread(part_of, mine.size)) % P  # type: ignore[call-overload]
