@@ -11,6 +11,8 @@
     ├── MessageError            a message that is refused: names the sender and the step
     ├── CeremonyError           a key ceremony that cannot go on: says why, and who, where that is known
     ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
+    ├── EvidenceError           a query, a partial or a certificate that is refused: names whose, and why
+    ├── InconclusiveError       a suspect that cannot be tested: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     └── MissingDependencyError  a part that needs an extra which is not installed
 
@@ -86,6 +88,14 @@ class CeremonyError(QuorumarkError):
 
 class RoundError(QuorumarkError):
     """A round that cannot go on, or a step of it that a member refuses; the text says why."""
+
+
+class EvidenceError(QuorumarkError):
+    """A query, a partial or a certificate that is refused; the text names whose, and why."""
+
+
+class InconclusiveError(QuorumarkError):
+    """A suspect that cannot be tested; the text says why. It is neither ours nor not ours."""
 
 
 class KeystoreError(QuorumarkError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -36,6 +36,7 @@ __all__ = [
     "is_warm_up",
     "parse",
     "quorum",
+    "streamed_anchor_digest",
     "unchanged",
 ]
 
@@ -66,11 +67,15 @@ def _refuse_floats(value: Any) -> None:
 
 def digest(domain: str, *parts: bytes | memoryview) -> bytes:
     """SHA-256 over a domain and length-prefixed parts: no two lists of parts collide."""
+    return _started(domain, *parts).digest()
+
+
+def _started(domain: str, *parts: bytes | memoryview) -> hashlib._Hash:
     hashed = hashlib.sha256(b"quorumark/v1")
     for part in (domain.encode(), *parts):
         hashed.update(len(part).to_bytes(8, "big"))
         hashed.update(part)
-    return hashed.digest()
+    return hashed
 
 
 def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
@@ -274,9 +279,19 @@ class Terms:
 
 def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
     """What terms name as their anchor: of a model of that layout, as field elements (`ModelLayout.encode`)."""
-    return digest(
-        "anchor", bytes.fromhex(layout), np.ascontiguousarray(encoded).astype("<u8", copy=False).tobytes()
-    ).hex()
+    content = np.ascontiguousarray(encoded).astype("<u8", copy=False).tobytes()
+    return streamed_anchor_digest(layout, len(content), [content])
+
+
+def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes]) -> str:
+    """The same of a model that comes in pieces, `length` bytes in all: digest("anchor", layout, all pieces)."""
+    hashed = _started("anchor", bytes.fromhex(layout))
+    hashed.update(length.to_bytes(8, "big"))
+    for piece in pieces:
+        hashed.update(piece)
+        length -= len(piece)
+    _check(length == 0, "an anchor's pieces", "must have the length that was named")
+    return hashed.hexdigest()
 
 
 # --- the manifest -----------------------------------------------------------------------------------------

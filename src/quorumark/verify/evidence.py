@@ -16,13 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quorumark.errors import RecordError
 from quorumark.field import P
 from quorumark.identity import Identity, verify
 from quorumark.records import Terms, canonical, digest, parse
+from quorumark.verify.statistic import vector_digest
 
 __all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "SuspectFile", "now", "vector_digest"]
 
@@ -37,12 +35,6 @@ OUTCOMES = ("passed", "failed", "open")
 def now() -> str:
     """The time in UTC, as records write it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def vector_digest(x: NDArray[Any]) -> str:
-    """Of the public vector x: its type and its little-endian bytes."""
-    little = np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False)
-    return digest("canonical form", x.dtype.name.encode(), little.tobytes()).hex()
 
 
 def _check(good: bool, what: str, rule: str) -> None:

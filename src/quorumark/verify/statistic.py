@@ -24,10 +24,10 @@ from quorumark import field
 from quorumark.errors import InputError
 from quorumark.field import P, Vector, _parallel
 from quorumark.layout import ModelLayout, TensorSpec
+from quorumark.records import digest
 from quorumark.verify import _kernels
-from quorumark.verify.evidence import vector_digest
 
-__all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product"]
+__all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product", "vector_digest"]
 
 _CUT = 8 * 256  # octaves that one weight may pull at its row's or column's scale
 _PASSES = 3  # over rows, then columns
@@ -42,6 +42,12 @@ class Model(Protocol):
     """A model whose tensors are read block by block, some rows at a time, as float32 or float64."""
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]: ...
+
+
+def vector_digest(x: NDArray[Any]) -> str:
+    """Of the public vector x: its type and its little-endian bytes."""
+    little = np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False)
+    return digest("canonical form", x.dtype.name.encode(), little.tobytes()).hex()
 
 
 @dataclass(frozen=True, eq=False)
