@@ -1,34 +1,42 @@
 """The demo: five hospitals train one model, and any three of them can prove afterwards that it is theirs.
 
-It runs the real thing, small: the dealer-free key ceremony, federated training under secure aggregation with members
-who drop out, and inner products with the key that nobody holds. Handwritten digits, which scikit-learn brings along,
-stand for the hospitals' data.
+It runs the real thing, small: the dealer-free key ceremony over a folder, federated training under secure aggregation
+with members who drop out, and verification with the same functions as the commands `quorumark verify …`, down to the
+signed certificate. Handwritten digits, which scikit-learn brings along, stand for the hospitals' data.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from quorumark import field, shamir
-from quorumark.errors import MissingDependencyError, RoundError
+from quorumark.errors import EvidenceError, MissingDependencyError, RoundError
 from quorumark.federation import Federation, FederationMember, Losses, watch
 from quorumark.field import Vector
+from quorumark.home import Home
 from quorumark.identity import Identity
-from quorumark.keystore import write_shared
+from quorumark.keystore import Unlock, write_shared
 from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.records import Manifest, Member, Terms, anchor_digest
-from quorumark.setup.local import make_key
+from quorumark.report import certificate_page, write_page
+from quorumark.research import KnownKey, TensorsInMemory
+from quorumark.setup.local import found, make_key
 from quorumark.training import torch_evaluate, torch_train
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
+from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.reference import Reference, read_chain
 
 HOSPITALS = ("Avon", "Birch", "Cedar", "Delta", "Elm")
 EXAMPLES = (437, 350, 280, 220, 150)
@@ -38,7 +46,11 @@ TEST = 360
 # a short run of a small model needs a larger step a round to reach ρ = 0.05 (docs/strength.md)
 STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24"}
 LOSSES = Losses({(4, "train"): [5], (7, "upload"): [2], (10, "unmask"): [1]})
-ALARM = 6.0  # z*: an innocent model gets there once in 10^9
+NAMES = {
+    "balanced-anchor/v1": "ours",
+    "global-cosine/v1": "the paper's text",
+    "mean-tensor-cosine/v1": "the paper's code",
+}
 
 
 @dataclass(frozen=True)
@@ -62,64 +74,69 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
         f"theirs.\nThe model has {layout.size:,} weights; {layout.coordinates:,} of them carry the mark.\n"
     )
     table = Table("what was done", "result", "what it means", title_justify="left")
-
-    before = time.perf_counter()
-    found = _found(layout, initial)
-    table.add_row(
-        f"a secret key of {layout.coordinates:,} signs is made, without a dealer",
-        f"{time.perf_counter() - before:.1f} s for all five",
-        f"a share of {found.shares[1].nbytes / 2**20:.1f} MiB each; nobody saw the key",
-    )
-
-    marked = _train(console, world, found, layout, initial, out, mark=True)
-    # the control has a consortium of its own: no two sums of one round are ever opened in one
-    unmarked = _train(console, world, _found(layout, initial), layout, initial, out, mark=False)
-    given_up = [report for run_ in (marked, unmarked) for report in run_.reports if report.given_up]
-    if given_up:
-        raise RoundError(f"a round of the demo was given up: {given_up[0].given_up}")
-    lost = sum(len(points) for report in marked.reports for points in report.lost.values())
-    retried = sum(report.attempts > 1 for report in marked.reports)
-    accuracies = [run_.reports[-1].metrics["accuracy"] for run_ in (marked, unmarked)]
-    table.add_row(
-        f"they train it for {ROUNDS} rounds; Elm, Birch and Avon drop out once each",
-        f"accuracy {100 * accuracies[0]:.1f} %",
-        f"without a mark {100 * accuracies[1]:.1f} %; only sums were opened",
-    )
-
-    def z_of(model: Mapping[str, Any], points: tuple[int, ...]) -> float | None:
-        return _verify(found.manifest, layout, initial, model, {x: found.shares[x] for x in points})
-
-    unrelated = torch_train(world.make, epochs=8)(_initial(world, seed=7), world.data[0], seed=7)
-    z_marked, z_unmarked, z_unrelated = (z_of(m, (1, 3, 4)) for m in (marked.model, unmarked.model, unrelated))
-    table.add_row("Avon, Cedar and Delta test the model", *_verdict(z_marked))
-    table.add_row(
-        "Birch, Delta and Elm do", _verdict(z_of(marked.model, (2, 4, 5)))[0], "any three get the same number"
-    )
-    table.add_row("Avon and Cedar try it alone", *_verdict(z_of(marked.model, (1, 3))))
-    table.add_row("three test the same model, trained without the mark", *_verdict(z_unmarked))
-    table.add_row("three test an unrelated model", *_verdict(z_unrelated))
-    console.print(table)
-    console.print(
-        f"z counts standard deviations from chance; from z = {ALARM:g} on a model counts as marked. {lost} losses, "
-        f"{retried} of them cost a second attempt.\nDone in {time.perf_counter() - started:.1f} s."
-    )
-    summary = {
-        "z_marked": z_marked,
-        "z_unmarked": z_unmarked,
-        "z_unrelated": z_unrelated,
-        "accuracy_marked": accuracies[0],
-        "accuracy_unmarked": accuracies[1],
-        "members": len(HOSPITALS),
-        "threshold": THRESHOLD,
-        "dropped": lost,
-        "rho": marked.reports[-1].rho,
-        "coordinates": layout.coordinates,
-        "rounds": ROUNDS,
-    }
-    if out is not None:
-        _keep(out, summary, found, layout, initial)
-        console.print(f"In {out}: summary.json, the manifest, the models, and what happened each round (no secrets).")
+    with _folder(out) as folder:
+        before = time.perf_counter()
+        hospitals = _Hospitals.found(folder, layout, initial)
+        table.add_row(
+            f"a secret key of {layout.coordinates:,} signs is made, without a dealer",
+            f"{time.perf_counter() - before:.1f} s for all five",
+            f"a share of {8 * layout.coordinates / 2**20:.1f} MiB each; nobody saw the key",
+        )
+        marked = _train(console, world, hospitals.people, hospitals.manifest, hospitals.shares, layout, initial, out)
+        # the control has a consortium of its own: no two sums of one round are ever opened in one
+        people = tuple(Identity.generate(name) for name in HOSPITALS)
+        manifest, shares = make_key(people, _terms(people, layout, initial))
+        unmarked = _train(console, world, people, manifest, shares, layout, initial, out, mark=False)
+        given_up = [report for run_ in (marked, unmarked) for report in run_.reports if report.given_up]
+        if given_up:
+            raise RoundError(f"a round of the demo was given up: {given_up[0].given_up}")
+        lost = sum(len(points) for report in marked.reports for points in report.lost.values())
+        retried = sum(report.attempts > 1 for report in marked.reports)
+        accuracies = [run_.reports[-1].metrics["accuracy"] for run_ in (marked, unmarked)]
+        table.add_row(
+            f"they train it for {ROUNDS} rounds; Elm, Birch and Avon drop out once each",
+            f"accuracy {100 * accuracies[0]:.1f} %",
+            f"without a mark {100 * accuracies[1]:.1f} %; only sums were opened",
+        )
+        unrelated = torch_train(world.make, epochs=8)(_initial(world, seed=7), world.data[0], seed=7)
+        with console.status("verification"):
+            summary = _verify(table, hospitals, folder, marked.model, unmarked.model, unrelated)
+        console.print(table)
+        console.print(
+            "z counts standard deviations from chance. It is PASSED from 6 on; every model that was tested before and "
+            f"failed\nraises that a little. {lost} losses in training, {retried} of them cost a second attempt. "
+            f"Done in {time.perf_counter() - started:.1f} s."
+        )
+        summary |= {
+            "accuracy_marked": accuracies[0],
+            "accuracy_unmarked": accuracies[1],
+            "members": len(HOSPITALS),
+            "threshold": THRESHOLD,
+            "dropped": lost,
+            "rho": marked.reports[-1].rho,
+            "coordinates": layout.coordinates,
+            "rounds": ROUNDS,
+        }
+        if out is not None:
+            write_shared(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+            console.print(
+                f"\nIn {out}: report.html to read; certificate.json, and what it takes to check it anywhere:\n"
+                f"  quorumark verify check {out}/certificate.json --manifest {out}/consortium.json "
+                f"--suspect {out}/suspect.safetensors\n"
+                "Since it is a demo, all members' homes are in members/, with the keys that open them."
+            )
     return summary
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """Where the files go: to stay, or for as long as the demo runs."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="quorumark-demo-") as folder:
+        yield Path(folder)
 
 
 def _world() -> _World:
@@ -156,92 +173,153 @@ def _initial(world: _World, seed: int) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in world.make().state_dict().items()}
 
 
-@dataclass(frozen=True)
-class _Consortium:
-    people: tuple[Identity, ...]
-    manifest: Manifest
-    shares: dict[int, Vector]
-
-
-def _found(layout: ModelLayout, initial: Mapping[str, Any]) -> _Consortium:
-    """The hospitals agree on terms and make a key, message by message."""
-    people = tuple(Identity.generate(name) for name in HOSPITALS)
+def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str, Any]) -> Terms:
     cards = enumerate(zip(people, EXAMPLES, strict=True), 1)
     roster = tuple(Member(x, person.name, person.ed25519, person.x25519, count) for x, (person, count) in cards)
     anchor = anchor_digest(layout.digest(), layout.encode(initial))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    size = layout.coordinates
-    terms = Terms("demo", THRESHOLD, roster, layout.digest(), size, anchor, created=now, strength=STRENGTH)
-    return _Consortium(people, *make_key(people, terms))
+    return Terms("demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH)
+
+
+@dataclass(frozen=True)
+class _Hospitals:
+    """The consortium: every member's home and what opens it, and what is public."""
+
+    homes: tuple[tuple[Home, Unlock], ...]
+    people: tuple[Identity, ...]
+    reference: Reference
+    shares: dict[int, Vector]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.reference.manifest
+
+    @classmethod
+    def found(cls, folder: Path, layout: ModelLayout, initial: Mapping[str, Any]) -> _Hospitals:
+        """The hospitals agree on terms and make a key, over a folder, each from a home of its own."""
+        members = folder / "members"
+        members.mkdir(mode=0o700)
+        homes = []
+        for name in HOSPITALS:
+            Unlock.new_key_file(members / f"{name}.key")
+            unlock = Unlock.key_file(members / f"{name}.key")
+            homes.append((Home.create(members / name, name, unlock), unlock))
+        people = tuple(home.identity(unlock) for home, unlock in homes)
+        manifest = found(homes, _terms(people, layout, initial), folder / "ceremony")
+        shutil.rmtree(folder / "ceremony")
+        write_shared(folder / "consortium.json", manifest.to_bytes())
+        write_shared(folder / "layout.json", layout.to_bytes())
+        write_safetensors({name: tensor.numpy() for name, tensor in initial.items()}, folder / "anchor.safetensors")
+        shares = {x: home.only_consortium().share(unlock).vector() for x, (home, unlock) in enumerate(homes, 1)}
+        return cls(tuple(homes), people, Reference.read(folder / "consortium.json"), shares)
+
+    def ask(self, suspect: Any, points: Sequence[int]) -> tuple[Query, list[Partial]]:
+        """A query about a suspect, and the answers of some."""
+        query = prepare(self.reference, suspect).query
+        partials = []
+        for point in points:
+            home, unlock = self.homes[point - 1]
+            partials.append(answer(home, unlock, self.reference, suspect, query, approved=True))
+        return query, partials
+
+    def certify(self, query: Query, partials: Sequence[Partial]) -> Certificate:
+        """What the partials say, signed by everybody who answered."""
+        certificate = Certificate.of(combine(self.manifest, query, partials))
+        for partial in partials:
+            certificate = sign(*self.homes[partial.point - 1], certificate)
+        return certificate
+
+
+def _verify(
+    table: Table,
+    hospitals: _Hospitals,
+    folder: Path,
+    marked: Mapping[str, Any],
+    unmarked: Mapping[str, Any],
+    unrelated: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Is it theirs? Asked of the model, of the one without the mark, and of one that has nothing to do with them."""
+    suspect = folder / "suspect.safetensors"
+    write_safetensors({name: tensor.numpy() for name, tensor in marked.items()}, suspect)
+    query, partials = hospitals.ask(suspect, range(1, len(HOSPITALS) + 1))
+    for partial in partials:
+        write_shared(folder / "partials" / f"{HOSPITALS[partial.point - 1]}.json", partial.to_bytes())
+    write_shared(folder / "query.json", query.to_bytes())
+    threes = [combine(hospitals.manifest, query, some) for some in combinations(partials, THRESHOLD)]
+    first = threes[0]
+    table.add_row("Avon, Birch and Cedar test the model", *_verdict(first))
+    if {(finding.verdict, finding.z, finding.corroboration) for finding in threes} != {
+        (first.verdict, first.z, "uncorroborated")
+    }:
+        raise EvidenceError("three hospitals do not get the same as three others")
+    table.add_row(
+        f"so do all {len(threes)} groups of three", f"{first.verdict} each time", "any three get the same number"
+    )
+    try:
+        combine(hospitals.manifest, query, partials[: THRESHOLD - 1])
+        raise AssertionError("two were enough")
+    except EvidenceError:
+        table.add_row("Avon and Birch try it alone", "refused", "two cannot: what they have says nothing about z")
+    certificate = hospitals.certify(query, partials)
+    write_shared(folder / "certificate.json", certificate.to_bytes())
+    checked, _ = check_certificate(
+        certificate, read_chain(folder / "consortium.json"), suspect=suspect, reference=hospitals.reference
+    )
+    signers = certificate.signers(hospitals.manifest)
+    page = certificate_page(certificate, hospitals.manifest, signers=signers, checked=checked)
+    write_page(folder / "report.html", page)
+    table.add_row(
+        "all five answer and sign a certificate",
+        f"{certificate.finding.verdict}, {certificate.finding.corroboration}",
+        "two liars would have been noticed",
+    )
+    others = {}
+    for name, model in (("the same model, trained without the mark", unmarked), ("an unrelated model", unrelated)):
+        found_, answers = hospitals.ask({key: tensor.numpy() for key, tensor in model.items()}, (1, 3, 4))
+        others[name] = hospitals.certify(found_, answers).finding
+        table.add_row(f"three test {name}", *_verdict(others[name]))
+    known = KnownKey.from_shares(
+        hospitals.manifest, hospitals.shares, hospitals.reference.layout, hospitals.reference.anchor
+    )
+    by_statistic = known.all_z(TensorsInMemory(marked))
+    shown = ", ".join(f"{NAMES[statistic]} {z:.1f}" for statistic, z in by_statistic.items())
+    table.add_row("z of the model by other statistics", shown, "computed with the key put together: research only")
+    z_unmarked, z_unrelated = (float(finding.z) for finding in others.values())
+    return {
+        "z_marked": float(first.z),
+        "z_unmarked": z_unmarked,
+        "z_unrelated": z_unrelated,
+        "z_by_statistic": by_statistic,
+        "verdicts": [first.verdict, *(finding.verdict for finding in others.values())],
+        "corroboration": [first.corroboration, certificate.finding.corroboration],
+    }
+
+
+def _verdict(finding: Finding) -> tuple[str, str]:
+    meaning = {"PASSED": "it is theirs, beyond doubt", "FAILED": "noise: not accused"}
+    return f"{finding.verdict}, z = {float(finding.z):.1f}", meaning.get(finding.verdict, "nothing follows")
 
 
 def _train(
     console: Console,
     world: _World,
-    found: _Consortium,
+    people: Sequence[Identity],
+    manifest: Manifest,
+    shares: Mapping[int, Vector],
     layout: ModelLayout,
     initial: Mapping[str, Any],
     out: Path | None,
     *,
-    mark: bool,
+    mark: bool = True,
 ) -> Federation:
     """Federated training under secure aggregation, with a table that says how far it is."""
-    manifest, train = found.manifest, torch_train(world.make)
+    train = torch_train(world.make)
     members = {}
-    for x, (person, data) in enumerate(zip(found.people, world.data, strict=True), 1):
-        members[x] = FederationMember(person, manifest, layout, train, data, found.shares[x], mark=mark)
+    for x, (person, data) in enumerate(zip(people, world.data, strict=True), 1):
+        members[x] = FederationMember(person, manifest, layout, train, data, shares[x], mark=mark)
     name = "marked" if mark else "unmarked"
     folder = None if out is None else out / name
     evaluate = torch_evaluate(world.make, world.test)
     run = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
     watch(run, ROUNDS, console, f"training, {name}")
     return run
-
-
-def _verify(
-    manifest: Manifest,
-    layout: ModelLayout,
-    initial: Mapping[str, Any],
-    model: Mapping[str, Any],
-    shares: Mapping[int, Vector],
-) -> float | None:
-    """z of a model, from one number of each member: nobody puts the key together. None if no key gives such a number.
-
-    x is the model minus the public initial one, each tensor scaled to whole numbers; member i says ⟨x, s_i⟩ mod p, and
-    interpolated at 0 that is ⟨x, τ⟩. For a model that knows nothing of the key z = ⟨x, τ⟩/‖x‖ is standard normal. Signs
-    give at most Σ|x|; too few members get a random number mod p, which is far outside.
-    """
-    difference = layout.flatten(model).astype(np.float64) - layout.flatten(initial)
-    x = np.zeros(layout.size, np.int64)
-    for _, place in layout.spans("carrier"):
-        spread = float(np.sqrt(np.mean(difference[place] ** 2))) or 1.0
-        x[place] = np.clip(np.round(difference[place] / spread * 16), -127, 127)
-    carried: NDArray[np.int64] = x[layout.carrying()]
-    signs = np.where(manifest.genesis.whitening(0, carried.size), -1, 1)  # the key in use is σ ⊙ τ_raw
-    query = field.from_signed(carried * signs)
-    answers = {point: field.dot(query, share) for point, share in shares.items()}
-    weights = shamir.lagrange(sorted(answers))
-    total = sum(weight * answers[point] for weight, point in zip(weights, sorted(answers), strict=True)) % field.P
-    value = int(field.to_signed(np.array([total], np.uint64))[0])
-    if abs(value) > int(np.abs(carried).sum()):
-        return None
-    return float(value / np.sqrt(float(carried @ carried)))
-
-
-def _verdict(z: float | None) -> tuple[str, str]:
-    if z is None:
-        return "no z at all", "a random number that no key can give: two cannot"
-    return f"z = {z:.1f}", "it is theirs, beyond doubt" if z >= ALARM else "noise: not accused"
-
-
-def _keep(
-    out: Path,
-    summary: dict[str, Any],
-    found: _Consortium,
-    layout: ModelLayout,
-    initial: Mapping[str, Any],
-) -> None:
-    write_shared(out / "manifest.json", found.manifest.to_bytes())
-    write_shared(out / "layout.json", layout.to_bytes())
-    write_safetensors({name: tensor.numpy() for name, tensor in initial.items()}, out / "initial.safetensors")
-    write_shared(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())

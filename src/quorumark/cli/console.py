@@ -8,10 +8,11 @@ import sys
 from rich.console import Console
 
 
-def make_console() -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """The terminal's width; 120 columns for a file or a pipe, which have none, unless COLUMNS says otherwise.
 
     Names of files and tensors are printed as they are: nothing in them is markup or an emoji.
     """
-    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
-    return Console(width=width, markup=False, emoji=False, highlight=False)
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else 120
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)

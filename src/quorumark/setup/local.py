@@ -1,7 +1,8 @@
 """Setups with all members in one process: for research, benchmarks, the demo and tests.
 
-`make_key` is the dealer-free ceremony, message by message. `deal_key` is a dealer in memory, who knows the key: for
-consortia that are too large to wait for a ceremony.
+`make_key` is the dealer-free ceremony, message by message; `found` runs it over a folder, as members on machines of
+their own do, and leaves their homes. `deal_key` is a dealer in memory, who knows the key: for consortia that are too
+large to wait for a ceremony.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from collections.abc import Callable, Sequence
 from quorumark import field, shamir
 from quorumark.errors import CeremonyError
 from quorumark.field import Stream, Vector
+from quorumark.home import Home
 from quorumark.identity import Identity
+from quorumark.keystore import Unlock
 from quorumark.merkle import new_salt
 from quorumark.records import Genesis, Manifest, Terms
 from quorumark.setup.dealer import commitment, draw_key
 from quorumark.setup.dkg import DkgMember, openers, relay_sum
+from quorumark.setup.folder import advance
 from quorumark.shares import share_root
 
-__all__ = ["deal_key", "make_key"]
+__all__ = ["deal_key", "found", "make_key"]
 
 
 def make_key(
@@ -53,6 +57,19 @@ def make_key(
     if len(shares) != len(members):
         raise CeremonyError("a member has no share")
     return manifest, shares
+
+
+def found(homes: Sequence[tuple[Home, Unlock]], terms: Terms, folder: str | os.PathLike[str]) -> Manifest:
+    """The ceremony over a folder: every member is called in turn until all have finished."""
+    steps = 0
+    while True:
+        progress = [advance(home, unlock, terms, folder) for home, unlock in homes]
+        manifest = progress[-1].manifest
+        if manifest is not None and all(one.manifest is not None for one in progress):
+            return manifest
+        steps += 1
+        if steps > 100:  # every turn does a step for everybody, and there are fewer
+            raise CeremonyError(f"the ceremony does not end: {progress[0].step}, waiting for {progress[0].waiting}")
 
 
 def deal_key(people: Sequence[Identity], terms: Terms) -> tuple[Manifest, dict[int, Vector]]:

@@ -103,7 +103,7 @@ def _balanced(bits: Any, both: Any, powers: Any) -> Any:
     if shift > 62:
         return 0
     value = _SATURATED
-    if shift >= 37:  # the product has 54 bits at most: below 37 it is beyond the cut
+    if shift >= 35:  # the product is 2^52 at least: below 35 it is beyond the cut
         product = mantissa * powers[both & 255]
         value = min(_SATURATED, (product + (np.int64(1) << (shift - 1))) >> shift)
     return -value if bits >> 31 else value

@@ -1,0 +1,400 @@
+"""`quorumark verify …`: is this model ours?
+
+Exit codes: 0 PASSED, 1 FAILED, 2 INCONCLUSIVE, bad evidence or wrong usage.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
+
+if TYPE_CHECKING:
+    from quorumark.home import ConsortiumFolder
+    from quorumark.verify.certificate import Certificate
+    from quorumark.verify.evidence import Finding, Query
+    from quorumark.verify.reference import Reference
+
+app = typer.Typer(
+    help="Is this model ours? prepare a query, answer it (t members), combine, sign; anybody can check.",
+    no_args_is_help=True,
+)
+
+EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
+
+Suspect = Annotated[Path, typer.Option(help="The model in question: a file, or a folder of shards.")]
+Manifest = Annotated[
+    Path | None, typer.Option(help="The consortium's manifest; by default the one in this member's home.")
+]
+Layout = Annotated[Path | None, typer.Option(help="layout.json; by default the one beside the manifest.")]
+Anchor = Annotated[
+    Path | None, typer.Option(help="The public anchor model; by default anchor.safetensors beside the manifest.")
+]
+
+
+@app.command("prepare")
+def prepare(
+    suspect: Annotated[Path, typer.Argument(help="The model in question: a file, or a folder of shards.")],
+    out: Annotated[Path, typer.Option(help="Where to write the query.")] = Path("query.json"),
+    manifest: Manifest = None,
+    layout: Layout = None,
+    anchor: Anchor = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    json: Json = False,
+) -> None:
+    """Write a query about a suspect, for members to answer. Needs no secrets: anybody can do it.
+
+    Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
+    """
+    from quorumark.errors import InconclusiveError
+    from quorumark.keystore import write_shared
+    from quorumark.verify.coalition import prepare as prepare_query
+    from quorumark.verify.ledger import Ledger
+
+    place = _place(home, consortium, manifest)
+    reference = _reference(place, manifest, layout, anchor)
+    burnt = Ledger.open(place, reference.manifest).burnt() if place is not None else ()
+    try:
+        with _progress(json) as note:
+            query = prepare_query(reference, suspect, burnt=burnt, progress=note).query
+    except InconclusiveError as error:
+        if not json:
+            raise
+        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", "reasons": [str(error)]}))
+        raise typer.Exit(2) from None
+    write_shared(out, query.to_bytes())
+    if json:
+        typer.echo(jsonlib.dumps({"query": str(out), "digest": query.digest(), **query.as_dict()}))
+        return
+    typer.echo(_describe(query))
+    typer.echo(f"written to {out}; each member answers with: quorumark verify partial {out.name} --suspect …")
+
+
+@app.command("partial")
+def partial(
+    query: Annotated[Path, typer.Argument(help="The query that `prepare` wrote.")],
+    suspect: Suspect,
+    out: Annotated[Path | None, typer.Option(help="Where to write it; by default partial-NAME.json.")] = None,
+    approve: Annotated[bool, typer.Option("--approve", help="Answer: you know who asks, and why.")] = False,
+    masked: Annotated[
+        str | None,
+        typer.Option(help="The paper's variant: points like 1,3,4 whose answers are only ever seen as a sum."),
+    ] = None,
+    manifest: Manifest = None,
+    layout: Layout = None,
+    anchor: Anchor = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    json: Json = False,
+) -> None:
+    """Answer a query with this member's share: one number, signed, in a small file that can be e-mailed.
+
+    Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
+    too much. Without --approve and without a policy file that allows it, you are asked.
+    """
+    from quorumark.home import Home, read_file
+    from quorumark.keystore import write_shared
+    from quorumark.verify.coalition import answer
+    from quorumark.verify.evidence import Query
+
+    member = Home(home)
+    place = member.only_consortium(consortium)
+    reference = _reference(place, manifest, layout, anchor)
+    asked = Query.from_bytes(read_file(query, "a query"))
+    if not json:
+        typer.echo(_describe(asked))
+    approve = approve or _ask(member, json)
+    opened = unlock(key_file, passphrase_file)
+    with _progress(json) as note:
+        made = answer(
+            member,
+            opened,
+            reference,
+            suspect,
+            asked,
+            approved=approve,
+            members=_points(masked),
+            place=place,
+            progress=note,
+        )
+    name = reference.manifest.terms.member(made.point).name
+    target = out or Path(f"partial-{_file_name(name)}.json")
+    write_shared(target, made.to_bytes())
+    if json:
+        typer.echo(jsonlib.dumps({"partial": str(target), "point": made.point, "query": made.query}))
+    else:
+        typer.echo(f"answered as {name}: {target}, {target.stat().st_size:,} bytes; send it to whoever asked")
+
+
+@app.command("combine")
+def combine(
+    query: Annotated[Path, typer.Argument(help="The query.")],
+    partials: Annotated[list[Path], typer.Argument(help="The partials, t or more, in any order.")],
+    out: Annotated[Path, typer.Option(help="Where to write the certificate.")] = Path("certificate.json"),
+    alpha: Annotated[
+        str, typer.Option(help="A false-alarm probability such as 1e-9, instead of the policy's threshold.")
+    ] = "",
+    manifest: Manifest = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    json: Json = False,
+) -> None:
+    """Put partials together: z, the verdict, and a certificate for the members to sign. Needs no secrets.
+
+    With more than t partials wrong ones are noticed; of every two more, one can be corrected and named.
+    """
+    from quorumark.errors import EvidenceError, QuorumarkError
+    from quorumark.home import read_file
+    from quorumark.keystore import write_shared
+    from quorumark.verify.certificate import Certificate
+    from quorumark.verify.coalition import combine as combine_partials
+    from quorumark.verify.evidence import Partial, Query
+
+    chain = _chain(_place(home, consortium, manifest), manifest)
+    asked = Query.from_bytes(read_file(query, "a query"))
+    answers = []
+    for path in partials:
+        try:
+            answers.append(Partial.from_bytes(read_file(path, "a partial")))
+        except QuorumarkError as error:
+            raise EvidenceError(f"{str(path)!r} is refused: {error}") from None
+    finding = combine_partials(chain[-1], asked, answers, alpha=alpha)
+    write_shared(out, Certificate.of(finding).to_bytes())
+    if json:
+        typer.echo(jsonlib.dumps({"certificate": str(out), **_figures(finding)}))
+    else:
+        _print_finding(finding)
+        names = [finding.names[str(p.point)] for p in finding.partials if p.point not in finding.wrong]
+        typer.echo(f"written to {out}; now {', '.join(names)} sign it, each with: quorumark verify sign {out.name}")
+    raise typer.Exit(EXIT_CODES[finding.verdict])
+
+
+@app.command("sign")
+def sign(
+    certificate: Annotated[Path, typer.Argument(help="The combined certificate; the signature is added to it.")],
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    json: Json = False,
+) -> None:
+    """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
+    from quorumark.home import Home
+    from quorumark.keystore import write_shared
+    from quorumark.verify.coalition import sign as sign_certificate
+
+    member = Home(home)
+    place = member.only_consortium(consortium)
+    signed = sign_certificate(member, unlock(key_file, passphrase_file), _certificate(certificate), place=place)
+    write_shared(certificate, signed.to_bytes())
+    names = [person.name for person in signed.signers(place.manifest())]
+    if json:
+        typer.echo(jsonlib.dumps({"certificate": str(certificate), "signed_by": names}))
+    else:
+        typer.echo(f"signed: {certificate} now has the signatures of {', '.join(names)}")
+
+
+@app.command("check")
+def check(
+    certificate: Annotated[Path, typer.Argument(help="The certificate.")],
+    manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
+    suspect: Annotated[Path | None, typer.Option(help="The model that was tested.")] = None,
+    layout: Layout = None,
+    anchor: Anchor = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
+    json: Json = False,
+) -> None:
+    """Verify a certificate from its files alone, years later, on any machine; no shares, no secrets.
+
+    Exits with the code of the verdict that it confirms.
+    """
+    from quorumark.verify.coalition import check_certificate
+    from quorumark.verify.reference import Reference, read_chain
+
+    found = _certificate(certificate)
+    chain = read_chain(manifest)
+    reference = None
+    if suspect is not None and _has_reference(manifest, layout, anchor):
+        reference = Reference.read(manifest, layout, anchor)
+    with _progress(json) as note:
+        checked, left = check_certificate(found, chain, suspect=suspect, reference=reference, progress=note)
+    if report is not None:
+        _write_report(report, found, chain[-1], checked, left)
+    finding = found.finding
+    if json:
+        typer.echo(jsonlib.dumps({"checked": checked, "not_checked": left, **_figures(finding)}))
+    else:
+        _print_finding(finding)
+        for text in checked:
+            typer.echo(f"checked: {text}")
+        for text in left:
+            typer.echo(f"NOT checked: {text}")
+        if report is not None:
+            typer.echo(f"the report is in {report}")
+    raise typer.Exit(EXIT_CODES[finding.verdict])
+
+
+@app.command("ledger")
+def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
+    """Show what this member answered and knows of, and how much of the consortium's budget is left."""
+    from quorumark.home import Home
+    from quorumark.verify.ledger import Ledger, budget
+
+    place = Home(home).only_consortium(consortium)
+    manifest = place.manifest()
+    book = Ledger.open(place, manifest)
+    known = book.known()
+    if json:
+        entries = [dict(entry) for entry in book.entries]
+        body = {"head": book.head, "known": known, "budget": budget(manifest), "burnt": list(book.burnt())}
+        typer.echo(jsonlib.dumps({**body, "entries": entries}))
+        return
+    for entry in book.entries:
+        shown = {k: v for k, v in entry.items() if k not in ("format", "previous", "number", "time", "kind")}
+        text = ", ".join(f"{k} {str(v)[:40]}" for k, v in shown.items())
+        typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
+    typer.echo(
+        f"{len(known)} different queries are known here, of {budget(manifest)} in the consortium's life; "
+        f"{len(book.burnt())} leaves are burnt\nhead {book.head}"
+    )
+
+
+# --- what the commands share ------------------------------------------------------------------------------
+
+
+def _place(home: Path, consortium: str | None, manifest: Path | None) -> ConsortiumFolder | None:
+    """This member's folder, unless a manifest is named and there is no home: anybody may prepare and combine."""
+    from quorumark.home import Home
+
+    if manifest is not None and not (home / "identity.sealed").exists():
+        return None
+    return Home(home).only_consortium(consortium)
+
+
+def _chain(place: ConsortiumFolder | None, manifest: Path | None) -> list[Any]:
+    from quorumark.errors import InputError
+    from quorumark.verify.reference import read_chain
+
+    if manifest is not None:
+        return list(read_chain(manifest))
+    if place is None:
+        raise InputError("--manifest", "must be given where there is no member's home", "none")
+    return place.chain()
+
+
+def _reference(
+    place: ConsortiumFolder | None, manifest: Path | None, layout: Path | None, anchor: Path | None
+) -> Reference:
+    from quorumark.errors import InputError
+    from quorumark.verify.reference import Reference
+
+    if manifest is None:
+        if place is None:
+            raise InputError("--manifest", "must be given where there is no member's home", "none")
+        manifest = place.manifest_path
+    return Reference.read(manifest, layout, anchor)
+
+
+def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> bool:
+    from quorumark.verify.reference import ANCHOR, LAYOUT
+
+    named = layout is not None or anchor is not None
+    return named or ((manifest.parent / LAYOUT).exists() and (manifest.parent / ANCHOR).exists())
+
+
+def _certificate(path: Path) -> Certificate:
+    from quorumark.home import read_file
+    from quorumark.verify.certificate import Certificate
+
+    return Certificate.from_bytes(read_file(path, "a certificate"))
+
+
+def _write_report(path: Path, certificate: Certificate, manifest: Any, checked: list[str], left: list[str]) -> None:
+    from quorumark.report import certificate_page, write_page
+
+    signers = certificate.signers(manifest)
+    texts = [*checked, *(f"not checked: {text}" for text in left)]
+    write_page(path, certificate_page(certificate, manifest, signers=signers, checked=texts))
+
+
+def _points(text: str | None) -> tuple[int, ...]:
+    from quorumark.errors import InputError
+
+    if text is None:
+        return ()
+    try:
+        return tuple(int(x) for x in text.split(","))
+    except ValueError:
+        raise InputError("--masked", "must be points like 1,3,4", repr(text)) from None
+
+
+def _ask(member: Any, json: bool) -> bool:
+    """Asks the person at the terminal, if there is one; a policy may answer instead."""
+    import sys
+
+    from quorumark.verify.ledger import read_policy
+
+    if json or not sys.stdin.isatty() or read_policy(member.path / "policy.json").approve == "always":
+        return False
+    return typer.confirm("answer this query? it is written to the ledger, and counts against the budget")
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def _progress(quiet: bool) -> Any:
+    """A context that shows which tensor is being worked on, on a terminal."""
+    from contextlib import nullcontext
+
+    from quorumark.cli.console import make_console
+
+    console = make_console(stderr=True)
+    if quiet or not console.is_terminal:
+        return nullcontext(None)
+
+    class Status:
+        def __enter__(self) -> Any:
+            self.status = console.status("reading the suspect")
+            self.status.__enter__()
+            return lambda name: self.status.update(f"canonical form: {name}")
+
+        def __exit__(self, *error: Any) -> None:
+            self.status.__exit__(*error)
+
+    return Status()
+
+
+def _describe(query: Query) -> str:
+    files = ", ".join(file.name for file in query.files[:3]) or "a model in memory"
+    more = f" and {len(query.files) - 3} more files" if len(query.files) > 3 else ""
+    lines = [
+        f"suspect: {files}{more}, {100 * query.covered / query.carriers:.1f} % of the carrying weights found",
+        f"statistic {query.statistic}, alignment {query.alignment}, {query.effective:,} effective coordinates",
+        *query.matching,
+        f"query {query.digest()}",
+    ]
+    return "\n".join(lines)
+
+
+def _figures(finding: Finding) -> dict[str, Any]:
+    names = ("verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "reasons", "failed")
+    members = [finding.names[str(partial.point)] for partial in finding.partials]
+    wrong = [finding.names[str(point)] for point in finding.wrong]
+    return {name: getattr(finding, name) for name in names} | {"members": members, "wrong": wrong}
+
+
+def _print_finding(finding: Finding) -> None:
+    typer.echo(
+        f"{finding.verdict}: z = {finding.z}, threshold {finding.threshold}; an unrelated model gets as far with "
+        f"probability 10^{finding.log10_p} (at most 10^{finding.log10_bound})"
+    )
+    for reason in finding.reasons:
+        typer.echo(f"- {reason}")

@@ -1,0 +1,497 @@
+"""Is this model ours? Asked by anybody, answered by t members or more, each on its own machine (docs/verification.md).
+
+    ours = Reference.read("consortium.json")                                   # with layout.json, anchor.safetensors
+    query = prepare(ours, "suspect.safetensors").query                         # anybody
+    partial = answer(home, unlock, ours, "suspect.safetensors", query, approved=True)       # each member
+    finding = combine(ours.manifest, query, partials)                          # anybody: z, verdict, who lied
+
+A member computes x from the suspect itself and takes nobody's word for it; the one number that leaves its machine is
+⟨x, its share⟩ mod p. The answers are a fresh Shamir sharing of Y = ⟨x, τ⟩, which is opened anyway, and say nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import shamir
+from quorumark.errors import DecodingError, EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError
+from quorumark.field import P, derive_key
+from quorumark.home import ConsortiumFolder, Home
+from quorumark.identity import Identity
+from quorumark.keystore import Unlock
+from quorumark.layout import Source
+from quorumark.merkle import Tree, salt_seed
+from quorumark.records import Manifest, canonical
+from quorumark.shares import ShareInfo
+from quorumark.verify import null
+from quorumark.verify.certificate import Certificate, verify_signatures
+from quorumark.verify.evidence import Finding, Partial, Query, SuspectFile, now
+from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
+from quorumark.verify.reference import Reference
+from quorumark.verify.statistic import Canonical, canonical_form, inner_product
+from quorumark.verify.suspect import Match, Suspect, match_layout, non_finite, read_suspect
+
+__all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "sign"]
+
+NO_ALIGNMENT = "none"
+_LEAST_COVERAGE = 50  # percent of the carriers: with fewer it is another model
+_FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
+_SHOWN = 4
+
+Progress = Callable[[str], None]
+
+
+# --- asking -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A query and the vector x that it names."""
+
+    query: Query
+    form: Canonical
+
+
+def prepare(
+    reference: Reference,
+    suspect: Source | Suspect,
+    *,
+    burnt: Collection[int] = (),
+    created: str | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """What to ask about a suspect. An InconclusiveError says why nothing can be asked: then nothing is accused either.
+
+    `burnt`: the leaves that audits opened; they are left out.
+    """
+    manifest, layout = reference.manifest, reference.layout
+    opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
+    match = match_layout(opened, layout)
+    if match.covered * 100 < _LEAST_COVERAGE * layout.carrier_size:
+        raise InconclusiveError(
+            f"the suspect does not fit the consortium's model: {match.covered:,} of {layout.carrier_size:,} carrying "
+            f"weights were found in it ({'; '.join(match.problems[:_SHOWN])})"
+        )
+    omit = omitted(burnt, manifest.terms.leaf, manifest.terms.coordinates)
+    form = canonical_form(
+        manifest.terms.statistic, layout, opened, reference.anchor, match.names, omit=omit, progress=progress
+    )
+    if not form.norm2:
+        raise InconclusiveError("the suspect is the anchor itself, or all zeros: there is nothing in it to test")
+    query = Query(
+        manifest=manifest.digest().hex(),
+        epoch=manifest.epoch,
+        statistic=manifest.terms.statistic,
+        alignment=NO_ALIGNMENT,
+        suspect=opened.digest(),
+        files=tuple(SuspectFile(file.name, file.sha256, file.size) for file in opened.files),
+        x=form.digest,
+        coordinates=layout.coordinates,
+        carriers=layout.carrier_size,
+        covered=match.covered,
+        norm1=form.norm1,
+        norm2=form.norm2,
+        norm4=form.norm4,
+        burnt=tuple(sorted(set(burnt))),
+        matching=_matching(opened, match),
+        created=created or now(),
+    )
+    return Prepared(query, form)
+
+
+def omitted(burnt: Collection[int], leaf: int, coordinates: int) -> NDArray[np.bool_] | None:
+    """Which coordinates the burnt leaves hold."""
+    if not burnt:
+        return None
+    omit = np.zeros(coordinates, np.bool_)
+    for index in burnt:
+        if not 0 <= index * leaf < coordinates:
+            raise InputError("burnt", f"must be leaves of a share of {coordinates} elements", index)
+        omit[index * leaf : (index + 1) * leaf] = True
+    return omit
+
+
+def _matching(suspect: Suspect, match: Match) -> tuple[str, ...]:
+    """How the suspect was read, in sentences."""
+    texts = []
+    if match.prefix:
+        texts.append(f"names: {match.prefix}")
+    if match.casts:
+        kinds = sorted(set(match.casts.values()))
+        texts.append(f"{len(match.casts)} tensors cast: {', '.join(kinds)}")
+    texts.extend(f"left out: {problem}" for problem in match.problems)
+    if match.extra:
+        texts.append(f"{len(match.extra)} tensors that the consortium's model does not have were ignored")
+    for name, count in non_finite(suspect, match).items():
+        texts.append(f"tensor {name!r} holds {count:,} numbers that are not finite: they count as 0")
+    return tuple(text if len(text) < 1000 else f"{text[:990]} …" for text in texts)
+
+
+# --- answering --------------------------------------------------------------------------------------------
+
+
+def answer(
+    home: Home,
+    unlock: Unlock,
+    reference: Reference,
+    suspect: Source | Suspect,
+    query: Query,
+    *,
+    approved: bool = False,
+    members: Collection[int] = (),
+    place: ConsortiumFolder | None = None,
+    progress: Progress | None = None,
+) -> Partial:
+    """A member's partial, from its home. A GuardError says why the member does not answer; the ledger keeps that too.
+
+    `members`: for the paper's variant, the points whose answers are to be added up under masks (none: an open partial).
+    """
+    place = place or home.only_consortium()
+    manifest = place.manifest()
+    if manifest.digest() != reference.manifest.digest():
+        raise EvidenceError("this member's manifest in force is another one than the query's: compare their digests")
+    prepared = prepare(reference, suspect, burnt=query.burnt, created=query.created, progress=progress)
+    if prepared.query != query:
+        raise EvidenceError(f"the query does not describe this suspect: {_difference(prepared.query, query)}")
+    ledger, policy = Ledger.open(place, manifest), read_policy(home.path / "policy.json")
+    try:
+        check_query(query, prepared.form.x, manifest, ledger, policy, approved)
+    except GuardError as error:
+        ledger.record_refusal(query, str(error))
+        raise
+    identity = home.identity(unlock)
+    point = manifest.terms.point_of(identity.ed25519)
+    value = _inner_product(place, unlock, manifest, point, prepared.form.x)
+    history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}
+    # on disk before the answer leaves: a crash costs an answer, never an entry
+    ledger.record_answer(query, prepared.form.x, "a person" if approved else "the policy")
+    return answer_with(identity, manifest, query, value, members, history, ledger.head)
+
+
+def _difference(mine: Query, theirs: Query) -> str:
+    one, two = mine.as_dict(), theirs.as_dict()
+    names = [name for name in one if one[name] != two[name]]
+    return f"{names[0]} is {str(one[names[0]])[:80]}, not {str(two[names[0]])[:80]}"
+
+
+def _inner_product(place: ConsortiumFolder, unlock: Unlock, manifest: Manifest, point: int, x: NDArray[Any]) -> int:
+    """⟨x, σ ⊙ s⟩ mod p over the sealed share, checked against its root in the same pass."""
+    share = place.share(unlock)
+    if share.info != ShareInfo.under(manifest, point, share.info.block):
+        raise KeystoreError(f"{str(place.share_path())!r} belongs to another consortium, member or epoch")
+    tree = Tree(salt_seed(share.salt), share.info.leaf, share.info.length)
+    total, start = 0, 0
+    for piece in share.pieces():
+        tree.update(piece)
+        used = piece[: max(0, x.size - start)]  # behind the key lie the keys of the archives
+        if used.size:
+            total += inner_product(whitened(manifest, x, start, used.size), used)
+        start += piece.size
+    if tree.root().hex() != manifest.roots[point - 1]:
+        raise KeystoreError(f"{str(place.share_path())!r} is not the share that the manifest's root commits to")
+    return total % P
+
+
+def whitened(manifest: Manifest, x: NDArray[Any], start: int, count: int) -> NDArray[Any]:
+    """σ ⊙ x for some coordinates: ⟨x, σ ⊙ τ_raw⟩ = ⟨σ ⊙ x, τ_raw⟩, and shares are of τ_raw."""
+    part = x[start : start + count]
+    return np.where(manifest.genesis.whitening(start, count), -part, part).astype(x.dtype, copy=False)
+
+
+def answer_with(
+    identity: Identity,
+    manifest: Manifest,
+    query: Query,
+    value: int,
+    members: Collection[int] = (),
+    history: Mapping[str, str] | None = None,
+    ledger: str = "00" * 32,
+) -> Partial:
+    """Signs ⟨x, share⟩ as a partial: open, or masked for a set of members.
+
+    Masked: λ·y + Σ± masks, one for each other member of the set, from the key that the two share. Over the whole set
+    they cancel, and the sum opens Y and nothing else; nobody can be corrected or named then.
+    """
+    point = manifest.terms.point_of(identity.ed25519)
+    chosen = tuple(sorted(set(members)))
+    if chosen:
+        if point not in chosen or len(chosen) < manifest.terms.threshold:
+            rule = f"must be at least {manifest.terms.threshold} points, this member's {point} among them"
+            raise InputError("members", rule, list(chosen))
+        weights = dict(zip(chosen, shamir.lagrange(chosen), strict=True))
+        value = weights[point] * value
+        for other in chosen:
+            if other != point:
+                secret = identity.exchange(manifest.terms.member(other).x25519)
+                pair = canonical({"query": query.digest(), "members": list(chosen), "pair": sorted((point, other))})
+                mask = int.from_bytes(derive_key(secret, "partial mask", pair), "big")
+                value += mask if point < other else -mask
+    return Partial.sign(
+        identity,
+        manifest=query.manifest,
+        epoch=query.epoch,
+        point=point,
+        query=query.digest(),
+        suspect=query.suspect,
+        x=query.x,
+        answer=str(value % P),
+        members=chosen,
+        history=dict(history or {}),
+        ledger=ledger,
+        created=now(),
+    )
+
+
+# --- combining --------------------------------------------------------------------------------------------
+
+
+def combine(
+    manifest: Manifest,
+    query: Query,
+    partials: Sequence[Partial],
+    *,
+    alpha: str = "",
+    created: str | None = None,
+) -> Finding:
+    """What the partials say together. Each check is numbered; an EvidenceError names whose partial is refused, and why.
+
+    `alpha` sets the threshold by a probability of false alarm instead of the policy's z.
+    """
+    terms = manifest.terms
+    # 1. the query is for this manifest, as all members signed it
+    if (query.manifest, query.epoch) != (manifest.digest().hex(), manifest.epoch):
+        raise EvidenceError("the query belongs to another manifest than the one given")
+    if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
+        raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
+    # 2. every partial is a member's, signed by it, one for each
+    by_point: dict[int, Partial] = {}
+    for partial in partials:
+        if partial.point not in range(1, terms.members + 1):
+            raise EvidenceError(f"a partial is for point {partial.point}, which is nobody's in {terms.name!r}")
+        name = terms.member(partial.point).name
+        partial.verify(terms)
+        # 3. it answers this query: this manifest and epoch, this suspect, this x
+        for what, mine, theirs in (
+            ("manifest", query.manifest, partial.manifest),
+            ("epoch of shares", query.epoch, partial.epoch),
+            ("suspect", query.suspect, partial.suspect),
+            ("canonical form of the suspect", query.x, partial.x),
+            ("query", query.digest(), partial.query),
+        ):
+            if mine != theirs:
+                raise EvidenceError(f"the partial of {name!r} is for another {what}: leave it out or ask again")
+        if by_point.get(partial.point, partial).answer != partial.answer:
+            raise EvidenceError(f"there are two partials of {name!r} with different answers: find out which is true")
+        by_point[partial.point] = partial
+    # 4. there are enough of them
+    points = sorted(by_point)
+    if len(points) < terms.threshold:
+        raise EvidenceError(f"{len(points)} partials are too few: {terms.name!r} needs {terms.threshold}")
+    used = tuple(by_point[point] for point in points)
+    # 5. they open one number
+    value, wrong, corroboration = _open(manifest, used)
+    # 6. which a key of this kind can give
+    if value * value > _largest_squared(manifest, query):
+        raise EvidenceError("no key can give the number that the partials open: at least one of them is wrong")
+    # 7. the members' ledgers: earlier queries, and what became of them
+    known, failed = reconcile(used, query.x)
+    if len(known.keys() | {query.x}) > budget(manifest):
+        raise EvidenceError(
+            f"the members' ledgers together know of {len(known)} other queries: with this one more than the "
+            f"{budget(manifest)} that the consortium may answer in its life"
+        )
+    # 8. z, and what it means
+    agreed = null.threshold_for(alpha) if alpha else terms.policy.get("z", "6")
+    threshold = null.raised_threshold(agreed, failed)
+    z, cosine = _z(manifest, query, value)
+    verdict, reasons = _verdict(query, z, threshold)
+    reasons += _caveats(manifest, used, wrong, corroboration, query)
+    if alpha:
+        reasons.append(f"the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy")
+    if failed:
+        reasons.append(f"{failed} earlier queries that did not pass raised the threshold from {agreed} to {threshold}")
+    return Finding(
+        consortium=terms.name,
+        members=terms.members,
+        quorum=terms.threshold,
+        query=query,
+        partials=used,
+        names={str(member.point): member.name for member in terms.roster},
+        corroboration=corroboration,
+        wrong=wrong,
+        value=str(value),
+        z=z,
+        cosine=cosine,
+        log10_p=null.log10_p(z),
+        log10_bound=null.log10_bound(z),
+        agreed=agreed,
+        alpha=alpha,
+        failed=failed,
+        threshold=threshold,
+        known=known,
+        verdict=verdict,
+        reasons=tuple(reasons),
+        created=created or now(),
+    )
+
+
+def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[int, ...], str]:
+    """Y as a signed number, whose partials are wrong, and how well it is corroborated."""
+    terms = manifest.terms
+    sets = {partial.members for partial in partials}
+    if sets != {()}:
+        expected = tuple(partial.point for partial in partials)
+        if sets != {expected}:
+            raise EvidenceError(
+                "masked partials open nothing unless they come from exactly the members that they were made for: "
+                f"{' and '.join(str(list(members)) for members in sorted(sets))}, not {list(expected)}"
+            )
+        value, wrong, spare = sum(partial.value for partial in partials) % P, (), 0
+    else:
+        try:
+            decoded = shamir.decode({partial.point: partial.value for partial in partials}, terms.threshold)
+        except DecodingError:
+            spare = len(partials) - terms.threshold
+            raise EvidenceError(
+                f"the {len(partials)} partials contradict each other, and more than {spare // 2} of them are wrong: "
+                "nobody can be named, and nothing follows; collect more"
+            ) from None
+        value, wrong, spare = decoded.value, decoded.wrong, decoded.spare
+    corroboration = "corrected" if wrong else "corroborated" if spare else "uncorroborated"
+    return (value - P if value > P // 2 else value), wrong, corroboration
+
+
+def _key_energy(manifest: Manifest) -> tuple[int, int]:
+    """‖τ‖² as (numerator, denominator), in the square of the units that shares are in."""
+    terms = manifest.terms
+    if terms.key == "rademacher":
+        return terms.coordinates, 1
+    opened = (manifest.commitment or {}).get("norm")  # of a normal key: opened at setup, or as it is on average
+    return (int(opened), 1) if opened else (terms.coordinates << 16, 1)
+
+
+def _z(manifest: Manifest, query: Query, value: int) -> tuple[str, str]:
+    """z = Y·√d/(‖x‖·‖τ‖) and the cosine Y/(‖x‖·‖τ‖); for keys of ±1 ‖τ‖ = √d."""
+    energy, _ = _key_energy(manifest)
+    d = manifest.terms.coordinates
+    return null.z_text(value * d, query.norm2 * energy * d), null.cosine_text(value, query.norm2, energy)
+
+
+def _largest_squared(manifest: Manifest, query: Query) -> int:
+    """The largest Y² there is: (Σ|x|)² for keys of ±1, ‖x‖²·‖τ‖² (twice that, if ‖τ‖ is not known) otherwise."""
+    if manifest.terms.key == "rademacher":
+        return query.norm1**2
+    return 2 * query.norm2 * _key_energy(manifest)[0]
+
+
+def _verdict(query: Query, z: str, threshold: str) -> tuple[str, list[str]]:
+    coverage = f"{100 * query.covered / query.carriers:.1f} % of the carrying weights"
+    if Decimal(z) >= Decimal(threshold):
+        return "PASSED", [f"z = {z} reaches the threshold {threshold}"]
+    if query.covered * 100 < _FULL_COVERAGE * query.carriers:
+        return "INCONCLUSIVE", [f"z = {z} is below the threshold {threshold}, but only {coverage} were found"]
+    return "FAILED", [f"z = {z} is below the threshold {threshold}: the mark was not found"]
+
+
+def _caveats(
+    manifest: Manifest, partials: Sequence[Partial], wrong: Sequence[int], corroboration: str, query: Query
+) -> list[str]:
+    terms, count = manifest.terms, len(partials)
+    spare = count - terms.threshold
+    texts = []
+    if corroboration == "uncorroborated":
+        texts.append(
+            f"uncorroborated: from {count} partials the number follows whatever they say, so that one lying member "
+            "could have set it"
+        )
+    elif corroboration == "corroborated":
+        texts.append(f"corroborated: {count} partials agree; up to {spare} lying members would have been noticed")
+    else:
+        named = ", ".join(terms.member(point).name for point in wrong)
+        texts.append(
+            f"the partials of {named} contradict the others and were corrected; that is right if no more than "
+            f"{spare // 2} of the {count} members lie, and {spare // 2 + 1} who work together could have framed them"
+        )
+    if query.covered < query.carriers:
+        texts.append(f"{query.carriers - query.covered:,} of {query.carriers:,} carrying weights were not found")
+    return texts
+
+
+# --- the certificate --------------------------------------------------------------------------------------
+
+
+def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: ConsortiumFolder | None = None) -> Certificate:
+    """Adds a member's signature to a combined certificate, once everything in it follows from the partials.
+
+    The member's ledger learns the outcome, and the queries that the others know of.
+    """
+    place = place or home.only_consortium()
+    manifest = place.manifest()
+    finding = certificate.finding
+    if _again(manifest, finding) != finding:
+        raise EvidenceError("the certificate says something else than its partials: do not sign it")
+    ledger = Ledger.open(place, manifest)
+    identity = home.identity(unlock)
+    point = manifest.terms.point_of(identity.ed25519)
+    if finding.query.x not in ledger.answered() or point not in {partial.point for partial in finding.partials}:
+        raise EvidenceError("this member has no part in the certificate: it did not answer that query")
+    signed = certificate.signed_by(identity)
+    ledger.learn(finding.known)
+    ledger.record_outcome(finding.query.x, "passed" if finding.verdict == "PASSED" else "failed", certificate.digest())
+    return signed
+
+
+def _again(manifest: Manifest, finding: Finding) -> Finding:
+    return combine(manifest, finding.query, finding.partials, alpha=finding.alpha, created=finding.created)
+
+
+def check_certificate(
+    certificate: Certificate,
+    chain: Sequence[Manifest],
+    *,
+    suspect: Source | Suspect | None = None,
+    reference: Reference | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[str], list[str]]:
+    """Verifies a certificate from its files alone: what was checked, and what could not be, in sentences.
+
+    Anything that does not hold is an error. `chain` was checked when it was read (`read_chain`).
+    """
+    manifest, finding = chain[-1], certificate.finding
+    checked, left = [], []
+    # 1. the manifest is the consortium's, signed by all members, and so is every one before it
+    checked.append(f"the manifest is signed by all {manifest.terms.members} members of {manifest.terms.name!r}")
+    # 2. every member whose partial counts signed the certificate
+    verify_signatures(certificate, manifest)
+    signers = ", ".join(member.name for member in certificate.signers(manifest))
+    checked.append(f"the certificate is signed by {signers}")
+    # 3. everything in it follows from the signed partials: the number, z, the threshold, the verdict
+    if _again(manifest, finding) != finding:
+        raise EvidenceError("the certificate says something else than the partials in it")
+    checked.append(f"{len(finding.partials)} signed partials open the number, and z and the verdict follow from it")
+    # 4. the suspect is the one that was tested
+    opened = None
+    if suspect is None:
+        left.append("the suspect was not given: that these are its digests was not checked")
+    else:
+        opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
+        if opened.digest() != finding.query.suspect:
+            raise EvidenceError("the suspect given is not the one that the certificate is about: its bytes differ")
+        checked.append("the suspect's files are those that were tested")
+    # 5. the vector x follows from the suspect, the layout and the anchor
+    if opened is None or reference is None:
+        left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
+    else:
+        query = prepare(
+            reference, opened, burnt=finding.query.burnt, created=finding.query.created, progress=progress
+        ).query
+        if query != finding.query:
+            raise EvidenceError(f"the certificate's query does not follow: {_difference(query, finding.query)}")
+        checked.append("the canonical form was computed again from the suspect and the anchor, and is the same")
+    return checked, left

@@ -1,0 +1,86 @@
+"""What a suspect is compared with: the consortium's signed manifest, the model's layout, and the anchor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quorumark import codec
+from quorumark.errors import LayoutError, RecordError
+from quorumark.home import follow_back, read_file
+from quorumark.layout import ModelLayout, Source
+from quorumark.records import Manifest, streamed_anchor_digest
+from quorumark.verify.suspect import Suspect, read_suspect
+
+__all__ = ["Reference", "read_chain"]
+
+LAYOUT, ANCHOR = "layout.json", "anchor.safetensors"
+
+
+def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
+    """All manifests up to one in a file, the earlier ones from the folder `history` beside it; every link checked."""
+    path = Path(manifest)
+    return follow_back(Manifest.from_bytes(read_file(path, "a consortium's manifest")), path.parent / "history")
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The public side of a consortium. `Reference.read` and `Reference.of` check that its parts belong together."""
+
+    chain: tuple[Manifest, ...]
+    layout: ModelLayout
+    anchor: Suspect
+
+    @property
+    def manifest(self) -> Manifest:
+        """The one in force."""
+        return self.chain[-1]
+
+    @classmethod
+    def of(cls, chain: Sequence[Manifest], layout: ModelLayout, anchor: Source | Suspect) -> Reference:
+        """From what is at hand: a checked chain, the layout, and the anchor as tensors or as a file."""
+        terms = chain[-1].terms
+        if layout.digest() != terms.layout:
+            raise RecordError("the layout is not the one that the manifest names: take the consortium's layout.json")
+        model = anchor if isinstance(anchor, Suspect) else read_suspect(anchor)
+        if streamed_anchor_digest(layout.digest(), 8 * layout.size, _encoded(layout, model)) != terms.anchor:
+            raise RecordError(
+                "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
+                "model if the consortium has one"
+            )
+        return cls(tuple(chain), layout, model)
+
+    @classmethod
+    def read(
+        cls,
+        manifest: str | os.PathLike[str],
+        layout: str | os.PathLike[str] | None = None,
+        anchor: str | os.PathLike[str] | None = None,
+    ) -> Reference:
+        """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named."""
+        folder = Path(manifest).parent
+        layout_path, anchor_path = Path(layout or folder / LAYOUT), Path(anchor or folder / ANCHOR)
+        for path, what, option in ((layout_path, "layout", "--layout"), (anchor_path, "anchor", "--anchor")):
+            if not path.exists():
+                raise RecordError(f"the {what} is not at {str(path)!r}: name it with {option}")
+        chain = read_chain(manifest)
+        return cls.of(chain, ModelLayout.from_bytes(read_file(layout_path, "a layout")), anchor_path)
+
+
+def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[bytes]:
+    """The anchor as field elements, tensor by tensor in the layout's order, a block at a time."""
+    for spec, _ in layout.spans():
+        found = model.tensors.get(spec.name)
+        if found is None or found.shape != spec.shape:
+            problem = "lacks it" if found is None else f"has it with the shape {found.shape}, not {spec.shape}"
+            raise LayoutError(f"the anchor does not fit the layout: tensor {spec.name!r}: the anchor {problem}")
+        if spec.size:
+            for _, values in model.blocks(spec.name):
+                yield _little(codec.encode(values.astype(layout.dtype, copy=False), name=f"tensor {spec.name!r}"))
+
+
+def _little(encoded: Any) -> bytes:
+    return encoded.astype("<u8", copy=False).tobytes()  # type: ignore[no-any-return]
