@@ -1,0 +1,1 @@
+"""Is this model ours? What a quorum does with a suspect model."""
