@@ -42,6 +42,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.layout",
         "quorumark.federation",
         "quorumark.training",
+        "quorumark.verify._sources",
         "quorumark.demo",
         "quorumark.bench.dealer",
         "quorumark.bench.dkg",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import quorumark
 from quorumark import codec, embed, errors, federation, field, layout, secagg, shamir, training
+from quorumark.verify import suspect
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -16,6 +17,7 @@ PUBLIC = {
     "paper_amplitudes weights",
     federation: "Federation FederationMember History Losses RoundReport group_of watch",
     training: "torch_evaluate torch_train",
+    suspect: "Match Suspect SuspectFile TensorInfo match_layout non_finite read_suspect",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

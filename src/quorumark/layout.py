@@ -315,6 +315,22 @@ _SAMPLE_BLOCK = 1 << 16
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """The tensors of a `.safetensors` file as read-only views of the file: nothing is loaded until it is used."""
+    header, start = _safetensors_header(path)
+    # one map for the whole file: a map each would need a file descriptor each
+    whole = np.memmap(path, np.uint8, "r")
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise LayoutError(f"tensor {name!r} has the type {entry['dtype']}, which is not supported")
+        begin, end = entry["data_offsets"]
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        content = whole[start + begin : start + end]
+        tensors[name] = np.ndarray(shape, dtype, content) if content.size else np.empty(shape, dtype)
+    return tensors
+
+
+def _safetensors_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
+    """The checked entries (dtype, shape, data_offsets) of a `.safetensors` file, and where its data begin."""
     from safetensors import safe_open
 
     if not Path(path).is_file():
@@ -334,18 +350,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         raise LayoutError(
             f"{os.fspath(path)!r} is not a sound safetensors file ({error}); save the model as one"
         ) from None
-    # one map for the whole file: a map each would need a file descriptor each
-    whole = np.memmap(path, np.uint8, "r")
-    tensors: dict[str, NDArray[Any]] = {}
-    for name in names:
-        entry = header[name]
-        if entry["dtype"] not in _DTYPES:
-            raise LayoutError(f"tensor {name!r} has the type {entry['dtype']}, which is not supported")
-        begin, end = entry["data_offsets"]
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        content = whole[8 + length + begin : 8 + length + end]
-        tensors[name] = np.ndarray(shape, dtype, content) if content.size else np.empty(shape, dtype)
-    return tensors
+    return {name: header[name] for name in names}, 8 + length
 
 
 def write_safetensors(tensors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

@@ -6,7 +6,7 @@
     finding = combine(ours.manifest, query, partials)                          # anybody: z, verdict, who lied
 
 A member computes x from the suspect itself and takes nobody's word for it; the one number that leaves its machine is
-⟨x, its share⟩ mod p. The answers are a fresh Shamir sharing of Y = ⟨x, τ⟩, which is opened anyway, and say nothing else.
+⟨x, its share⟩ mod p. The answers are a Shamir sharing of Y = ⟨x, τ⟩, which is opened anyway, and say no more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quorumark.records import Manifest, canonical
 from quorumark.shares import ShareInfo
 from quorumark.verify import null
 from quorumark.verify.certificate import Certificate, verify_signatures
-from quorumark.verify.evidence import Finding, Partial, Query, SuspectFile, now
+from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
 from quorumark.verify.reference import Reference
 from quorumark.verify.statistic import Canonical, canonical_form, inner_product
@@ -73,9 +73,10 @@ def prepare(
     manifest, layout = reference.manifest, reference.layout
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
     match = match_layout(opened, layout)
-    if match.covered * 100 < _LEAST_COVERAGE * layout.carrier_size:
+    covered = match.coverage[0]
+    if covered * 100 < _LEAST_COVERAGE * layout.carrier_size:
         raise InconclusiveError(
-            f"the suspect does not fit the consortium's model: {match.covered:,} of {layout.carrier_size:,} carrying "
+            f"the suspect does not fit the consortium's model: {covered:,} of {layout.carrier_size:,} carrying "
             f"weights were found in it ({'; '.join(match.problems[:_SHOWN])})"
         )
     omit = omitted(burnt, manifest.terms.leaf, manifest.terms.coordinates)
@@ -90,11 +91,11 @@ def prepare(
         statistic=manifest.terms.statistic,
         alignment=NO_ALIGNMENT,
         suspect=opened.digest(),
-        files=tuple(SuspectFile(file.name, file.sha256, file.size) for file in opened.files),
+        files=opened.files,
         x=form.digest,
         coordinates=layout.coordinates,
         carriers=layout.carrier_size,
-        covered=match.covered,
+        covered=covered,
         norm1=form.norm1,
         norm2=form.norm2,
         norm4=form.norm4,

@@ -77,7 +77,7 @@ def _take(body: object, cls: type[Any], what: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SuspectFile:
-    """A file of the suspect."""
+    """A file that holds the suspect's weights, or the index of those files; `name` is relative to the folder."""
 
     name: str
     sha256: str

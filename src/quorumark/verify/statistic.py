@@ -333,6 +333,8 @@ def inner_product(x: NDArray[Any], share: Vector, start: int = 0) -> int:
     mine = x[start : start + share.size]
     if mine.shape != share.shape:
         raise InputError("share", f"must have as many elements as x, {mine.size}", share.size)
+    if not mine.size:
+        return 0
     if mine.dtype != np.int8:
         return (
             sum(
