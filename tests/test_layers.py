@@ -34,7 +34,17 @@ ORDER = [
     "quorumark.cli",
     "quorumark.__main__",
 ]
-CORE = {"cryptography", "llvmlite", "numba", "numpy", "rich", "safetensors", "typer"}
+CORE = {
+    "cryptography",
+    "jinja2",
+    "llvmlite",
+    "numba",
+    "numpy",
+    "rich",
+    "safetensors",
+    "securesystemslib",
+    "typer",
+}
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {
         "quorumark.field._triton",
