@@ -28,7 +28,7 @@ from quorumark.verify.evidence import Finding
 from quorumark.verify.null import cosine_text, log10_bound, log10_p, raised_threshold, z_text
 from tests.evidence import consortium, label, make_finding, make_query
 
-PEOPLE, MANIFEST = consortium(5, 3)
+PEOPLE, MANIFEST = consortium(5, 2)
 FINDING = make_finding(PEOPLE, MANIFEST, 21.4, (1, 2, 4, 5), wrong=(4,))
 UNSIGNED = Certificate.of(FINDING)
 SIGNED = UNSIGNED.signed_by(PEOPLE[0]).signed_by(PEOPLE[1]).signed_by(PEOPLE[4])
@@ -162,7 +162,7 @@ def test_signatures_that_do_not_hold_are_refused_by_name() -> None:
 
 
 def test_it_holds_under_its_own_manifest_only() -> None:
-    _, other = consortium(5, 3, title="other hospitals")
+    _, other = consortium(5, 2, title="other hospitals")
     with pytest.raises(RecordError, match="another manifest"):
         SIGNED.signers(other)
     with pytest.raises(RecordError, match="another manifest"):

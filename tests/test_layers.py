@@ -29,6 +29,7 @@ ORDER = [
     "quorumark.federation",
     "quorumark.training",
     "quorumark.verify",
+    "quorumark.report",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",

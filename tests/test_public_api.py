@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import quorumark
-from quorumark import codec, embed, errors, federation, field, layout, secagg, shamir, training
+from quorumark import codec, embed, errors, federation, field, layout, report, secagg, shamir, training
+from quorumark.verify import certificate
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -16,6 +17,8 @@ PUBLIC = {
     "paper_amplitudes weights",
     federation: "Federation FederationMember History Losses RoundReport group_of watch",
     training: "torch_evaluate torch_train",
+    certificate: "Certificate PAYLOAD_TYPE PREDICATE_TYPE STATEMENT_TYPE verify_signatures",
+    report: "certificate_page write_page",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 
