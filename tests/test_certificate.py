@@ -228,6 +228,10 @@ def _envelope(**changes: Any) -> bytes:
 
 ENTRY = json.loads(SIGNED.to_bytes())["signatures"][0]
 TEXT = json.loads(SIGNED.to_bytes())["payload"]
+STRAY = ENTRY["sig"][:-3] + chr(ord(ENTRY["sig"][-3]) + 1) + "=="
+assert base64.b64decode(STRAY) == base64.b64decode(ENTRY["sig"])
+SAFE = ENTRY["sig"].replace("/", "_").replace("+", "-")
+assert ENTRY["sig"] != SAFE
 
 
 @pytest.mark.parametrize(
@@ -254,6 +258,9 @@ TEXT = json.loads(SIGNED.to_bytes())["payload"]
         (_envelope(signatures=[ENTRY | {"cert": "x"}]), "keyid and sig"),
         (_envelope(signatures=[ENTRY, ENTRY]), "signed twice by one key"),
         (_envelope(signatures=[ENTRY | {"sig": "*" * 88}]), "base64"),
+        # the same bytes in another spelling: stray bits at the end, and the alphabet for addresses
+        (_envelope(signatures=[ENTRY | {"sig": STRAY}]), "standard spelling"),
+        (_envelope(signatures=[ENTRY | {"sig": SAFE}]), "base64"),
         (_envelope(signatures=[ENTRY | {"sig": ""}]), "64 bytes"),
         (_envelope(signatures=[ENTRY | {"sig": None}]), "texts"),
         (_envelope(signatures=[ENTRY | {"keyid": "Avon"}]), "in hex"),

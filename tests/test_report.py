@@ -288,6 +288,15 @@ def test_a_dealer_is_a_limit() -> None:
     assert "dealer" not in read(21).text
 
 
+def test_a_key_whose_parts_are_known_is_a_limit() -> None:
+    terms = replace(MANIFEST.terms, setup="paper", key="gaussian")
+    summed = replace(MANIFEST, terms=terms, genesis=replace(MANIFEST.genesis, terms=terms.digest().hex()))
+    text = Reader(certificate_page(make_finding(PEOPLE, summed, 21, (1, 2, 3)), summed, signers=(), checked=())).text
+    assert "fewer than 3 of them together know something of it" in text
+    assert "No approximation is behind it" not in text  # that holds for signs
+    assert "if the key’s entries are normal draws" in text
+
+
 def test_another_manifest_is_refused() -> None:
     _, other = consortium(6, 3, title="others")
     with pytest.raises(RecordError, match="another manifest"):
