@@ -29,12 +29,24 @@ ORDER = [
     "quorumark.federation",
     "quorumark.training",
     "quorumark.verify",
+    "quorumark.report",
+    "quorumark.research",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",
     "quorumark.__main__",
 ]
-CORE = {"cryptography", "llvmlite", "numba", "numpy", "rich", "safetensors", "typer"}
+CORE = {
+    "cryptography",
+    "jinja2",
+    "llvmlite",
+    "numba",
+    "numpy",
+    "rich",
+    "safetensors",
+    "securesystemslib",
+    "typer",
+}
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {
         "quorumark.field._triton",

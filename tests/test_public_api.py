@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import quorumark
-from quorumark import codec, embed, errors, federation, field, layout, secagg, shamir, training
-from quorumark.verify import suspect
+from quorumark import codec, embed, errors, federation, field, layout, report, research, secagg, shamir, training
+from quorumark.verify import calibration, certificate, coalition, evidence, null, reference, statistic, suspect
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -17,7 +17,16 @@ PUBLIC = {
     "paper_amplitudes weights",
     federation: "Federation FederationMember History Losses RoundReport group_of watch",
     training: "torch_evaluate torch_train",
-    suspect: "Match Suspect SuspectFile TensorInfo match_layout non_finite read_suspect",
+    suspect: "Match Suspect TensorInfo match_layout non_finite read_suspect",
+    certificate: "Certificate PAYLOAD_TYPE PREDICATE_TYPE STATEMENT_TYPE verify_signatures",
+    report: "certificate_page write_page",
+    research: "KnownKey TensorsInMemory random_key",
+    calibration: "Calibration calibrate",
+    coalition: "Prepared answer answer_with check_certificate combine prepare sign",
+    evidence: "CORROBORATION VERDICTS Finding Partial Query SuspectFile now vector_digest",
+    null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
+    reference: "Reference read_chain",
+    statistic: "STATISTICS Canonical canonical_form inner_product vector_digest",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +10,10 @@ import pytest
 from quorumark import shamir
 from quorumark.errors import (
     EvidenceError,
-    GuardError,
-    InconclusiveError,
-    KeystoreError,
-    QuorumarkError,
-    RecordError,
-    SignatureError,
 )
 from quorumark.field import P
-from quorumark.home import Home
-from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.records import Manifest, anchor_digest
-from quorumark.setup.local import deal_key
-from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
-from quorumark.verify.evidence import Finding, Partial, Query
-from quorumark.verify.ledger import Ledger
-from quorumark.verify.reference import Reference, read_chain
-from quorumark.verify.statistic import inner_product
-from tests.ceremony import identities, make_terms
+from quorumark.verify.coalition import combine
+from quorumark.verify.evidence import Partial, Query
 from tests.consortium import World, anchor_model, make_world, trained_from
 
 

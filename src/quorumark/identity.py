@@ -118,6 +118,15 @@ class Identity:
         """Ed25519 over digest("signature", purpose, data): a signature for one purpose is none for another."""
         return self._sign.sign(digest("signature", purpose.encode(), data))
 
+    def sign_dsse(self, pae: bytes) -> bytes:
+        """Ed25519 over the bytes themselves, as DSSE envelopes want it; only over what such an envelope signs.
+
+        `sign` signs 32 bytes, this only more than 32 that start with "DSSEv1 ": neither can be taken for the other.
+        """
+        if not pae.startswith(b"DSSEv1 ") or len(pae) <= 32:
+            raise InputError("pae", "must be what a DSSE envelope signs: DSSEv1, type and payload", "other bytes")
+        return self._sign.sign(pae)
+
     def exchange(self, x25519: str) -> bytes:
         """The secret that this member shares with the holder of another X25519 key."""
         return exchange(self._unseal, x25519)

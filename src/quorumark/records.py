@@ -36,6 +36,7 @@ __all__ = [
     "is_warm_up",
     "parse",
     "quorum",
+    "read_json",
     "streamed_anchor_digest",
     "unchanged",
 ]
@@ -78,13 +79,19 @@ def _started(domain: str, *parts: bytes | memoryview) -> hashlib._Hash:
     return hashed
 
 
-def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
-    """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
+def read_json(data: bytes, what: str) -> Any:
+    """JSON with no field twice, no fractions and no text that has no bytes; anything else is a RecordError."""
     try:
         body = json.loads(data, object_pairs_hook=_no_duplicates, parse_float=_no_float, parse_constant=_no_float)
         canonical(body)  # every text must have bytes: no lone surrogates
     except (ValueError, RecursionError) as error:
         raise RecordError(f"this is not {what}: not JSON that can be read ({type(error).__name__})") from None
+    return body
+
+
+def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
+    """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
+    body = read_json(data, what)
     if not isinstance(body, dict) or not isinstance(body.get("format"), str):
         raise RecordError(f"this is not {what}: it names no format")
     if body["format"] != expected:

@@ -1,20 +1,24 @@
-"""Makes the test vectors in v1/. It uses none of quorumark's code: Python ints, fractions, hashlib, and the AES of the
-`cryptography` package. Run it from anywhere; the files must not change (tests/test_vectors.py compares).
+"""Makes the test vectors in v1/. It uses none of quorumark's code: Python ints, fractions, hashlib, and AES and Ed25519
+from the `cryptography` package. Run it from anywhere; the files must not change (tests/test_vectors.py compares).
 
 Files written by a release stay readable by all later ones: add new files, never change these.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
+import math
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 P = 2**61 - 1
@@ -220,10 +224,173 @@ def layout() -> dict[str, Any]:
     }
 
 
+def canonical_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def digest(domain: str, *parts: bytes) -> bytes:
+    pieces = [domain.encode(), *parts]
+    return hashlib.sha256(b"quorumark/v1" + b"".join(len(p).to_bytes(8, "big") + p for p in pieces)).digest()
+
+
+def label(text: str) -> str:
+    """32 bytes in hex that stand for something."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def certificate() -> dict[str, Any]:
+    """Three of five, where two suffice, test a model of two files and sign what they found."""
+    people = ["Avon", "Birch", "Cedar", "Delta", "Größe & Söhne"]
+    signing = [Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"sign {n}".encode()).digest()) for n in people]
+    sealing = [X25519PrivateKey.from_private_bytes(hashlib.sha256(f"seal {n}".encode()).digest()) for n in people]
+    secrets = [s.private_bytes_raw() + u.private_bytes_raw() for s, u in zip(signing, sealing, strict=True)]
+    keys = [s.public_key().public_bytes_raw().hex() for s in signing]
+
+    def sign(point: int, purpose: str, data: bytes) -> str:
+        return signing[point - 1].sign(digest("signature", purpose.encode(), data)).hex()
+
+    coordinates, norm, value = 2_560_000, 10**6, 21_374_512
+    terms: dict[str, Any] = {
+        "name": "hospitals",
+        "threshold": 2,
+        "roster": [
+            {"point": x, "name": name, "ed25519": key, "x25519": u.public_key().public_bytes_raw().hex(), "examples": x}
+            for x, (name, key, u) in enumerate(zip(people, keys, sealing, strict=True), 1)
+        ],
+        "layout": label("layout"),
+        "coordinates": coordinates,
+        "anchor": label("anchor"),
+        "created": "2026-01-31T12:00:00Z",
+        "key": "rademacher",
+        "setup": "dkg",
+        "leaf": 1024,
+        "strength": {"rule": "rho", "rho": "0.05", "c_max": "0.03"},
+        "statistic": "balanced-anchor/v1",
+        "policy": {"z": "6"},
+    }
+    terms_digest = digest("terms", canonical_json({"format": "quorumark-terms/v1", **terms})).hex()
+    roots = [label(f"root {x}") for x in range(1, 6)]
+    manifest: dict[str, Any] = {
+        "format": "quorumark-manifest/v1",
+        "terms": terms,
+        "genesis": {
+            "terms": terms_digest,
+            "layout": terms["layout"],
+            "anchor": terms["anchor"],
+            "statistic": terms["statistic"],
+            "session": label("session"),
+            "roots": roots,
+        },
+        "roots": roots,
+        "epoch": 0,
+        "commitment": None,
+        "predecessor": None,
+        "archived": [],
+    }
+    manifest_digest = digest("manifest", canonical_json(manifest))
+    manifest["signatures"] = {str(x): sign(x, "manifest", manifest_digest) for x in range(1, 6)}
+
+    query: dict[str, Any] = {
+        "manifest": manifest_digest.hex(),
+        "epoch": 0,
+        "statistic": "balanced-anchor/v1",
+        "alignment": "none",
+        "suspect": label("suspect"),
+        "files": [
+            {"name": "model-1-of-2.safetensors", "sha256": label("file 1"), "size": 9_663_676},
+            {"name": "größe-2-of-2.safetensors", "sha256": label("file 2"), "size": 577_012},
+        ],
+        "x": label("x"),
+        "coordinates": coordinates,
+        "carriers": coordinates,
+        "covered": 2_559_000,
+        "norm1": 10**9,
+        "norm2": norm * norm,
+        "norm4": 10**18,
+        "burnt": [3, 17],
+        "matching": ["tensors were found under the prefix 'module.'"],
+        "created": "2026-03-01T08:00:00Z",
+    }
+    query_digest = digest("query", canonical_json({"format": "quorumark-query/v1", **query})).hex()
+    known = {label("an earlier x"): "failed"}
+    polynomial = [value, numbers("certificate", 1)[0]]  # t = 2
+    partials = []
+    for x in (1, 3, 5):
+        partial: dict[str, Any] = {
+            "manifest": manifest_digest.hex(),
+            "epoch": 0,
+            "point": x,
+            "query": query_digest,
+            "suspect": query["suspect"],
+            "x": query["x"],
+            "answer": str(evaluate(polynomial, x)),
+            "members": [],
+            "history": known,
+            "ledger": label(f"ledger {x}"),
+            "created": f"2026-03-01T09:0{x}:00Z",
+        }
+        signed = canonical_json({"format": "quorumark-partial/v1", **partial})
+        partials.append({**partial, "signature": sign(x, "partial", signed)})
+    z = value / norm
+    finding = {
+        "consortium": "hospitals",
+        "members": 5,
+        "quorum": 2,
+        "query": query,
+        "partials": partials,
+        "names": {"1": people[0], "3": people[2], "5": people[4]},
+        "corroboration": "corroborated",
+        "wrong": [],
+        "value": str(value),
+        "z": f"{z:.6f}",
+        "cosine": f"{z / math.sqrt(coordinates):.6f}",
+        "log10_p": f"{math.log10(math.erfc(z / math.sqrt(2)) / 2):.2f}",
+        "log10_bound": f"{-z * z / 2 / math.log(10):.2f}",
+        "agreed": "6",
+        "alpha": "",
+        "failed": 1,
+        "threshold": "7.000000",
+        "known": known,
+        "verdict": "PASSED",
+        "reasons": ["z is at least the threshold"],
+        "created": "2026-03-01T10:00:00Z",
+    }
+    payload = canonical_json(
+        {
+            "_type": "https://in-toto.io/Statement/v1",
+            "subject": [{"name": f["name"], "digest": {"sha256": f["sha256"]}} for f in query["files"]],
+            "predicateType": "urn:quorumark:certificate:v1",
+            "predicate": finding,
+        }
+    )
+    kind = "application/vnd.in-toto+json"
+    signed = f"DSSEv1 {len(kind)} {kind} {len(payload)} ".encode() + payload
+    signatures = {keys[x - 1]: signing[x - 1].sign(signed) for x in (1, 3, 5)}
+    envelope = {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": kind,
+        "signatures": [{"keyid": k, "sig": base64.b64encode(s).decode()} for k, s in sorted(signatures.items())],
+    }
+    return {
+        "members": [{"name": n, "secret": s.hex()} for n, s in zip(people, secrets, strict=True)],
+        "manifest": canonical_json(manifest).decode(),
+        "payload": payload.decode(),
+        "digest": digest("certificate", payload).hex(),
+        "envelope": json.dumps(envelope, indent=2) + "\n",
+    }
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "v1"
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {"field": field(), "stream": stream(), "shamir": shamir(), "codec": codec(), "layout": layout()}
+    parts = {
+        "field": field(),
+        "stream": stream(),
+        "shamir": shamir(),
+        "codec": codec(),
+        "layout": layout(),
+        "certificate": certificate(),
+    }
     for name, content in parts.items():
         text = json.dumps(content, ensure_ascii=False, indent=1)
         (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
