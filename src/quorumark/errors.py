@@ -11,6 +11,7 @@
     ├── MessageError            a message that is refused: names the sender and the step
     ├── CeremonyError           a key ceremony that cannot go on: says why, and who, where that is known
     ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
+    ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     └── MissingDependencyError  a part that needs an extra which is not installed
 
@@ -86,6 +87,10 @@ class CeremonyError(QuorumarkError):
 
 class RoundError(QuorumarkError):
     """A round that cannot go on, or a step of it that a member refuses; the text says why."""
+
+
+class GuardError(QuorumarkError):
+    """A verification query that this member refuses; the text says why."""
 
 
 class KeystoreError(QuorumarkError):
