@@ -381,9 +381,7 @@ def test_a_certificate_checks_out_from_its_files_alone(world: World, certificate
     found = Certificate.from_bytes((tmp_path / "certificate.json").read_bytes())
     chain = read_chain(tmp_path / "consortium.json")
     reference = Reference.read(tmp_path / "consortium.json")
-    checked, left = check_certificate(
-        found, chain, suspect=tmp_path / "suspect.safetensors", reference=reference
-    )
+    checked, left = check_certificate(found, chain, suspect=tmp_path / "suspect.safetensors", reference=reference)
     assert len(checked) == 5
     assert left == []
     checked, left = check_certificate(found, chain)

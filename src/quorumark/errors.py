@@ -13,6 +13,7 @@
     ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
     ├── EvidenceError           a query, a partial or a certificate that is refused: names whose, and why
     ├── InconclusiveError       a suspect that cannot be tested: says why
+    ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     └── MissingDependencyError  a part that needs an extra which is not installed
 
@@ -96,6 +97,10 @@ class EvidenceError(QuorumarkError):
 
 class InconclusiveError(QuorumarkError):
     """A suspect that cannot be tested; the text says why. It is neither ours nor not ours."""
+
+
+class GuardError(QuorumarkError):
+    """A verification query that this member refuses; the text says why."""
 
 
 class KeystoreError(QuorumarkError):

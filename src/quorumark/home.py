@@ -2,6 +2,7 @@
 
     HOME/member.json                     the card: public, to be sent to the others
     HOME/identity.sealed                 the private keys
+    HOME/policy.json                     what this member answers without asking a person (written by hand, optional)
     HOME/consortia/ID/terms.json         ID: the first 16 digits of the first terms' digest
     HOME/consortia/ID/ceremony.sealed    while a ceremony runs
     HOME/consortia/ID/finished.json      which health check this member finished last, and what it showed
@@ -10,6 +11,9 @@
     HOME/consortia/ID/history/….json     the manifests before it, by the first 16 digits of their digests
     HOME/consortia/ID/share-EPOCH.sealed
     HOME/consortia/ID/archive.bin        after a resharing: the genesis share, under keys that nobody holds alone
+    HOME/consortia/ID/ledger.jsonl       what this member answered, refused and learnt in verifications, hash-chained
+    HOME/consortia/ID/ledger.head        the hash of its last entry, so that a cut ledger is noticed
+    HOME/consortia/ID/queries/….bin      the vectors x of the queries that were answered, by their digests
 
 Folders have mode 0700. Nothing in it needs a network or a server.
 """
@@ -35,8 +39,9 @@ _LARGEST_RECORD = 1 << 26
 _SIGNED = "quorumark-signed/v1"
 # what a home consists of, and all that a backup may hold
 _KEPT = re.compile(
-    r"member\.json|identity\.sealed|consortia/[0-9a-f]{16}/"
-    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|signed\.json|share-[0-9]{1,9}\.sealed|archive\.bin)"
+    r"member\.json|identity\.sealed|policy\.json|consortia/[0-9a-f]{16}/"
+    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|signed\.json|share-[0-9]{1,9}\.sealed|archive\.bin"
+    r"|ledger\.jsonl|ledger\.head|queries/[0-9a-f]{64}\.bin)"
 )
 
 
@@ -57,6 +62,7 @@ class Home:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.policy_path = self.path / "policy.json"
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], name: str, unlock: Unlock) -> Home:
@@ -154,6 +160,9 @@ class ConsortiumFolder:
         self.archive_path = path / "archive.bin"
         self.ceremony_path = path / "ceremony.sealed"
         self.manifest_path = path / "manifest.json"
+        self.ledger_path = path / "ledger.jsonl"
+        self.ledger_head_path = path / "ledger.head"
+        self.queries_path = path / "queries"
 
     def terms(self) -> Terms:
         return Terms.from_bytes(read_file(self.path / "terms.json", "a consortium's terms"))

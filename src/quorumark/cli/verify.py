@@ -250,10 +250,10 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
     place = Home(home).only_consortium(consortium)
     manifest = place.manifest()
     book = Ledger.open(place, manifest)
-    known = book.known()
+    known, most = book.known(), budget(manifest.terms.coordinates, manifest.terms.policy)
     if json:
         entries = [dict(entry) for entry in book.entries]
-        body = {"head": book.head, "known": known, "budget": budget(manifest), "burnt": list(book.burnt())}
+        body = {"head": book.head, "known": known, "budget": most, "burnt": list(book.burnt())}
         typer.echo(jsonlib.dumps({**body, "entries": entries}))
         return
     for entry in book.entries:
@@ -261,7 +261,7 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
         text = ", ".join(f"{k} {str(v)[:40]}" for k, v in shown.items())
         typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
     typer.echo(
-        f"{len(known)} different queries are known here, of {budget(manifest)} in the consortium's life; "
+        f"{len(known)} different queries are known here, of {most} in the consortium's life; "
         f"{len(book.burnt())} leaves are burnt\nhead {book.head}"
     )
 
@@ -341,7 +341,7 @@ def _ask(member: Any, json: bool) -> bool:
 
     from quorumark.verify.ledger import read_policy
 
-    if json or not sys.stdin.isatty() or read_policy(member.path / "policy.json").approve == "always":
+    if json or not sys.stdin.isatty() or read_policy(member.policy_path).approve == "always":
         return False
     return typer.confirm("answer this query? it is written to the ledger, and counts against the budget")
 

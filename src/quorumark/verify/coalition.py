@@ -160,18 +160,19 @@ def answer(
     prepared = prepare(reference, suspect, burnt=query.burnt, created=query.created, progress=progress)
     if prepared.query != query:
         raise EvidenceError(f"the query does not describe this suspect: {_difference(prepared.query, query)}")
-    ledger, policy = Ledger.open(place, manifest), read_policy(home.path / "policy.json")
-    try:
-        check_query(query, prepared.form.x, manifest, ledger, policy, approved)
-    except GuardError as error:
-        ledger.record_refusal(query, str(error))
-        raise
     identity = home.identity(unlock)
-    point = manifest.terms.point_of(identity.ed25519)
-    value = _inner_product(place, unlock, manifest, point, prepared.form.x)
-    history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}
-    # on disk before the answer leaves: a crash costs an answer, never an entry
-    ledger.record_answer(query, prepared.form.x, "a person" if approved else "the policy")
+    ledger = Ledger.open(place, manifest)
+    with ledger.exclusive():  # nobody else answers here between the check and the entry
+        try:
+            approved_by = check_query(query, prepared.form.x, manifest, ledger, read_policy(home.policy_path), approved)
+        except GuardError as error:
+            ledger.record_refusal(query, str(error))
+            raise
+        point = manifest.terms.point_of(identity.ed25519)
+        value = _inner_product(place, unlock, manifest, point, prepared.form.x)
+        history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}
+        # on disk before the answer leaves: a crash costs an answer, never an entry
+        ledger.record_answer(query, prepared.form.x, approved_by)
     return answer_with(identity, manifest, query, value, members, history, ledger.head)
 
 
@@ -301,11 +302,12 @@ def combine(
     if value * value > _largest_squared(manifest, query):
         raise EvidenceError("no key can give the number that the partials open: at least one of them is wrong")
     # 7. the members' ledgers: earlier queries, and what became of them
-    known, failed = reconcile(used, query.x)
-    if len(known.keys() | {query.x}) > budget(manifest):
+    known, failed = reconcile(used)
+    most = budget(terms.coordinates, terms.policy)
+    if len(known) + 1 > most:
         raise EvidenceError(
             f"the members' ledgers together know of {len(known)} other queries: with this one more than the "
-            f"{budget(manifest)} that the consortium may answer in its life"
+            f"{most} that the consortium may answer in its life"
         )
     # 8. z, and what it means
     agreed = null.threshold_for(alpha) if alpha else terms.policy.get("z", "6")
@@ -443,7 +445,7 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     if finding.query.x not in ledger.answered() or point not in {partial.point for partial in finding.partials}:
         raise EvidenceError("this member has no part in the certificate: it did not answer that query")
     signed = certificate.signed_by(identity)
-    ledger.learn(finding.known)
+    ledger.learn(finding.known, f"certificate {certificate.digest()[:16]}")
     ledger.record_outcome(finding.query.x, "passed" if finding.verdict == "PASSED" else "failed", certificate.digest())
     return signed
 
