@@ -17,7 +17,7 @@ from rich.console import Console
 
 from quorumark import codec, field, shamir
 from quorumark import federation as federation_module
-from quorumark.embed import Amplitudes, MarkState, ideal_mark, weights
+from quorumark.embed import Amplitudes, MarkState, ideal_mark, ideal_norms, norm_count, weights
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
 from quorumark.federation import Federation, FederationMember, History, Losses, _table, group_of, watch
 from quorumark.field import Vector
@@ -168,7 +168,97 @@ def test_with_the_mark_the_difference_is_exactly_the_amplitudes_times_the_key(wo
         assert nothing is None
         assert amplitudes.marks
         ideal_mark(plain, amplitudes, key, world.manifest.genesis)
-        assert (marked == plain).all()
+        assert (marked[: world.layout.size] == plain).all()
+
+
+@pytest.mark.parametrize("plan", [{}, {(1, "upload"): [4]}])
+def test_the_norms_that_are_opened_are_those_of_all_updates(world: World, plan: dict[Any, Any]) -> None:
+    """Bit for bit what research adds up in the clear, for the members of the attempt that succeeds."""
+    run = world.federation(losses=Losses(plan))
+    sums: list[Vector] = []
+    honest = run._sum
+
+    def spy(*arguments: Any) -> Any:
+        result = honest(*arguments)
+        sums.append(result[0].copy())
+        return result
+
+    run._sum = spy  # type: ignore[method-assign, assignment]
+    points = (1, 2, 3, 5) if plan else (1, 2, 3, 4, 5)
+    results = {}
+    for x in points:
+        seed = run._seed_for(1, x)
+        assert seed is not None
+        results[x] = world.layout.encode(train(run.model, 0.01 * x, seed))
+    report = run.round()
+    assert report.members == points
+    before = world.layout.encode(world.model)
+    wanted = ideal_norms(world.layout, before, results, weights(world.manifest, points))
+    assert (sums[0][world.layout.size :] == wanted).all()
+    assert wanted.size == norm_count(world.layout) == 24 + 30 + 9 + 24 + 12 + 5 + 9
+    assert wanted.all()
+
+
+def test_norms_are_uploaded_where_the_mark_needs_them_and_only_there(world: World) -> None:
+    size = world.layout.size
+    assert {member.length() for member in world.members().values()} == {size + norm_count(world.layout)}
+    assert {member.length() for member in world.members(mark=False).values()} == {size}
+    free = World(strength={"rule": "rho", "rho": "0.05", "alike": "mark"})
+    assert {member.length() for member in free.members().values()} == {size}
+    run = free.federation()
+    assert [run.round().marked for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("alike", ["skip", "mark"])
+def test_a_row_that_moves_alike_at_all_members_gets_no_mark(alike: str) -> None:
+    """By the protocol's own sums, and with members who look at nothing but what is public."""
+    world = World(strength={"rule": "rho", "rho": "0.05", "alike": alike})
+
+    def training(model: Model, data: float, seed: int) -> Model:
+        """Row 4 gets no gradient: it moves by the sign of its weights, further at members with more data."""
+        moved = train(model, data, seed)
+        row = model["a.weight"][4]
+        return {**moved, "a.weight": np.vstack([moved["a.weight"][:4], [row - np.float32(data) * np.sign(row)],
+                                                moved["a.weight"][5:]])}  # fmt: skip
+
+    members = world.members(training)
+    for member in members.values():
+        member.history = History(world.manifest, world.layout, world.layout.encode(world.model))
+    run = world.federation(members=members)
+    for _ in range(4):
+        assert not run.round().given_up
+    assert members[2].history is not None
+    amplitudes = members[2].history.amplitudes(5)
+    _, place = next(iter(world.layout.spans("carrier")))
+    rows = amplitudes.vector[place].reshape(24, 30)
+    assert [i for i, row in enumerate(rows) if not row.any()] == ([4] if alike == "skip" else [])
+
+
+def test_a_sum_of_norms_that_cannot_be_leaves_the_last_model_standing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world.federation()
+    run.round()
+    model, state = run._vector.copy(), run.history.mark.digest()
+    with monkeypatch.context() as patch:
+        patch.setattr(federation_module, "update_norms", lambda layout, *_: field.random(norm_count(layout)))
+        report = run.round()
+    assert "the opened sum of norms must be from 0" in report.given_up
+    assert (run._vector == model).all()
+    assert run.history.mark.digest() == state
+    assert not run.round().given_up
+
+
+def test_an_update_whose_norms_do_not_fit_excludes_its_member(world: World) -> None:
+    def training(model: Model, data: float, seed: int) -> Model:
+        good = train(model, data, seed)
+        if data == 0.03:
+            good["a.weight"][0] = 4e5  # each of them fits
+        return good
+
+    report = world.federation(members=world.members(training)).round()
+    assert report.members == (1, 2, 4, 5)
+    assert "must have norms below 524288" in report.excluded[3]
 
 
 def test_two_runs_with_one_seed_are_one(world: World) -> None:
@@ -363,7 +453,7 @@ def test_a_member_uploads_what_it_joined_for_and_nothing_else(world: World) -> N
     assert amplitudes.marks
     # told that there is no mark, or another one, the server's binding is another than the members'
     for told in (None, history.mark.amplitudes(5)):
-        server = SecAggServer(run.group, 4, history.binding(4, told), world.layout.size)
+        server = SecAggServer(run.group, 4, history.binding(4, told), members[1].length())
         for x, member in members.items():
             member.train(run.model, 4, x)
             with pytest.raises(MessageError, match="starts from another model, other weights"):
@@ -488,7 +578,7 @@ def test_epochs_and_amendments_do_not_mix(world: World) -> None:
     moved = FederationMember(world.people[0], later, world.layout, train, 0.01, world.shares[1])
     moved.history = History(later, world.layout, world.layout.encode(world.model))
     run = world.federation()
-    server = SecAggServer(run.group, 1, run.history.binding(1, None), world.layout.size)
+    server = SecAggServer(run.group, 1, run.history.binding(1, None), moved.length())
     with pytest.raises(MessageError, match="belongs elsewhere: its consortium"):
         server.take_ready(1, moved.ready(1))
 
@@ -510,7 +600,7 @@ def test_inputs_are_checked(world: World) -> None:
         world.federation(seed=-1)
     run = world.federation()
     run.round()
-    server = SecAggServer(run.group, 2, run.history.binding(2, run.history.amplitudes(2)), world.layout.size)
+    server = SecAggServer(run.group, 2, run.history.binding(2, run.history.amplitudes(2)), run.members[1].length())
     for x, member in run.members.items():
         server.take_ready(x, member.ready(2))
     announcement = server.announce()
@@ -585,7 +675,7 @@ def test_digests_of_amplitudes_and_histories_tell_apart_what_differs(world: Worl
             run.history.mark.to_bytes(), run.history.strength, world.layout, "rademacher",
             run.history.mark.model, run.history.mark.anchor,
         )  # fmt: skip
-        state.advance(4, run.history.mark.model, embedded)
+        state.advance(4, run.history.mark.model, embedded, np.ones(norm_count(world.layout), np.uint64))
         states.append(state.digest())
     assert states[0] != states[1]
 

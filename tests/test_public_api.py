@@ -13,8 +13,8 @@ PUBLIC = {
     "lagrange_matrix reconstruct share share_chunks share_compressed",
     codec: "FRACTION_BITS LIMIT decode encode encode_axpy",
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
-    embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark marked_vector model_digest "
-    "paper_amplitudes weights",
+    embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark ideal_norms marked_vector "
+    "model_digest norm_count paper_amplitudes update_norms weights",
     federation: "Federation FederationMember History Losses RoundReport group_of watch",
     training: "torch_evaluate torch_train",
     suspect: "Match Suspect TensorInfo match_layout non_finite read_suspect",

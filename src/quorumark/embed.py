@@ -1,15 +1,17 @@
 """What the mark is in a round: how strong it is, what a member adds for it, and what it refuses (docs/strength.md).
 
-The mark of a round is S ⊙ τ. The amplitudes S come from public global models only, in whole numbers only, so that every
-member derives the same ones; weights that did not move get nothing. A member adds S ⊙ σ ⊙ λ_k·s_k to its weighted
-model, and over the members U who take part this is S ⊙ τ, exactly.
+The mark of a round is S ⊙ τ. The amplitudes S come from what is public only (global models, and sums of the members'
+norms), in whole numbers only, so that every member derives the same ones; weights that did not move, or that moved
+alike at all members, get nothing. A member adds S ⊙ σ ⊙ λ_k·s_k to its weighted model, and over the members U who take
+part this is S ⊙ τ, exactly.
 
     strength = Strength.of(terms.strength, terms.coordinates)
     state = MarkState(strength, layout, terms.key, E(θ_0))
     each round:
         amplitudes = state.amplitudes(round)
         if check_round(…): marked_vector(y, amplitudes, …)     # a member; y = E(a_k·θ_k)
-        state.advance(round, E(θ_round), amplitudes)            # everybody, once the round's model is accepted
+        norms = update_norms(layout, E(θ), E(θ_k), a_k)         # a member; summed like y
+        state.advance(round, E(θ_round), amplitudes, Σ norms)   # everybody, once the round's model is accepted
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import field, shamir
-from quorumark.errors import InputError, RecordError, RoundError
+from quorumark import codec, field, shamir
+from quorumark.errors import EncodingError, InputError, RecordError, RoundError
 from quorumark.field import P, Vector, _cpu, _parallel
 from quorumark.layout import ModelLayout
 from quorumark.records import KEY_KINDS, Genesis, Manifest, canonical, digest, parse
@@ -40,9 +42,12 @@ __all__ = [
     "check_round",
     "check_weights",
     "ideal_mark",
+    "ideal_norms",
     "marked_vector",
     "model_digest",
+    "norm_count",
     "paper_amplitudes",
+    "update_norms",
     "weights",
 ]
 
@@ -53,15 +58,16 @@ KEY_BITS = {"rademacher": 0, "gaussian": 8}
 """Fractional bits of a key's values; the amplitudes have the other ones of the 40."""
 
 _RULES = {  # the settings that each rule needs, and those that it may have with what they are otherwise
-    "rho": ({"rho"}, {"c_max": "0.03"}),
-    "target": ({"z"}, {"c_max": "0.03"}),
-    "relative": ({"c"}, {}),
+    "rho": ({"rho"}, {"c_max": "0.03", "alike": "skip"}),
+    "target": ({"z"}, {"c_max": "0.03", "alike": "skip"}),
+    "relative": ({"c"}, {"alike": "skip"}),
     "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
 _WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
 _PATIENCE = 2  # rounds given up in a row before one goes without the mark
 _STILL = 36  # what moved by less than 2^-18 of its size (squared: 2^-36) did not move
+_ALIKE = 64  # members moved alike where ‖Σ a_k·D_k‖² is all but a 64th of (Σ a_k·‖D_k‖)²
 _LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exactly
 
 
@@ -79,6 +85,7 @@ class Strength:
     lr: str
     below_threshold: str
     per: str
+    alike: str
     settings: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -106,7 +113,8 @@ class Strength:
         c_max = _ratio("strength 'c_max'", known["c_max"], Fraction(1, 4)) if "c_max" in known else limit
         if not re.fullmatch("0|[1-9][0-9]{0,5}", known["warmup_rounds"]):
             raise InputError("strength 'warmup_rounds'", "must be a whole number", repr(known["warmup_rounds"]))
-        for name, allowed in (("below_threshold", ("refuse", "skip")), ("per", ("model", "tensor"))):
+        choices = {"below_threshold": ("refuse", "skip"), "per": ("model", "tensor"), "alike": ("skip", "mark")}
+        for name, allowed in choices.items():
             if known.get(name, allowed[0]) not in allowed:
                 raise InputError(f"strength {name!r}", f"must be {' or '.join(allowed)}", repr(known[name]))
         _rates(known["lr"])
@@ -118,8 +126,14 @@ class Strength:
             known["lr"],
             known["below_threshold"],
             known.get("per", "model"),
+            known.get("alike", "mark"),
             tuple(sorted(known.items())),
         )
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether members upload norms, so that what moved alike at all of them gets no mark."""
+        return self.alike == "skip"
 
     @property
     def c(self) -> int:
@@ -212,6 +226,11 @@ class _Carrier:
     def size(self) -> int:
         return self.rows * self.columns * self.taps
 
+    @property
+    def has_norms(self) -> bool:
+        """Not if a row, column or tap is a single weight: it carries no mark, and nobody's single weights are shown."""
+        return self.size > max(self.axes)
+
 
 def _carriers(layout: ModelLayout) -> list[_Carrier]:
     found = []
@@ -247,8 +266,8 @@ def _distance(x: Vector, y: Vector) -> int:
     return sum(_sum_squares(field.sub(x[part], y[part], checked=False)) for part in field.chunks(x.size))
 
 
-def _moved(carrier: _Carrier, now: Vector, before: Vector) -> _Axes:
-    """How far each row, column and tap moved: the rms of its update without the part along its own weights."""
+def _axis_sums(carrier: _Carrier, now: Vector, before: Vector) -> list[list[tuple[int, int, int]]]:
+    """‖θ+D‖², ‖θ‖² and ‖D‖² of each row, column and tap, for an update D of θ."""
     width = carrier.columns * carrier.taps
     stride = width + -width % 8
     a, b = now[carrier.place], before[carrier.place]
@@ -265,13 +284,16 @@ def _moved(carrier: _Carrier, now: Vector, before: Vector) -> _Axes:
     columns = sum(_parallel.spread(part, carrier.rows, smallest=smallest, step=1))  # type: ignore[arg-type]
     cube = np.asarray(columns).reshape(12, carrier.columns, carrier.taps)
     sums = (np.ascontiguousarray(by_row.T), cube.sum(axis=2, dtype=np.uint64), cube.sum(axis=1, dtype=np.uint64))
-    return tuple(
-        tuple(
-            _residual_rms(*triple, carrier.size // count)
-            for triple in zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True)
-        )
-        for parts, count in zip(sums, carrier.axes, strict=False)
-    )
+    return [
+        list(zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True))
+        for parts, _ in zip(sums, carrier.axes, strict=False)
+    ]
+
+
+def _moved(carrier: _Carrier, sums: list[list[tuple[int, int, int]]]) -> _Axes:
+    """How far each row, column and tap moved: the rms of its update without the part along its own weights."""
+    counted = zip(sums, carrier.axes, strict=True)
+    return tuple(tuple(_residual_rms(*three, carrier.size // count) for three in axis) for axis, count in counted)
 
 
 def _residual_rms(now: int, before: int, update: int, count: int) -> int:
@@ -309,6 +331,57 @@ def _least(tensor: _Axes) -> tuple[int, int]:
 
 def _norm(axes: Sequence[_Axes]) -> int:
     return isqrt(sum(_least(tensor)[1] for tensor in axes))
+
+
+# --- how members moved ------------------------------------------------------------------------------------
+
+
+def norm_count(layout: ModelLayout) -> int:
+    """How many norms a member uploads: one for each row, column and tap of the carriers that can carry."""
+    return sum(sum(carrier.axes) for carrier in _carriers(layout) if carrier.has_norms)
+
+
+def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fraction) -> Vector:
+    """⌊a_k·‖D_k‖⌋ in 2^-40 for each row, column and tap: what a member adds to its upload about its own update D_k.
+
+    `before` and `after` are E of the global model and of the member's own result. Rounded down, so that what is too
+    small to tell counts as not learnt.
+    """
+    before, after = _checked("before", before, layout), _checked("after", after, layout)
+    norms: list[int] = []
+    for carrier in _carriers(layout):
+        if carrier.has_norms:
+            squares = [square for axis in _axis_sums(carrier, after, before) for _, _, square in axis]
+            largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
+            if largest >= codec.LIMIT:
+                rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
+                raise EncodingError("this member's update", rule, f"{largest:g}", carrier.place.start)
+            norms += (isqrt(weight.numerator**2 * square // weight.denominator**2) for square in squares)
+    return np.array(norms, np.uint64)
+
+
+def ideal_norms(
+    layout: ModelLayout, before: Vector, results: Mapping[int, Vector], shares: Mapping[int, Fraction]
+) -> Vector:
+    """What all members' norms add up to, for those who may see E of all results; `shares` are the `weights`."""
+    total = np.zeros(norm_count(layout), np.uint64)
+    for x, after in results.items():
+        total += update_norms(layout, before, after, shares[x])  # far below p
+    return total
+
+
+def _learnt(carrier: _Carrier, sums: list[list[tuple[int, int, int]]], norms: Iterator[int]) -> _Axes:
+    """1 for each row, column and tap where members moved apart, 0 where they moved alike.
+
+    ‖Σ a_k·D_k‖ ≤ Σ a_k·‖D_k‖ = N, and they are equal only if all D_k point the same way, however far each went. What
+    nobody learns from data goes the same way at all members, whatever moves it. ‖D‖ of the public update stands for the
+    left side: it has the mark in it as well, which is small beside it.
+    """
+    if not carrier.has_norms:
+        return tuple((0,) * count for count in carrier.axes)
+    return tuple(
+        tuple(int((_ALIKE - 1) * next(norms) ** 2 > _ALIKE * square) for _, _, square in axis) for axis in sums
+    )
 
 
 # --- amplitudes -------------------------------------------------------------------------------------------
@@ -449,10 +522,11 @@ class MarkState:
         now, then = self.strength.rate(round_no), self.strength.rate(self.round)
         return min(now / then, Fraction(1)) if then else Fraction(0)
 
-    def advance(self, round_no: int, model: Vector, embedded: Amplitudes | None) -> None:
+    def advance(self, round_no: int, model: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
         """A round's global model was accepted; `embedded` is what was added in it, None if nothing.
 
-        A round that is given up is not told: the last model stands.
+        `norms` is the opened sum of the members' norms, if the strength needs them; a run without the mark may leave
+        them out, and then nothing counts as learnt. A round that is given up is not told: the last model stands.
         """
         if round_no <= self.round:
             raise RoundError(f"round {round_no} is over: the last accepted one is {self.round}")
@@ -462,12 +536,18 @@ class MarkState:
             self.key,
         ):
             raise RoundError(f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}")
+        told = self._checked_norms(norms, embedded)
         before, self.model = self.model, _checked("model", model, self.layout)
         self.model_digest = model_digest(self.model)
-        self._moved = tuple(_moved(carrier, self.model, before) for carrier in self._carriers)
+        sums = [_axis_sums(carrier, self.model, before) for carrier in self._carriers]
+        self._moved = tuple(map(_moved, self._carriers, sums))
         first = self.round == 0
         self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
         self._moved = _map(min, self._moved, self._ema)
+        if self.strength.needs_norms:
+            each = iter(told)
+            learnt = tuple(_learnt(carrier, axes, each) for carrier, axes in zip(self._carriers, sums, strict=True))
+            self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
         if embedded is not None:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
             self._sums = tuple(a + _least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
@@ -477,7 +557,26 @@ class MarkState:
         end = self.layout.carrier_size
         self._distance = isqrt(_distance(self.model[:end], self.anchor[:end]))
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
-        self._chain = digest("mark history", self._chain, round_no.to_bytes(8, "big"), self.model_digest, mark)
+        parts = round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": told})
+        self._chain = digest("mark history", self._chain, *parts)
+
+    def _checked_norms(self, norms: Vector | None, embedded: Amplitudes | None) -> list[int]:
+        """The sum of the members' norms as whole numbers of 2^-40; nothing where the strength needs none."""
+        if not self.strength.needs_norms:
+            if norms is not None:
+                raise InputError("norms", "must be left out under the strength setting alike=mark", "some")
+            return []
+        count = norm_count(self.layout)
+        if norms is None and embedded is None:
+            return [0] * count
+        if not isinstance(norms, np.ndarray) or norms.shape != (count,):
+            rule = f"must be the members' sum of {count} norms, unless the strength setting is alike=mark"
+            raise InputError("norms", rule, getattr(norms, "shape", type(norms).__name__))
+        signed: list[int] = field.to_signed(norms).tolist() if count else []
+        for i, n in enumerate(signed):
+            if not 0 <= n < int(codec.LIMIT) << codec.FRACTION_BITS:
+                raise EncodingError("the opened sum of norms", f"must be from 0 to {codec.LIMIT:g}", f"{n} / 2^40", i)
+        return signed
 
     # --- moving it ---
 

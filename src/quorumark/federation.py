@@ -46,7 +46,9 @@ from quorumark.embed import (
     check_round,
     check_weights,
     marked_vector,
+    norm_count,
     paper_amplitudes,
+    update_norms,
     weights,
 )
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RecordError, RoundError
@@ -105,10 +107,11 @@ class History:
             self._known = self.mark.amplitudes(round_no)
         return self._known
 
-    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None) -> None:
-        """A round's model is the global one now; `embedded` is what was added in it. Told twice, it is the same."""
+    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
+        """A round's model is the global one now; `embedded` is what was added in it, `norms` the opened sum of the
+        members' norms where they are summed. Told twice, it is the same."""
         if round_no != self.mark.round:
-            self.mark.advance(round_no, encoded, embedded)
+            self.mark.advance(round_no, encoded, embedded, norms)
             self._known = None
 
     def binding(self, round_no: int, amplitudes: Amplitudes | None) -> bytes:
@@ -191,8 +194,18 @@ class FederationMember:
             if amplitudes is not None and amplitudes.round != round_no:
                 raise RoundError(f"the scale of round {round_no} has not been summed")
         self._joined[purpose] = round_no, amplitudes
-        length = self.layout.size if purpose == "model" else self.scale_length()
-        return self.secagg.ready(round_no, self._known().binding(round_no, amplitudes), length, purpose)
+        return self.secagg.ready(round_no, self._known().binding(round_no, amplitudes), self.length(purpose), purpose)
+
+    def length(self, purpose: str = "model") -> int:
+        """Of the vectors that are summed: the model, and behind it the members' norms where the mark needs them."""
+        if purpose == "scale":
+            return self.scale_length()
+        return self.layout.size + (norm_count(self.layout) if self.has_norms else 0)
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether it uploads the norms of its update: not in a run without the mark, which has no use for them."""
+        return self.marks and self.strength.needs_norms
 
     def upload(self, announcement: bytes) -> Upload:
         """The weighted model and this member's part of the mark, under masks: exactly what it joined the round for."""
@@ -206,21 +219,25 @@ class FederationMember:
         if plan.purpose == "scale":
             return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
         check_weights(self.manifest, plan.members)
-        share_of = float(weights(self.manifest, plan.members)[self.point])
-        y = codec.encode(self._result, share_of, name="model")
+        exact = weights(self.manifest, plan.members)[self.point]
+        share_of = float(exact)
+        whole = np.empty(self.length(), np.uint64)
+        y = codec.encode(self._result, share_of, whole[: self.layout.size], name="model")
+        if self.has_norms:
+            whole[self.layout.size :] = update_norms(self.layout, before, after, exact)
         marks = amplitudes is not None and check_round(
             self.strength, self.manifest, amplitudes, plan.members, before, after
         )
         if marks and amplitudes is not None:
             self._add_mark(y, amplitudes, plan.members, share_of)
-        return self.secagg.upload(plan, y)
+        return self.secagg.upload(plan, whole)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
 
-    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None) -> None:
+    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
         """The round's sum is the global model now."""
-        self._known().accept(round_no, encoded, embedded)
+        self._known().accept(round_no, encoded, embedded, norms)
         self._scaled, self._result = None, None
 
     def give_up(self) -> None:
@@ -444,16 +461,18 @@ class Federation:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         taking_part = self._train_all(round_no, report)
         amplitudes = self._amplitudes(round_no, taking_part, report)
-        total, members = self._sum(round_no, taking_part, amplitudes, "model", self.layout.size, report)
+        member = next(iter(self.members.values()))
+        opened, members = self._sum(round_no, taking_part, amplitudes, "model", member.length(), report)
+        total, norms = opened[: self.layout.size], opened[self.layout.size :] if member.has_norms else None
         # all of it, or nothing: a sum that is no model (a member lied) leaves the last one standing
         vector = codec.decode(total, self.layout.dtype)
         rounded = self.layout.flatten(self.layout.unflatten(vector, self._like))
         encoded = codec.encode(rounded, name="the opened sum")
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
         with _timed(report, "strength"):
-            self.history.accept(round_no, encoded, embedded)
+            self.history.accept(round_no, encoded, embedded, norms)
             for member in self.members.values():
-                member.accept(round_no, encoded, embedded)
+                member.accept(round_no, encoded, embedded, norms)
         self._vector = rounded
         report.members, report.marked = members, embedded is not None
         report.rho = self.history.mark.rho / (1 << 32)
