@@ -358,7 +358,7 @@ def test_the_ledger_is_in_the_backup_and_works_after_it(tmp_path: Path) -> None:
     restored = Member(Home.restore(tmp_path / "backup.tar", tmp_path / "again").path)
     assert restored.ledger().head == member.ledger().head
     assert restored.home.policy_path.exists()
-    with pytest.raises(GuardError, match="this is nearly the model"):
+    with pytest.raises(GuardError, match="adds 0 coordinates to those answered before"):
         restored.check(-vector(1))
 
 
@@ -588,7 +588,7 @@ def test_vectors_of_every_signed_type_are_measured_exactly_and_kept(member: Memb
     x = np.random.default_rng(1).integers(-limit, limit, 20_000, endpoint=True).astype(kind)
     member.answer(x)  # the query's norms were computed with whole numbers of any size
     member.answer(x.astype(x.dtype.newbyteorder(">")).astype(kind))
-    with pytest.raises(GuardError, match="this is nearly the model of query"):
+    with pytest.raises(GuardError, match="adds . coordinates to those answered before"):
         member.check(-x)
     if kind is np.int64:
         with pytest.raises(InputError, match="below 2"):
@@ -620,27 +620,27 @@ def test_a_damaged_vector_is_named(member: Member) -> None:
 # --- copies, mixtures, fine-tuned models -------------------------------------------------------------------
 
 
-def test_the_same_checkpoint_in_another_number_format_is_pointed_to_its_result(member: Member) -> None:
-    """Weights of size 0.05 that moved by 0.01: what half precision changes is far below what training does."""
+def test_the_same_checkpoint_in_another_number_format_is_another_suspect(tmp_path: Path) -> None:
+    """Weights of size 0.05 that moved by 0.01: half precision changes x in 2 % of the places, by one."""
+    member, d = Member(tmp_path / "home", 100_000), 100_000
     rng = np.random.default_rng(3)
-    anchor = (rng.standard_normal(20_000) * 0.05).astype(np.float32)
-    model = anchor + (rng.standard_normal(20_000) * 0.01).astype(np.float32)
+    anchor = (rng.standard_normal(d) * 0.05).astype(np.float32)
+    model = anchor + (rng.standard_normal(d) * 0.01).astype(np.float32)
     x = rounded((model - anchor) / 0.01 * 30)
     member.answer(x)
     half = rounded((model.astype(np.float16).astype(np.float32) - anchor) / 0.01 * 30)
-    assert 0 < np.mean(half != x) < 0.1
+    assert 1024 < np.sum(half != x) < 4000
+    member.check(half)
+    # the same in fewer places than that is pointed to the earlier result
+    places = np.flatnonzero(half != x)
+    half[places[1000:]] = x[places[1000:]]
     query = member.ledger().entries[0]["query"][:16]
     with pytest.raises(
-        GuardError, match=f"nearly the model of query {query} that was answered on 20.*its result stands"
+        GuardError, match=f"adds 1000 coordinates .* query {query} that was answered on 20.* whose result stands"
     ):
         member.check(half)
-    for same in (-x, rounded(0.9 * x.astype(float))):
-        with pytest.raises(GuardError, match="its result stands"):
-            member.check(same)
-    other = vector(1)
-    member.answer(other)
-    with pytest.raises(GuardError, match="nearly a mixture of models"):
-        member.check(rounded((x.astype(float) + other) / 1.4))
+    with pytest.raises(GuardError, match="whose result stands"):
+        member.check(-x)
 
 
 def test_a_model_that_differs_in_its_last_layer_alone_is_pointed_to_its_result(member: Member) -> None:
@@ -681,23 +681,6 @@ def test_honest_sequences_of_suspects_are_all_answered(tmp_path: Path) -> None:
     assert refused == []
 
 
-def test_what_lies_between_a_copy_and_a_new_model(tmp_path: Path) -> None:
-    """The line is at ‖r‖² = ‖x‖²/1000: a change of 3.2 % of what training moved, rounding included."""
-    rng = np.random.default_rng(1)
-    base, noise = rng.standard_normal((2, 200_000))
-    member = Member(tmp_path / "home", 200_000)
-    member.answer(rounded(30 * base))
-    for amount in (0.0, 0.01, 0.02, 0.025):
-        x = rounded(30 * (base + amount * noise))
-        if amount:
-            with pytest.raises(GuardError, match="its result stands"):
-                member.check(x)
-        else:
-            member.check(x)  # exactly the same
-    for amount in (0.035, 0.04, 0.05):
-        member.check(rounded(30 * (base + amount * noise)))
-
-
 # --- attack 1: failed queries combined into a model --------------------------------------------------------
 
 
@@ -716,10 +699,7 @@ def test_64_failed_models_combine_into_one_that_passes_a_naive_threshold(tmp_pat
     direction = sum(y * x.astype(float) / float(x.astype(float) @ x) for x, y in zip(xs, values, strict=True))
     direction /= np.sqrt(np.mean(direction**2))
 
-    # finely rounded it is recognised as a mixture; roughly rounded it is another model, and is answered
-    with pytest.raises(GuardError, match="nearly a mixture of models"):
-        member.check(rounded(30 * direction))
-    forged = rounded(2 * direction)
+    forged = rounded(30 * direction)
     member.answer(forged)
     found = z_text(int(forged @ tau.astype(np.int64)), int((forged.astype(int) ** 2).sum()))
     assert Decimal(found) >= 6, "a verifier that forgets believes it"
@@ -768,9 +748,7 @@ def test_near_copies_read_the_whole_key_from_a_naive_verifier_and_nothing_from_t
     member = Member(tmp_path / "home", d, policy={"budget": "100000"})
     member.answer(base)
     for _, x in [*_oracle(d, base)[:3], *_oracle(d, base)[-3:]]:
-        with pytest.raises(
-            GuardError, match=r"would read off signs of the key; .* whose result stands|its result stands"
-        ):
+        with pytest.raises(GuardError, match=r"would read off signs of the key; .* whose result stands"):
             member.check(x)
     for scale in (1, 60):  # a single coordinate, little or much
         x = base.copy()
@@ -831,7 +809,7 @@ def test_spread_designs_read_signs_from_a_naive_verifier_and_are_stopped_at_the_
     for x in xs[:rank]:
         member.answer(x)
     for x in xs[rank:]:  # each of them would complete a combination on the targets
-        with pytest.raises(GuardError, match=r"mixture of models|would read off signs of the key"):
+        with pytest.raises(GuardError, match="would read off signs of the key"):
             member.answer(x)
     basis = np.linalg.qr(wide[:rank].T)[0]
     leverage = (basis[targets] ** 2).sum(axis=1)
@@ -856,7 +834,7 @@ def test_burnt_leaves_do_not_hide_what_a_query_reads(tmp_path: Path) -> None:
     member = Member(tmp_path / "home", d)
     member.answer(first)
     member.ledger().record_burnt(burnt, "aa" * 32)
-    with pytest.raises(GuardError, match="its result stands"):
+    with pytest.raises(GuardError, match=r"adds 1 coordinates .* whose result stands"):
         member.check(second, burnt=burnt)
     member.answer(kept, burnt=burnt)  # the same suspect once more, as it must be asked now: nothing new
     # leaves that only the query calls burnt: one of them alone would be read off as a sum
@@ -865,7 +843,7 @@ def test_burnt_leaves_do_not_hide_what_a_query_reads(tmp_path: Path) -> None:
         member.check(kept, burnt=tuple(range(11)))
     other = Member(tmp_path / "other", d)  # has not heard of the audit, but the attacker says so itself
     other.answer(first)
-    with pytest.raises(GuardError, match="its result stands"):
+    with pytest.raises(GuardError, match="whose result stands"):
         other.check(second, burnt=burnt)
 
 

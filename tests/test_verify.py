@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +16,24 @@ import pytest
 from quorumark import shamir
 from quorumark.errors import (
     EvidenceError,
+    GuardError,
+    InconclusiveError,
+    KeystoreError,
+    QuorumarkError,
+    RecordError,
+    SignatureError,
 )
 from quorumark.field import P
-from quorumark.verify.coalition import combine
-from quorumark.verify.evidence import Partial, Query
+from quorumark.layout import ModelLayout, write_safetensors
+from quorumark.records import Manifest, anchor_digest
+from quorumark.setup.local import deal_key
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
+from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.ledger import Ledger
+from quorumark.verify.reference import Reference, read_chain
+from quorumark.verify.statistic import inner_product
+from tests.ceremony import identities, make_terms
 from tests.consortium import World, anchor_model, make_world, trained_from
 
 
@@ -88,10 +108,10 @@ def test_other_models_fail(tmp_path: Path) -> None:
 def test_a_threshold_by_probability(world: World, asked: tuple[Query, list[Partial]]) -> None:
     query, partials = asked
     finding = combine(world.manifest, query, partials[:3], alpha="1e-9")
-    assert finding.agreed == "6.437900"
+    assert finding.agreed == "6.437899"
     assert finding.verdict == "PASSED"
     assert any("not by the consortium's policy" in reason for reason in finding.reasons)
-    finding = combine(world.manifest, query, partials[:3], alpha="1e-1000000")
+    finding = combine(world.manifest, query, partials[:3], alpha="1e-900000")
     assert finding.verdict == "FAILED"
 
 
@@ -307,7 +327,7 @@ def test_an_anchor_or_a_layout_that_is_not_the_consortiums_is_refused(world: Wor
     with pytest.raises(RecordError, match="the layout is not the one that the manifest names"):
         Reference.read(tmp_path / "consortium.json")
     (tmp_path / "layout.json").unlink()
-    with pytest.raises(RecordError, match="the layout is not at .* name it with --layout"):
+    with pytest.raises(RecordError, match=r"the layout is not at .* name it with --layout"):
         Reference.read(tmp_path / "consortium.json")
 
 
@@ -425,9 +445,7 @@ def test_a_certificate_that_does_not_follow_is_refused(
         check_certificate(lying, [world.manifest], suspect=world.suspect, reference=world.reference)
 
 
-def test_a_certificate_needs_everybody_who_answered(
-    world: World, asked: tuple[Query, list[Partial]], certificate: Certificate
-) -> None:
+def test_a_certificate_needs_everybody_who_answered(world: World, certificate: Certificate) -> None:
     half = Certificate.of(certificate.finding)
     for home, unlock in world.homes[:4]:
         half = sign(home, unlock, half)
@@ -460,5 +478,4 @@ def test_the_budget_counts_what_all_members_know(world: World, asked: tuple[Quer
         made.append(answer_with(identity, world.manifest, query, partials[x - 1].value, (), history))
     with pytest.raises(EvidenceError, match="more than the 16 that the consortium may answer"):
         combine(world.manifest, query, made)
-    assert combine(world.manifest, query, made[:2] + [partials[2]]).failed == 0
-    assert isinstance(world.homes[0][0], Home)
+    assert combine(world.manifest, query, [*made[:2], partials[2]]).failed == 0

@@ -46,6 +46,8 @@ class Model(Protocol):
 
 def vector_digest(x: NDArray[Any]) -> str:
     """Of the public vector x: its type and its little-endian bytes."""
+    if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
+        raise InputError("x", "must be a flat vector of signed whole numbers", getattr(x, "dtype", type(x).__name__))
     little = np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False)
     return digest("canonical form", x.dtype.name.encode(), little.tobytes()).hex()
 
