@@ -100,7 +100,6 @@ _FAR = Decimal(5)  # standard deviations between z_sub and what the certificate'
 _LARGEST_ENTRY = 1 << 12  # of a gaussian key, in steps of 2^-8: 16 standard deviations
 _LIFE = 4  # a member opens at most one in four of its leaves in its life
 _MOST_SETS = 256  # of key openings that are tried where they contradict each other
-_KEY_BYTES = 8 * ARCHIVE_KEY
 # contexts of our own: what a host program does to the default one must not change a result
 _MATH = Context(prec=60, rounding=ROUND_HALF_EVEN)
 _UP = Context(prec=60, rounding=ROUND_CEILING)
@@ -671,12 +670,15 @@ def _read_archives(
 
 
 def _sets_to_try(parts: Mapping[int, Vector], threshold: int) -> Iterator[tuple[int, ...]]:
-    """Sets of t members whose parts may be right: one, unless they contradict each other too much to be decoded."""
+    """Sets of t members whose parts may be right: the one that decoding gives, and where parts contradict each other
+    others too, since liars who work together can make it go wrong."""
     points = sorted(parts)
     try:
         wrong = _outliers(parts, threshold)
         yield tuple([x for x in points if x not in wrong][:threshold])
     except DecodingError:
+        wrong = tuple(points)
+    if wrong:
         yield from itertools.islice(itertools.combinations(points, threshold), _MOST_SETS)
 
 
@@ -711,7 +713,8 @@ def _open_archives(
 def _of_one_key(facts: _Facts) -> _Facts:
     """Without the members whose values are off the polynomials of the others, if so few are wrong that it shows who.
 
-    Leaving them out is a choice like any other: it is charged. What is left must fit exactly, in every coordinate.
+    Leaving them out is a choice like any other: it is charged. That the rest fits is checked by a random combination,
+    which values that do not fit pass with probability 1/p.
     """
     wrong = _outliers(facts.opened, facts.threshold)
     first = facts.chain[0].terms
@@ -719,9 +722,6 @@ def _of_one_key(facts: _Facts) -> _Facts:
         f"the committed share of {first.member(x).name!r} does not fit the others' and is left out" for x in wrong
     ]
     left = {point: values for point, values in facts.opened.items() if point not in wrong}
-    points = list(left)
-    if _misfits(left, points[: facts.threshold], points[facts.threshold :]):
-        raise ShareError(f"the values do not lie on polynomials of degree {facts.threshold - 1}")
     return replace(facts, opened=left, faults=(*facts.faults, *faults))
 
 
