@@ -14,8 +14,9 @@ The file may be copied: without t members it says nothing. It is checked against
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from quorumark import field
 from quorumark.errors import KeystoreError, RecordError
 from quorumark.field import Vector, derive_key
 from quorumark.keystore import replacing
-from quorumark.merkle import Opening, Tree, path_of, root_of, salt_seed
+from quorumark.merkle import Opening, Tree, levels_of, path_of, root_of, salt_seed
 from quorumark.records import ARCHIVE_KEY, Manifest, canonical, digest, parse
 from quorumark.shares import ShareFile
 
@@ -124,9 +125,13 @@ class Archive:
             raise RecordError(f"{os.fspath(path)!r} is not of the share that the genesis root commits to")
         return cls(Path(path), point, terms.coordinates, terms.leaf, header, hashes)
 
+    @functools.cached_property
+    def _levels(self) -> list[Sequence[bytes]]:
+        return levels_of(self.hashes)  # once, however many leaves are opened
+
     def open(self, index: int, key: Vector) -> Opening:
         """One leaf of the genesis share, as `merkle.root_from` checks it, given the leaf's key."""
-        path = path_of(self.hashes, index)
+        path = path_of(self._levels, index)
         whole = 8 * self.leaf + _SALT + _TAG
         size = 8 * min(self.leaf, self.length - index * self.leaf) + _SALT + _TAG
         with self.path.open("rb") as file:

@@ -24,7 +24,7 @@ from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.records import digest
 
-__all__ = ["SALT_ELEMENTS", "Opening", "Tree", "new_salt", "path_of", "root_from", "root_of", "salt_seed"]
+__all__ = ["SALT_ELEMENTS", "Opening", "Tree", "levels_of", "new_salt", "path_of", "root_from", "root_of", "salt_seed"]
 
 SALT_ELEMENTS = 5  # 305 random bits
 
@@ -87,7 +87,7 @@ class Tree:
 
     def open(self, index: int, values: Vector) -> Opening:
         """The opening of a leaf whose values the caller has at hand."""
-        return Opening(index, values, self.salt(index), path_of(self.leaves(), index))
+        return Opening(index, values, self.salt(index), path_of(levels_of(self.leaves()), index))
 
     def leaves(self) -> list[bytes]:
         """The hashes of all leaves, once all elements are in. They say nothing about the share: it is salted."""
@@ -99,12 +99,12 @@ class Tree:
         return self._leaves
 
 
-def path_of(leaves: Sequence[bytes], index: int) -> tuple[bytes, ...]:
-    """The hashes beside the way from a leaf to the top."""
-    if not 0 <= index < len(leaves):
-        raise InputError("index", f"must be in [0, {len(leaves)})", index)
+def path_of(levels: Sequence[Sequence[bytes]], index: int) -> tuple[bytes, ...]:
+    """The hashes beside the way from a leaf to the top, in the tree that `levels_of` gives."""
+    if not 0 <= index < len(levels[0]):
+        raise InputError("index", f"must be in [0, {len(levels[0])})", index)
     path, at = [], index
-    for level in _levels(leaves)[:-1]:
+    for level in levels[:-1]:
         if at ^ 1 < len(level):
             path.append(level[at ^ 1])
         at //= 2
@@ -113,7 +113,7 @@ def path_of(leaves: Sequence[bytes], index: int) -> tuple[bytes, ...]:
 
 def root_of(leaves: Sequence[bytes]) -> bytes:
     """The root over all leaves."""
-    return _root(len(leaves), _levels(leaves)[-1][0])
+    return _root(len(leaves), levels_of(leaves)[-1][0])
 
 
 def root_from(opening: Opening, leaf: int, length: int) -> bytes:
@@ -151,7 +151,8 @@ def _node(left: bytes, right: bytes) -> bytes:
     return hashlib.sha256(b"\x01" + left + right).digest()
 
 
-def _levels(leaves: Sequence[bytes]) -> list[Sequence[bytes]]:
+def levels_of(leaves: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """All hashes of the tree, from the leaves to the top: for whoever needs many paths."""
     levels = [leaves]
     while len(levels[-1]) > 1:
         levels.append(_parents(levels[-1]))
