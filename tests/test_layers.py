@@ -64,7 +64,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "triton": {"quorumark.field._triton"},
     "sklearn": {"quorumark.demo"},
     "galois": {"quorumark.bench.peers"},
-    "matplotlib": {"quorumark.bench.plot"},
+    "matplotlib": {"quorumark.bench.plot", "quorumark.report.calibration"},
     "flwr": {"quorumark.bench.secagg"},
 }
 

@@ -26,7 +26,7 @@ PUBLIC = {
     evidence: "CORROBORATION VERDICTS Finding Partial Query SuspectFile now vector_digest",
     null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
     reference: "Reference read_chain",
-    statistic: "STATISTICS Canonical canonical_form inner_product vector_digest",
+    statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

@@ -348,6 +348,7 @@ def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[i
     """Y as a signed number, whose partials are wrong, and how well it is corroborated."""
     terms = manifest.terms
     sets = {partial.members for partial in partials}
+    wrong: tuple[int, ...] = ()
     if sets != {()}:
         expected = tuple(partial.point for partial in partials)
         if sets != {expected}:
@@ -355,7 +356,7 @@ def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[i
                 "masked partials open nothing unless they come from exactly the members that they were made for: "
                 f"{' and '.join(str(list(members)) for members in sorted(sets))}, not {list(expected)}"
             )
-        value, wrong, spare = sum(partial.value for partial in partials) % P, (), 0
+        value, spare = sum(partial.value for partial in partials) % P, 0
     else:
         try:
             decoded = shamir.decode({partial.point: partial.value for partial in partials}, terms.threshold)
