@@ -25,7 +25,7 @@ PUBLIC = {
     coalition: "Prepared answer answer_with check_certificate combine prepare sign",
     evidence: "CORROBORATION VERDICTS Finding Partial Query SuspectFile now vector_digest",
     null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
-    reference: "Reference read_chain",
+    reference: "Reference digest_of_anchor read_chain",
     statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }

@@ -93,7 +93,7 @@ def _kernels(layout: ModelLayout, anchor: Any, model: Any) -> Iterator[Row]:
 
 def _commands(folder: Path, layout: ModelLayout, anchor: Any, model: Any) -> Iterator[Row]:
     """prepare, partial, combine and check, each as a command."""
-    homes = _homes(folder, layout, anchor)
+    homes = two_members(folder, layout, anchor_digest(layout.digest(), layout.encode(anchor)))
     write_safetensors(anchor, folder / "anchor.safetensors")
     write_safetensors(model, folder / "suspect.safetensors")
     write_shared(folder / "layout.json", layout.to_bytes())
@@ -143,7 +143,7 @@ def _commands(folder: Path, layout: ModelLayout, anchor: Any, model: Any) -> Ite
     )  # fmt: skip
 
 
-def _homes(folder: Path, layout: ModelLayout, anchor: Any) -> list[Path]:
+def two_members(folder: Path, layout: ModelLayout, anchor: str) -> list[Path]:
     """Two members of two with shares of a random key: how the key was made is not what is timed."""
     names = ("Avon", "Birch")
     for name in names:
@@ -152,8 +152,8 @@ def _homes(folder: Path, layout: ModelLayout, anchor: Any) -> list[Path]:
     people: list[Identity] = [home.identity(Unlock.key_file(key)) for home, key in opened]
     roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100) for x, p in enumerate(people, 1))
     terms = Terms(
-        "bench", 2, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(anchor)), created="2026-01-31T12:00:00Z", setup="dealer",
+        "bench", 2, roster, layout.digest(), layout.coordinates, anchor,
+        created="2026-01-31T12:00:00Z", setup="dealer",
     )  # fmt: skip
     rng = np.random.default_rng(0)
     key = field.from_signed(1 - 2 * rng.integers(0, 2, layout.coordinates))
