@@ -9,7 +9,7 @@ import sys
 import typer
 
 from quorumark import __version__
-from quorumark.cli import bench, consortium, demo, key, layout, member, setup, share
+from quorumark.cli import bench, consortium, demo, key, lab, layout, member, setup, share
 from quorumark.errors import QuorumarkError
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ app.add_typer(key.app, name="key")
 app.command("demo")(demo.demo)
 app.command("layout")(layout.layout)
 app.add_typer(bench.app, name="bench")
+app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:

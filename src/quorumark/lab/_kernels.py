@@ -9,7 +9,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _adamw(P, M, V, G, LOW, C, n, lr, decay, b1, b2, eps, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _adamw(
+    P: Any, M: Any, V: Any, G: Any, LOW: Any, C: Any, n: Any, lr: Any, decay: Any, b1: Any, b2: Any, eps: Any,
+    HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     g = tl.load(G + i, here).to(tl.float32)
@@ -25,10 +28,14 @@ def _adamw(P, M, V, G, LOW, C, n, lr, decay, b1, b2, eps, HAS_LOW: tl.constexpr,
         tl.store(LOW + i, p.to(tl.bfloat16), here)
 
 
-def adamw(p: Any, m: Any, v: Any, g: Any, low: Any, corrections: Any, lr: float, decay: float, betas: Any, eps: float) -> None:
+def adamw(
+    p: Any, m: Any, v: Any, g: Any, low: Any, corrections: Any, lr: float, decay: float, betas: Any, eps: float
+) -> None:
     """One step, in place; `low`, if given, becomes p in bfloat16."""
     n, block = p.numel(), 2048
     has_low = low is not None
-    _adamw[(triton.cdiv(n, block),)](
-        p, m, v, g, low if has_low else p, corrections, n, lr, decay, *betas, eps, HAS_LOW=has_low, BLOCK=block, num_warps=8
+    target = low if has_low else p
+    grid = (triton.cdiv(n, block),)
+    _adamw[grid](
+        p, m, v, g, target, corrections, n, lr, decay, *betas, eps, HAS_LOW=has_low, BLOCK=block, num_warps=8
     )  # fmt: skip

@@ -187,8 +187,8 @@ def crop(x: Tensor, generator: Generator, margin: int = 4) -> Tensor:
     )
     inside = ((rows >= 0) & (rows < h))[:, :, None] & ((columns >= 0) & (columns < w))[:, None, :]
     place = rows.clamp(0, h - 1)[:, :, None] * w + columns.clamp(0, w - 1)[:, None, :]
-    found = torch.gather(x.reshape(n, h * w, c), 1, place.view(n, h * w, 1).expand(n, h * w, c))
-    return found.view(n, h, w, c) * inside[..., None]
+    found = torch.gather(x.reshape(n, h * w, c), 1, place.view(n, h * w, 1).expand(n, h * w, c)).view(n, h, w, c)
+    return torch.where(inside[..., None], found, 0)
 
 
 def flip(x: Tensor, generator: Generator) -> Tensor:

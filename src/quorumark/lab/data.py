@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
 import pickle
@@ -86,7 +87,9 @@ def _cifar(name: str, folder: Path) -> ImageSet:
     plain, packed = folder / ("cifar-10-batches-py" if ten else "cifar-100-python"), folder / f"{name}.npz"
     if plain.is_dir():
         train = [f"data_batch_{i}" for i in range(1, 6)] if ten else ["train"]
-        parts = [_cifar_batches([plain / file for file in files]) for files in (train, ["test_batch" if ten else "test"])]
+        parts = [
+            _cifar_batches([plain / file for file in files]) for files in (train, ["test_batch" if ten else "test"])
+        ]
         return ImageSet(name, *parts[0], *parts[1])
     if packed.exists():
         return _unpacked(name, packed)
@@ -166,21 +169,24 @@ def _tiny_imagenet(folder: Path) -> ImageSet:
         train = [(p, numbers[p.parts[-3]]) for p in sorted((plain / "train").glob("*/images/*.JPEG"))]
         lines = [line.split("\t") for line in (plain / "val" / "val_annotations.txt").read_text().splitlines()]
         held_out = [(plain / "val" / "images" / line[0], numbers[line[1]]) for line in lines]
-        parts = []
-        for files in (train, held_out):
-            parts.append(np.stack(_decoded([path.read_bytes() for path, _ in files])))
-            parts.append(np.array([number for _, number in files], np.int64))
-        return ImageSet("tiny-imagenet", *parts)
+        return ImageSet("tiny-imagenet", *_labelled(train), *_labelled(held_out))
     if packed.exists():
-        parts = []
+        note = "50 of the 200 classes: not comparable with figures for all"
         with np.load(packed) as file:
-            for kind in ("train", "val"):
-                data, offsets = file[kind + "_jpeg"].tobytes(), file[kind + "_off"].tolist()
-                pieces = [data[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
-                parts.append(np.stack(_decoded(pieces)))
-                parts.append(np.unique(file[kind + "_y"], return_inverse=True)[1].astype(np.int64))
-        return ImageSet("tiny-imagenet", *parts, note="50 of the 200 classes: not comparable with figures for all")
+            return ImageSet("tiny-imagenet", *_concatenated(file, "train"), *_concatenated(file, "val"), note=note)
     raise _missing("tiny-imagenet", folder, f"{plain.name}/ or {packed.name}")
+
+
+def _labelled(files: list[tuple[Path, int]]) -> tuple[Bytes, Labels]:
+    images = np.stack(_decoded([path.read_bytes() for path, _ in files]))
+    return images, np.array([number for _, number in files], np.int64)
+
+
+def _concatenated(file: Any, kind: str) -> tuple[Bytes, Labels]:
+    """JPEG files one after another, where each begins, and their labels, which are counted from 0 on here."""
+    data, offsets = file[f"{kind}_jpeg"].tobytes(), file[f"{kind}_off"].tolist()
+    images = np.stack(_decoded([data[a:b] for a, b in itertools.pairwise(offsets)]))
+    return images, np.unique(file[f"{kind}_y"], return_inverse=True)[1].astype(np.int64)
 
 
 # --- small sets -------------------------------------------------------------------------------------------
@@ -189,7 +195,7 @@ def _tiny_imagenet(folder: Path) -> ImageSet:
 def _fashion_mnist(folder: Path) -> ImageSet:
     for place in (folder, folder / "fashion-mnist", DEBIAN):
         if any(place.glob("train-images-idx3-ubyte*")):
-            parts = []
+            parts: list[Any] = []
             for kind in ("train", "t10k"):
                 parts.append(_idx(place, f"{kind}-images-idx3-ubyte", 16).reshape(-1, 28, 28, 1))
                 parts.append(_idx(place, f"{kind}-labels-idx1-ubyte", 8).astype(np.int64))

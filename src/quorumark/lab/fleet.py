@@ -66,7 +66,9 @@ class Order:
         for spec, place in layout.spans():
             groups[0 if spec.role == "carrier" else 1 if spec.name in trained else 2].append((spec, place))
         groups[1].sort(key=lambda pair: pair[0].size % _ALIGN != 0)  # odd sizes last: the others stay aligned
-        self.carriers, self.parameters, self.statistics = [], [], []
+        self.carriers: list[Place] = []
+        self.parameters: list[Place] = []
+        self.statistics: list[Place] = []
         sources, start = [], 0
         for group, places in zip(groups, (self.carriers, self.parameters, self.statistics), strict=True):
             for spec, place in group:

@@ -5,16 +5,16 @@ Nobody holds such a key in a consortium; there z comes from `quorumark verify`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.layout import ModelLayout
-from quorumark.verify.statistic import STATISTICS, canonical_form
+from quorumark.verify.statistic import STATISTICS, Canonical, canonical_form
 
-__all__ = ["KnownKey", "MemoryModel", "z_scores"]
+__all__ = ["KnownKey", "MemoryModel", "null_scores", "z_scores"]
 
 
 class KnownKey:
@@ -24,6 +24,13 @@ class KnownKey:
         self.coordinates = coordinates
         words = np.random.default_rng([0x6B6579, seed, number]).bytes(-(-coordinates // 8))
         self._bits: NDArray[np.uint8] = np.frombuffer(words, np.uint8)
+
+    @classmethod
+    def of_signs(cls, signs: NDArray[Any]) -> KnownKey:
+        """A key that came from elsewhere."""
+        key = cls(0, 0)
+        key.coordinates, key._bits = signs.size, np.packbits(signs > 0, bitorder="little")
+        return key
 
     def __repr__(self) -> str:
         return f"KnownKey({self.coordinates} signs, hidden)"
@@ -58,14 +65,30 @@ class MemoryModel:
 
 
 def z_scores(
-    layout: ModelLayout, vector: NDArray[Any], anchor: NDArray[Any], keys: Mapping[str, KnownKey]
+    layout: ModelLayout, vector: NDArray[Any], anchor: NDArray[Any], keys: Mapping[str, KnownKey], device: Any = "cpu"
 ) -> dict[str, dict[str, float]]:
     """z = ⟨x, τ⟩/‖x‖ by each of the three statistics, for each key; models in the layout's order."""
     suspect, initial = MemoryModel(layout, vector), MemoryModel(layout, anchor)
     out: dict[str, dict[str, float]] = {}
     for statistic in STATISTICS:
-        found = canonical_form(statistic, layout, suspect, initial)
-        x = found.x.astype(np.float64)
-        norm = float(found.norm2) ** 0.5 or 1.0
-        out[statistic] = {name: float(x @ key.numpy()) / norm for name, key in keys.items()}
+        form = canonical_form(statistic, layout, suspect, initial)
+        out[statistic] = dict(zip(keys, _scores(form, keys.values(), device), strict=True))
     return out
+
+
+def null_scores(
+    layout: ModelLayout, vector: NDArray[Any], anchor: NDArray[Any], count: int, device: Any = "cpu"
+) -> list[float]:
+    """z of so many keys that no run uses, by the default statistic."""
+    form = canonical_form("balanced-anchor/v1", layout, MemoryModel(layout, vector), MemoryModel(layout, anchor))
+    return _scores(form, (KnownKey(layout.coordinates, 1 << 32, number) for number in range(count)), device)
+
+
+def _scores(form: Canonical, keys: Iterable[KnownKey], device: Any) -> list[float]:
+    """z for each key. float64 holds the sums of whole numbers below 2^53 exactly, and larger ones well enough."""
+    import torch
+
+    x = torch.from_numpy(form.x).to(device, torch.float64)
+    dots = torch.stack([x @ key.signs(device).to(torch.float64) for key in keys]).cpu().tolist()
+    norm = float(form.norm2) ** 0.5 or 1.0
+    return [dot / norm for dot in dots]

@@ -117,7 +117,7 @@ def axis_norms(difference: Tensor, weight: Fraction, layout: ModelLayout) -> NDA
 def _weighted_roots(sums: NDArray[np.int64], weight: Fraction) -> NDArray[np.int64]:
     """⌊√(a²·Σ)⌋ for Σ = sums[0] + 2^23·sums[1] + 2^44·sums[2]: in float64 where that is certain, else exactly."""
     about = np.sqrt(sums[0] + sums[1] * 2.0**23 + sums[2] * 2.0**44) * float(weight)
-    whole = np.floor(about).astype(np.int64)
+    whole: NDArray[np.int64] = np.floor(about).astype(np.int64)
     gap = np.abs(about - np.round(about))
     for i in np.flatnonzero((gap < 1e-3) | (about > 2.0**40)):  # float64 is right to 2^-51: 2^-11 at 2^40
         square = int(sums[0, i]) + (int(sums[1, i]) << 23) + (int(sums[2, i]) << 44)

@@ -21,7 +21,9 @@ class BatchNorm(nn.BatchNorm2d):
     """Batch normalisation that leaves `num_batches_tracked` alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+        )
 
 
 class Linear(nn.Linear):
