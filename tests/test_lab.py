@@ -488,6 +488,67 @@ def test_batches_are_an_epoch_of_each_member_s_own_images() -> None:
     assert torch.equal(run.batches(1)[0], x)
 
 
+# --- on a GPU ---------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool) -> None:
+    """Up to bfloat16: the same losses, and updates in the same direction; each member on its own images."""
+    module = models.make("cnn", 10, 3, 16, 0)
+    layout = ModelLayout.of(module)
+    start = torch.from_numpy(layout.flatten(module))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 64, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 10, (5, 3, 64), generator=generator)
+    x[..., 0] += 0.3 * y[..., None, None]
+    updates, losses = {}, {}
+    for device in ("cpu", "cuda"):
+        own = models.make("cnn", 10, 3, 16, 0)
+        fleet = Fleet(own, layout, 3, 64, (16, 16, 3), torch.device(device), streams=2, compiled=compiled)
+        for _ in range(2):  # the second time from the graph alone
+            fleet.load(start.to(device))
+            losses[device] = float(fleet.train(x.to(device, fleet.kind), y.to(device)))
+        updates[device] = torch.stack([fleet.model(k).cpu() - start for k in range(3)])[:, : layout.carrier_size]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
+    for k in range(3):
+        assert torch.cosine_similarity(updates["cpu"][k], updates["cuda"][k], dim=0) > 0.8
+    assert not torch.allclose(updates["cuda"][0], updates["cuda"][1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["rule"])
+def test_the_mark_on_a_gpu_is_the_same_bits(settings: dict[str, str]) -> None:
+    module = models.make("resnet18-tiny", 10, 3, 16, 0)
+    layout, shares = ModelLayout.of(module), [Fraction(3, 7), Fraction(4, 7)]
+    model = torch.from_numpy(layout.flatten(module))
+    key = KnownKey(layout.coordinates, 0)
+    marks = {device: Mark(settings, layout, model.to(device), [key], device) for device in ("cpu", "cuda")}
+    generator = torch.Generator().manual_seed(0)
+    for number in range(1, 6):
+        local = model + 0.01 * torch.randn(2, model.numel(), generator=generator)
+        found = {}
+        for device, mark in marks.items():
+            rows = local.to(device)
+            total = weighted_sum(rows, shares)
+            found[device] = mark.apply(number, model.to(device), total, shares, rows.__getitem__)[0].cpu()
+        assert torch.equal(found["cpu"], found["cuda"])
+        model = found["cpu"]
+    assert marks["cuda"].rho > 0
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_learns() -> None:
+    steps = ("crop", "flip", "autoaugment")
+    run = Run(replace(MINI, strength="relative:0.1", rounds=12, lr=3e-3, augment=steps), data.load("shapes"), "cuda")
+    run.train()
+    assert run.log[-1].loss < 0.8 * run.log[0].loss
+    found = z_scores(run.layout, run.model.cpu().numpy(), run.initial.cpu().numpy(), {"key": run.keys[0]}, "cuda")
+    assert found["balanced-anchor/v1"]["key"] > 5
+
+
 # --- configurations and results ---------------------------------------------------------------------------
 
 

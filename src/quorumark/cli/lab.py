@@ -10,6 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from quorumark.lab.config import Settings
+    from quorumark.lab.data import ImageSet
+    from quorumark.lab.fleet import Fleet
 
 app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
 
@@ -58,7 +60,7 @@ def run(
     from quorumark.lab import data as sets
     from quorumark.lab.results import read_all
 
-    start, loaded = time.monotonic(), {}
+    start, loaded, fleet = time.monotonic(), {}, None
     for settings in _chosen(configuration, only, seed, rounds, evaluate_every):
         if settings.dataset not in loaded:
             loaded = {settings.dataset: sets.load(settings.dataset, data)}  # one at a time in memory
@@ -74,7 +76,7 @@ def run(
         if left is not None and left <= 0:
             typer.echo(f"{settings.id}: no time left")
             continue
-        _one(settings, images, _device(device), left, results, runs / settings.id, streams, compiled)
+        fleet = _one(settings, images, _device(device), left, results, runs / settings.id, streams, compiled, fleet)
 
 
 @app.command("table")
@@ -169,19 +171,21 @@ def _chosen(
 
 def _one(
     settings: Settings,
-    images: object,
+    images: ImageSet,
     device: str,
     seconds: float | None,
     results: Path,
     folder: Path,
     streams: int,
     compiled: bool,
-) -> None:
+    fleet: Fleet | None,
+) -> Fleet:
+    """One run; its fleet, for the next one."""
     from quorumark.lab.loop import RoundLog, Run
     from quorumark.lab.results import record, write
 
     begun = time.monotonic()
-    run = Run(settings, images, device, streams=streams, compiled=compiled)  # type: ignore[arg-type]
+    run = Run(settings, images, device, streams=streams, compiled=compiled, fleet=fleet)
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
         run.restore(checkpoint)
@@ -203,11 +207,12 @@ def _one(
             f"{body['seconds_per_round']} s a round; {written or 'a longer run is there already'}"
         )
     run.close()
+    return run.fleet
 
 
-def _masked(settings: Settings, images: object, rounds: int) -> None:
+def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
     from quorumark.lab.masked import compare
 
-    for r in compare(settings, images, rounds):  # type: ignore[arg-type]
+    for r in compare(settings, images, rounds):
         mark = f"the mark's largest part {r.largest:.2e}" if r.marked else "no mark yet"
         typer.echo(f"{settings.id}: round {r.round}, {r.different} weights differ, {mark}, {r.seconds:.1f} s")

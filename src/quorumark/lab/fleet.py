@@ -115,6 +115,7 @@ class Fleet:
     ) -> None:
         self.module, self.device, self.members = module.to(device), device, members
         self.optimiser = optimiser or Optimiser()
+        self.made_of = (layout, members, batch, image, device, self.optimiser, streams, compiled)
         self.order = order = Order(module, layout, device)
         self.cuda = device.type == "cuda"
         self.kind = kind = torch.bfloat16 if self.cuda else torch.float32
@@ -137,7 +138,10 @@ class Fleet:
         lanes = max(1, len(self._streams))
         self._grads_low = _rows(lanes, order.low, kind, device)
         self._grads = _rows(lanes, order.trained - order.low, torch.float32, device)
-        self._forward: Any = torch.compile(self._loss, dynamic=False) if compiled and self.cuda else self._loss
+        self._forward: Any = self._loss
+        if compiled and self.cuda:
+            torch._dynamo.reset()  # a process may have many fleets, and compiles one function a few times only
+            self._forward = torch.compile(self._loss, dynamic=False)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loaded: Tensor | None = None
 

@@ -66,7 +66,9 @@ class Run:
         *,
         streams: int = 8,
         compiled: bool = True,
+        fleet: Fleet | None = None,
     ) -> None:
+        """`fleet` is that of a run before, which serves again if it is of the same kind: making one takes a while."""
         self.settings, self.device, self.note = settings, torch.device(device), images.note
         self._cuda = self.device.type == "cuda"
         if self._cuda:
@@ -80,8 +82,10 @@ class Run:
         self.batch = max(1, settings.global_batch // settings.members)
         self.steps = -(-int(self._counts.max()) // self.batch)
         optimiser = Optimiser(settings.lr, settings.decay, (settings.beta1, settings.beta2))
-        args = module, self.layout, settings.members, self.batch, images.image, self.device, optimiser
-        self.fleet = Fleet(*args, streams=streams, compiled=compiled)
+        args = self.layout, settings.members, self.batch, images.image, self.device, optimiser
+        if fleet is None or fleet.made_of != (*args, streams, compiled):
+            fleet = Fleet(module, *args, streams=streams, compiled=compiled)
+        self.fleet = fleet
         total = int(self._counts.sum())
         self.weights = [Fraction(int(n), total) for n in self._counts]
         self.keys = [
