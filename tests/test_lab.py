@@ -668,4 +668,6 @@ def test_figures_and_timings(tmp_path: Path) -> None:
     assert "0 points" in done.output
     assert out.read_text().startswith("<?xml")
     words = ["lab", "time", "--members", "2", "--model", "cnn", "--rounds", "1", "--device", "cpu"]
-    assert "s a round" in CliRunner().invoke(app, words, catch_exceptions=False).output
+    shown = CliRunner().invoke(app, [*words, "--profile"], catch_exceptions=False).output
+    assert "s a round" in shown
+    assert "µs in all" in shown

@@ -124,11 +124,12 @@ def time_(
     strength: Annotated[str, typer.Option(help="The mark.")] = "rho:0.05",
     model: Annotated[str, typer.Option(help="The network.")] = "resnet18",
     rounds: Annotated[int, typer.Option(help="Rounds to time.")] = 4,
+    profile: Annotated[bool, typer.Option("--profile", help="Also the longest kernels of each case.")] = False,
     device: Device = "auto",
 ) -> None:
     """Seconds a round on this machine, with images of noise of CIFAR's size and number."""
     from quorumark.lab.config import Settings
-    from quorumark.lab.timing import timings
+    from quorumark.lab.timing import kernels, timings
 
     steps = ("crop", "flip", "autoaugment")
     settings = Settings("noise", strength, model=model, augment=steps)
@@ -142,6 +143,8 @@ def time_(
         what = f"K={t.members} streams={t.streams} {'compiled' if t.compiled else 'plain'}"
         numbers = f"{t.round:.3f} s a round ({t.training:.3f} s training), first {t.first:.1f} s, {t.gigabytes:.1f} GB"
         typer.echo(f"{what}: {t.error or numbers}")
+        if profile and not t.error:
+            typer.echo("\n".join(kernels(t.members, t.streams, t.compiled, settings, _device(device))))
 
 
 def _device(name: str) -> str:

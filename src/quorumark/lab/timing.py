@@ -14,7 +14,7 @@ from quorumark.lab.config import Settings
 from quorumark.lab.data import ImageSet
 from quorumark.lab.loop import Run
 
-__all__ = ["Timing", "timings"]
+__all__ = ["Timing", "kernels", "timings"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,7 @@ def timings(
     cases: Iterable[tuple[int, int, bool]], settings: Settings, device: str, rounds: int = 4
 ) -> Iterator[Timing]:
     """Each case is (members, streams, compiled); images are noise of CIFAR's size and number."""
-    rng = np.random.default_rng(0)
-    count = 50_000 if torch.device(device).type == "cuda" else 400
-    images, labels = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, count)
-    noise = ImageSet("noise", images, labels, images[:1000], labels[:1000])
+    noise = _noise(device)
     for members, streams, compiled in cases:
         try:
             yield _timed(noise, settings, members, streams, compiled, device, rounds)
@@ -46,6 +43,35 @@ def timings(
             yield Timing(members, streams, compiled, error=f"{type(error).__name__}: {str(error)[:200]}")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def kernels(members: int, streams: int, compiled: bool, settings: Settings, device: str, most: int = 30) -> list[str]:
+    """Where training spends its time on the device: the longest kernels, in microseconds per member and step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    changed = Settings(**{**settings.asdict(), "members": members, "rounds": 2})
+    run = Run(changed, _noise(device), device, streams=streams, compiled=compiled)
+    run.round()
+    x, y = run.batches(2)
+    activity = ProfilerActivity.CUDA if run.device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        run.fleet.train(x[:2], y[:2])
+    each = members * len(x[:2])
+    found = [
+        (event.key, event.self_device_time_total or event.self_cpu_time_total, event.count)
+        for event in profiler.key_averages()
+    ]
+    found.sort(key=lambda entry: -entry[1])
+    total = sum(taken for _, taken, _ in found)
+    lines = [f"{taken / each:9.1f} µs, {count / each:6.1f} times  {name[:90]}" for name, taken, count in found[:most]]
+    return [f"{total / each:9.1f} µs in all", *lines]
+
+
+def _noise(device: str) -> ImageSet:
+    rng = np.random.default_rng(0)
+    count = 50_000 if torch.device(device).type == "cuda" else 400
+    images, labels = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, count)
+    return ImageSet("noise", images, labels, images[:10_000], labels[:10_000])
 
 
 def _timed(
