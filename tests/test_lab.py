@@ -651,6 +651,22 @@ def test_the_page_in_docs_is_what_the_results_say(root: Path) -> None:
     assert done.exit_code == 0, done.exception
 
 
+def test_only_chooses_runs_and_their_order(tmp_path: Path) -> None:
+    config = tmp_path / "mini.toml"
+    config.write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "mlp"\nmembers = 2\nrounds = 1\nglobal_batch = 480\n'
+        '[[grid]]\nstrength = ["none", "rho:0.02", "rho:0.05"]\nseed = [0, 1]\n'
+    )
+    words = ["lab", "run", str(config), "--results", str(tmp_path), "--runs", str(tmp_path)]
+    late = CliRunner().invoke(app, [*words, "--seconds", "1"], catch_exceptions=False)
+    assert late.output.count("no time left") == 6
+    done = CliRunner().invoke(app, [*words, "--only", "*rho0.05*,*none*", "--seed", "1"], catch_exceptions=False)
+    ends = [line.split(":")[0] for line in done.output.splitlines() if "1 rounds, test" in line]
+    assert ends == ["shapes-mlp-k2-iid-rho0.05-s1", "shapes-mlp-k2-iid-none-s1"]
+    with pytest.raises(InputError, match="must leave some"):
+        CliRunner().invoke(app, [*words, "--only", "cifar*"], catch_exceptions=False)
+
+
 def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> None:
     from quorumark.lab.results import write
 

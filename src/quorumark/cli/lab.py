@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from quorumark.lab.data import ImageSet
     from quorumark.lab.fleet import Fleet
 
+_LEAST = 10.0  # seconds that it takes to begin a run: with less it is left for another time
 app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
 
 Results = Annotated[Path, typer.Option("--results", help="The folder with the results.")]
 Data = Annotated[Path, typer.Option("--data", help="The folder with the data sets.")]
-Only = Annotated[str, typer.Option("--only", help="Only runs whose id matches this glob.")]
+Only = Annotated[
+    str, typer.Option("--only", help="Only runs whose id matches one of these globs (with commas), in their order.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda if there is one.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Only this seed.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Another number of rounds.")]
@@ -73,7 +76,7 @@ def run(
             typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
             continue
         left = None if seconds is None else seconds - (time.monotonic() - start)
-        if left is not None and left <= 0:
+        if left is not None and left < _LEAST:
             typer.echo(f"{settings.id}: no time left")
             continue
         fleet = _one(settings, images, _device(device), left, results, runs / settings.id, streams, compiled, fleet)
@@ -162,14 +165,13 @@ def _chosen(
     from quorumark.errors import InputError
     from quorumark.lab.config import read
 
-    found = [
-        replace(settings, rounds=rounds or settings.rounds, evaluate_every=evaluate_every or settings.evaluate_every)
-        for settings in read(configuration).runs
-        if fnmatchcase(settings.id, only) and seed in (None, settings.seed)
-    ]
+    runs = [settings for settings in read(configuration).runs if seed in (None, settings.seed)]
+    found = {s.id: s for glob in only.split(",") for s in runs if fnmatchcase(s.id, glob)}
     if not found:
         raise InputError("--only and --seed", "must leave some runs of the configuration", "none")
-    return found
+    return [
+        replace(s, rounds=rounds or s.rounds, evaluate_every=evaluate_every or s.evaluate_every) for s in found.values()
+    ]
 
 
 def _one(
