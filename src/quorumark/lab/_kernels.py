@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 
+# no annotations but constexpr: Triton would look their names up when it compiles
 @triton.jit
-def _adamw(
-    P: Any, M: Any, V: Any, G: Any, LOW: Any, C: Any, n: Any, lr: Any, decay: Any, b1: Any, b2: Any, eps: Any,
+def _adamw(  # type: ignore[no-untyped-def]
+    P, M, V, G, LOW, C, n, lr, decay, b1, b2, eps,
     HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = i < n
     g = tl.load(G + i, here).to(tl.float32)

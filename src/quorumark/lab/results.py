@@ -111,7 +111,13 @@ def _where(run: Run) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the code that ran; "+" behind it if there were changes that are not committed."""
+    """Of the code that ran; "+" behind it if there were changes that are not committed.
+
+    A machine that got the files without their history is told by QUORUMARK_COMMIT.
+    """
+    told = os.environ.get("QUORUMARK_COMMIT")
+    if told:
+        return told
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         folder = Path(__file__).parent
