@@ -44,6 +44,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.federation",
         "quorumark.training",
         "quorumark.verify.graph",
+        "quorumark.attacks.base",
         "quorumark.demo",
         "quorumark.bench.dealer",
         "quorumark.bench.dkg",

@@ -83,6 +83,25 @@ class Group:
             found.setdefault((slot.tensor, slot.axis), []).append(slot.places(self.size))
         return {axis: np.concatenate(parts, axis=1) for axis, parts in found.items()}
 
+    def segments(self, axis: Axis) -> list[tuple[int, int, int]] | None:
+        """Runs in which all elements follow each other on an axis: (start, first column in `axes`, places of each).
+
+        None if the elements interlace in another way; then the axis cannot get longer or shorter.
+        """
+        column = 0
+        found: list[tuple[int, int, int]] = []
+        for slot in self.slots:
+            if (slot.tensor, slot.axis) != axis:
+                continue
+            if slot.stride == slot.count and (slot.step == 1 or slot.count == 1):  # one element after the other
+                found.append((slot.offset, column, slot.count))
+            elif slot.stride == 1 and slot.step >= self.size:  # all first places, then all second ones
+                found += [(slot.offset + j * slot.step, column + j, 1) for j in range(slot.count)]
+            else:
+                return None
+            column += slot.count
+        return sorted(found)
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -424,21 +443,10 @@ class _Matching:
 
     def _segments(self, number: int, axis: Axis) -> list[tuple[int, int, int, int]]:
         """Runs of a group's elements on an axis: (start, group, first column, places of each element)."""
-        group, column = self.all.groups[number], 0
-        found: list[tuple[int, int, int, int]] = []
-        for slot in group.slots:
-            if (slot.tensor, slot.axis) != axis:
-                continue
-            if slot.stride == slot.count and (slot.step == 1 or slot.count == 1):  # one element after the other
-                found.append((slot.offset, number, column, slot.count))
-            elif slot.stride == 1 and slot.step >= group.size:  # all first places, then all second ones
-                found += [(slot.offset + j * slot.step, number, column + j, 1) for j in range(slot.count)]
-            else:
-                raise InconclusiveError(
-                    f"the suspect's tensor {axis[0]!r} has another size, and its channels interlace"
-                )
-            column += slot.count
-        return found
+        found = self.all.groups[number].segments(axis)
+        if found is None:
+            raise InconclusiveError(f"the suspect's tensor {axis[0]!r} has another size, and its channels interlace")
+        return [(start, number, column, width) for start, column, width in found]
 
     def _begin(self) -> None:
         """As if every channel lay where the anchor has it, as far as there are so many."""
