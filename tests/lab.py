@@ -81,7 +81,8 @@ class Encoder(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, width)
         x = x + self.proj(y)
-        return x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        found: torch.Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return found
 
 
 class ViT(nn.Module):
@@ -231,7 +232,7 @@ def trained(
     for _ in range(epochs):
         for part in torch.randperm(len(labels), generator=order).split(32):
             optimiser.zero_grad()
-            loss(module, inputs[part], labels[part]).backward()  # type: ignore[no-untyped-call]
+            loss(module, inputs[part], labels[part]).backward()
             optimiser.step()
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
@@ -270,7 +271,7 @@ class Run:
     def target(self, **more: Any) -> Target:
         return Target(self.make, self.released, data_of(self.name), loss=loss, example=self.example, **more)
 
-    def z(self, weights: Mapping[str, Any], reference: Memory | None = None) -> float:
+    def z(self, weights: Mapping[str, Any]) -> float:
         """z of a model as it lies there."""
         return z_of(self.layout, Memory(weights), self.anchor, self.key)
 

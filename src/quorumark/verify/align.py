@@ -37,6 +37,7 @@ __all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Slot", 
 
 PROCEDURE = "anchor-assignment/v1"
 _SWEEPS = 20  # a suspect that is the model in disguise needs 2 or 3
+_GROWTH = 8  # a suspect with more than so many times the channels is not matched: the work grows with them
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
@@ -407,6 +408,11 @@ class _Matching:
                     size = (self.theirs[axis[0]].shape[axis[1]] - (length - index.size)) // index.shape[1]
                     break
             sizes.append(size)
+            if size > _GROWTH * group.size:
+                name = self._compared(number)[0][0]
+                raise InconclusiveError(
+                    f"tensor {name!r} of the suspect has more than {_GROWTH} times as many channels"
+                )
         for name, tensor in self.ours.items():
             for a in range(tensor.ndim):
                 touched = (name, a) in self.touching

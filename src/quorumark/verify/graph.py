@@ -17,7 +17,7 @@ Needs the extra `torch`; a verifier never comes here.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,8 +161,17 @@ class _Comp:
         )
 
 
+def _small(*labels: Labels) -> list[Labels]:
+    """The same labels without the axes along which all of them are only repeated."""
+    for axis in range(labels[0].dim()):
+        if all(x.stride(axis) == 0 for x in labels):
+            labels = tuple(x.narrow(axis, 0, min(1, x.shape[axis])) for x in labels)
+    return list(labels)
+
+
 def _pairs(one: Labels, two: Labels) -> list[tuple[int, int]]:
     """Which numbers meet which, without those that meet nothing (0)."""
+    one, two = _small(one, two)
     one, two = one.reshape(-1).numpy(), two.reshape(-1).numpy()
     both = np.unique((one.astype(np.int64) << 32) | two.astype(np.int64))
     return [(int(p >> 32), int(p & 0xFFFFFFFF)) for p in both if p >> 32 and p & 0xFFFFFFFF]
@@ -192,7 +201,7 @@ def _without(axis: int, shape: tuple[int, ...]) -> Callable[[Labels], Labels]:
 
 
 def _values(labels: Labels) -> list[int]:
-    return [int(x) for x in np.unique(labels.numpy()) if x]
+    return [int(x) for x in np.unique(_small(labels)[0].numpy()) if x]
 
 
 # --- the walk ---------------------------------------------------------------------------------------------
@@ -243,6 +252,8 @@ class _Trace:
         self.heads: dict[bytes, int] = {}
         self.pinned: set[int] = set()  # for all moves
         self.held: set[int] = set()  # within its head only
+        self.used: dict[int, set[int]] = defaultdict(set)  # atom → the operations that it went through, by number
+        self.operations = 0
         self.shared: set[tuple[str, int]] = set()  # axes that several heads read (grouped queries)
         self.comps: dict[int, list[_Comp]] = {}
         self.alive: list[Any] = []  # while an object lives, its id is its own
@@ -317,6 +328,11 @@ class _Trace:
         if not any(self.of(x) for x in tensors):
             return
         first: Any = args[0] if args else None
+        if name not in _MOVES | _VIEWS | _SAME | _SIZES | {"cat"}:
+            self.operations += 1
+            for comp in (c for x in tensors for c in self.of(x)):
+                for atom in _values(comp.label):
+                    self.used[atom].add(self.operations)
         if name in _SUMS and any(isinstance(x, (int, float)) and x for x in args[1:2]):
             self.fix(self.of(first))  # x + 1
         if name in _SAME:
@@ -765,8 +781,14 @@ def _grouped(trace: _Trace) -> Groups:
             if atom in pinned:
                 pinned.add(head)
 
-    def kind(members: Mapping[Axis, Sequence[int]]) -> tuple[Any, ...]:
-        return tuple(sorted((axis, len(indices)) for axis, indices in members.items()))
+    used: dict[int, set[int]] = defaultdict(set)
+    for atom, operations in trace.used.items():
+        used[trace.atoms.root(atom)] |= operations
+
+    def kind(root: int) -> tuple[Any, ...]:
+        """Channels are alike if they have as many places on the same axes and went through the same operations."""
+        sizes = sorted((axis, len(indices)) for axis, indices in classes[root].items())
+        return tuple(sizes), frozenset(used[root])
 
     def together(head: int) -> dict[Axis, list[int]]:
         """All places of a head, its channels in the order of their first places."""
@@ -779,11 +801,13 @@ def _grouped(trace: _Trace) -> Groups:
     alike: dict[Any, list[dict[Axis, list[int]]]] = defaultdict(list)
     for root, members in classes.items():
         if root not in inside and root not in pinned and root not in held:
-            alike[kind(members)].append({a: sorted(i) for a, i in members.items()})
+            alike[kind(root)].append({a: sorted(i) for a, i in members.items()})
     tops = [members for members in alike.values() if len(members) > 1]
     merged_heads: dict[Any, list[int]] = defaultdict(list)
     for head in children:
-        merged_heads[head if head in pinned else kind(together(head))].append(head)
+        alone = head in pinned
+        kinds = Counter(kind(child) for child in children[head])
+        merged_heads[head if alone else frozenset(kinds.items())].append(head)
     groups = _in_order(_group(members, None) for members in tops)
     for heads in sorted(merged_heads.values(), key=lambda hs: sorted(together(hs[0]).items())):
         heads = sorted(heads, key=lambda h: sorted(together(h).items()))
@@ -795,7 +819,7 @@ def _grouped(trace: _Trace) -> Groups:
             inner: dict[Any, list[dict[Axis, list[int]]]] = defaultdict(list)
             for child in children[head]:
                 if child not in pinned and child not in held:
-                    inner[kind(classes[child])].append({a: sorted(i) for a, i in classes[child].items()})
+                    inner[kind(child)].append({a: sorted(i) for a, i in classes[child].items()})
             within = None if outer is None else (place, element)
             found = [_group(members, within) for members in inner.values() if len(members) > 1]
             repeats = _repeats(trace, head, [classes[c] for c in children[head]], within)
