@@ -247,7 +247,7 @@ def test_what_keeps_the_function_keeps_it(name: str, attack: str) -> None:
     if name in lab.LANGUAGE:
         pytest.importorskip("transformers")
     run_ = lab.marked(name)
-    target = run_.target()
+    target = run_.target(checkpoints=run_.checkpoints)
     weights = run(attack, target, seed=4).weights
     changed = [
         n for n, t in weights.items() if t.shape != run_.released[n].shape or not torch.equal(t, run_.released[n])
@@ -275,6 +275,15 @@ def test_resized_models(target: Target) -> None:
     norm = torch.nn.Sequential(torch.nn.LayerNorm(8))
     with pytest.raises(InputError, match="cannot be resized"):
         attacks.fitted(norm, {"0.weight": torch.ones(4), "0.bias": torch.ones(4)})
+
+
+def test_decoys_mislead_alignment_and_show(marked: lab.Run, target: Target) -> None:
+    """A known limit: at three times the width the anchor's own channels are there to be found; the width shows."""
+    result = run("decoys", target, seed=2)
+    assert result.notes["channels"] == 2 * (24 + 32 + 128)
+    assert marked.z_aligned(result.weights) < 6
+    assert marked.align(result.weights).surplus == result.notes["channels"]
+    assert marked.align(run("permutation", target, seed=2).weights).surplus == 0
 
 
 def test_chains(marked: lab.Run, target: Target) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import quorumark
-from quorumark import codec, embed, errors, federation, field, layout, secagg, shamir, training
+from quorumark import attacks, codec, embed, errors, federation, field, layout, secagg, shamir, training
+from quorumark.verify import align, graph
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -16,6 +17,9 @@ PUBLIC = {
     "paper_amplitudes weights",
     federation: "Federation FederationMember History Losses RoundReport group_of watch",
     training: "torch_evaluate torch_train",
+    align: "PROCEDURE AlignedModel Alignment Group Groups Slot align assign",
+    graph: "Knob Scaling derive_groups derive_scalings",
+    attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

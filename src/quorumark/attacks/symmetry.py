@@ -192,10 +192,49 @@ def split(target: Target, seed: int, *, ratio: float = 0.25) -> tuple[Weights, d
     return weights, {"channels": count}
 
 
+def add_decoys(target: Target, seed: int, *, noise: float = 0.3) -> tuple[Weights, dict[str, Any]]:
+    """Two more channels for each: both are the initial model's, which is public, and cancel in all that reads them.
+
+    The function stays, at three times the width, and what looks most like the anchor is not the released model any
+    more. Alignment is misled; that the suspect has more channels than the anchor shows (docs/alignment.md, "Limits").
+    `noise`, relative to each tensor, makes the decoys look trained.
+    """
+    torch = _torch()
+    generator = torch.Generator().manual_seed(seed)
+    module, weights = target.module(), target.copied()
+    decoys = {name: tensor.detach().clone() for name, tensor in target.checkpoints[0].items()}
+    for name in target.carriers:
+        w = decoys[name]
+        decoys[name] = w + noise * w.std() * torch.randn(w.shape, generator=generator)
+    kinds: dict[Axis, Any] = {}  # for each place: 0 as it was, 1 a decoy, 2 its opposite
+    groups = _resizable(target)
+    for group in groups:
+        elements = np.tile(np.arange(group.size), 3)
+        _taken(decoys, group, elements)
+        for axis, places in _taken(weights, group, elements).items():
+            kinds[axis] = torch.zeros(weights[axis[0]].shape[axis[1]], dtype=torch.int64)
+            for kind in (1, 2):
+                kinds[axis][places[kind * group.size : (kind + 1) * group.size]] = kind
+    for name in {name for name, _ in kinds}:
+        w, z = weights[name], decoys[name]
+        axes = {}
+        for a in (a for n, a in kinds if n == name):
+            shape = [-1 if other == a else 1 for other in range(w.dim())]
+            axes[_reads(target, module, (name, a))] = kinds[name, a].view(shape).expand(w.shape)
+        outgoing, incoming = axes.get(False, torch.zeros(w.shape)), axes.get(True)
+        if incoming is None:
+            weights[name] = torch.where(outgoing == 0, w, z)
+            continue
+        read = torch.where(incoming == 0, w, torch.where(incoming == 1, z, -z))
+        weights[name] = torch.where(outgoing == 0, read, torch.where(incoming == 1, z, torch.zeros_like(z)))
+    return weights, {"channels": 2 * sum(group.size for group in groups)}
+
+
 ATTACKS = (
     Attack("permutation", permute, keeps=True),
     Attack("rescaling", rescale, ({"octaves": 2.0},), keeps=True),
     Attack("channel-removal", remove, tuple({"ratio": r} for r in (0.1, 0.3, 0.5))),
     Attack("padding", pad, ({"ratio": 0.25},), keeps=True),
     Attack("splitting", split, ({"ratio": 0.25},), keeps=True),
+    Attack("decoys", add_decoys, needs=("checkpoints",), keeps=True),
 )

@@ -14,7 +14,8 @@ channels is the inner product of all their weights, summed exactly; the assignme
 shortest augmenting paths on 64-bit integers in a fixed order, ties included. A suspect with fewer channels leaves
 places of the anchor empty (zeros), one with more has some that nobody takes.
 
-Not undone: rotations that mix channels, such as an orthogonal map within a head's queries and keys.
+Not undone: rotations that mix channels, such as an orthogonal map within a head's queries and keys; and a suspect that
+was made wider can hold decoys (docs/alignment.md, "Limits").
 """
 
 from __future__ import annotations
@@ -238,6 +239,11 @@ class Alignment:
     stable: bool
     places: Mapping[Axis, Places]
 
+    @property
+    def surplus(self) -> int:
+        """How many of the suspect's elements nobody took. If there are any, a small z does not clear the suspect."""
+        return sum(theirs - matched for _, theirs, matched in self.sizes)
+
     def digest(self) -> str:
         """Of every place."""
         parts = [
@@ -253,6 +259,7 @@ class Alignment:
             "groups": self.groups,
             "sizes": [list(sizes) for sizes in self.sizes],
             "moved": list(self.moved),
+            "surplus": self.surplus,
             "sweeps": self.sweeps,
             "stable": self.stable,
             "places": self.digest(),
