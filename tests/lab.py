@@ -133,24 +133,26 @@ def vgg() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
+    model: nn.Module = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=61, n_positions=16, n_embd=48, n_layer=2, n_head=4, use_cache=False, bos_token_id=0,
             eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )
     )  # fmt: skip
+    return model
 
 
 def llama() -> nn.Module:
     """Eight heads of queries that share four of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
+    model: nn.Module = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, head_dim=8,
             num_key_value_heads=4, max_position_embeddings=32, use_cache=False, bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
+    return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

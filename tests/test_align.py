@@ -305,6 +305,54 @@ def test_a_large_assignment() -> None:
     assert np.array_equal(assign(value), order[:500])
 
 
+def test_what_lies_behind_a_part_that_shrank_or_grew_is_found() -> None:
+    """c reads a's channels, then b's, then one more place; d has a's channels twice, first all, then all again."""
+    a = Group(20, (Slot("a", 0, 0, 1, 1, 1), Slot("c", 1, 0, 3, 3, 1), Slot("d", 0, 2, 1, 2, 20)))
+    b = Group(16, (Slot("b", 0, 0, 1, 1, 1), Slot("c", 1, 60, 1, 1, 1)))
+    groups = Groups((a, b))
+    anchor = {"a": numbers("a", 20, 30), "b": numbers("b", 16, 30), "c": numbers("c", 9, 77), "d": numbers("d", 42, 11)}
+    layout = ModelLayout.of(anchor)
+    groups.check(layout)
+    rng = np.random.default_rng(0)
+    some, others = rng.permutation(20)[:15], np.r_[rng.permutation(16), -1, -1]  # a loses five, b gets two
+    c = anchor["c"]
+    strange = numbers("strange", 30, 9)
+    suspect = {
+        "a": anchor["a"][some],
+        "b": np.where((others >= 0)[:, None], anchor["b"][others], strange[: others.size, :1]),
+        "c": np.concatenate(
+            [c[:, :60].reshape(9, 20, 3)[:, some].reshape(9, 45), c[:, 60:76][:, others], c[:, 76:]], 1
+        ),
+        "d": np.concatenate([anchor["d"][:2], anchor["d"][2:22][some], anchor["d"][22:][some]]),
+    }
+    found = align(lab.Memory(suspect), lab.Memory(anchor), layout, groups)
+    assert found.sizes == ((20, 15, 15), (16, 18, 16))
+    assert found.surplus == 2
+    aligned = found.model(lab.Memory(suspect))
+    assert np.array_equal(aligned.tensor("b"), anchor["b"])
+    gone = np.setdiff1d(np.arange(20), some)
+    expected = {name: tensor.copy() for name, tensor in anchor.items()}
+    expected["a"][gone] = 0
+    expected["d"][np.r_[gone + 2, gone + 22]] = 0
+    expected["c"][:, (3 * gone[:, None] + np.arange(3)).reshape(-1)] = 0
+    for name in "acd":
+        assert np.array_equal(aligned.tensor(name), expected[name])
+
+
+def test_what_was_moved_is_counted_within_heads_too() -> None:
+    marked = lab.marked("vit")
+    found = marked.align(run("permutation", marked.target(), seed=SEED).weights)
+    rng = np.random.default_rng(SEED)
+    orders = [rng.permutation(group.size) for group in marked.groups.groups]
+    moved = [int((order != np.arange(order.size)).sum()) for order in orders]
+    within = [group.within is not None for group in marked.groups.groups]
+    for inner in (False, True):  # a head's channels were permuted where it lies now
+        assert sorted(m for m, w in zip(found.moved, within, strict=True) if w == inner) == sorted(
+            m for m, w in zip(moved, within, strict=True) if w == inner
+        )
+    assert not any(marked.align(marked.released).moved)
+
+
 # --- groups -----------------------------------------------------------------------------------------------
 
 

@@ -494,12 +494,10 @@ class _Matching:
 
     def _rows(self, tensor: str, axis: int, places: Places, *, anchor: bool) -> NDArray[np.int8]:
         """Elements × features: the weights at the places of each element, other axes in the anchor's order."""
-        values = (self.ours if anchor else self.theirs)[tensor]
-        if not anchor:
-            for other in range(values.ndim):
-                if other != axis and (tensor, other) in self.places:
-                    values = _gathered(values, other, self.places[tensor, other])
-        taken = _gathered(values, axis, places.reshape(-1))
+        taken = _gathered((self.ours if anchor else self.theirs)[tensor], axis, places.reshape(-1))
+        for other in range(taken.ndim) if not anchor else ():
+            if other != axis and (tensor, other) in self.places:
+                taken = _gathered(taken, other, self.places[tensor, other])
         return np.ascontiguousarray(np.moveaxis(taken, axis, 0)).reshape(places.shape[0], -1)
 
     def _similarity(self, axis: Axis, ours: Places, theirs: Places) -> NDArray[np.int64]:

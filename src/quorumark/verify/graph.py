@@ -739,7 +739,7 @@ def _traced(model: Any, example: Any) -> _Trace:
     if not isinstance(model, torch.nn.Module):
         raise InputError("model", "must be a torch module", type(model).__name__)
     trace = _Trace(model)
-    training = model.training
+    training = [(part, part.training) for part in model.modules()]
     model.eval()
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -755,7 +755,8 @@ def _traced(model: Any, example: Any) -> _Trace:
             out = _run(model, example)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        model.train(training)
+        for part, mode in training:
+            part.training = mode
     for comp in trace.of(out):
         trace.pin(comp)
     return trace
