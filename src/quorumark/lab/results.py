@@ -61,7 +61,7 @@ def record(run: Run) -> dict[str, Any]:
             "validation": round(run.best.accuracy, 5),
             "released_round": run.best.round,
         },
-        "curve": measured[::step],
+        "curve": measured[:: max(1, step)],
         "loss": round(log[-1].loss, 4),
         "rho": None if run.mark is None else round(run.mark.rho, 5),
         "z": {"released": (z := _z(run, released)), "final": z if released is run.model else _z(run, run.model)},
