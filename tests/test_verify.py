@@ -411,6 +411,17 @@ def test_a_certificate_checks_out_from_its_files_alone(world: World, certificate
         check_certificate(found, chain, suspect=tmp_path / "anchor.safetensors")
 
 
+def test_a_file_may_have_another_name(world: World, certificate: Certificate, tmp_path: Path) -> None:
+    renamed = tmp_path / "downloaded (1).safetensors"
+    shutil.copy(world.suspect, renamed)
+    checked, left = check_certificate(certificate, [world.manifest], suspect=renamed, reference=world.reference)
+    assert len(checked) == 5
+    assert left == []
+    query = certificate.finding.query
+    partial = answer(*world.homes[0], world.reference, renamed, query, approved=True)
+    assert partial.answer == next(p for p in certificate.finding.partials if p.point == 1).answer
+
+
 def test_a_certificate_that_does_not_follow_is_refused(
     world: World, asked: tuple[Query, list[Partial]], certificate: Certificate
 ) -> None:

@@ -17,6 +17,7 @@ from quorumark.attacks.base import Attack, Target, Weights, _torch
 from quorumark.codec import FRACTION_BITS
 from quorumark.embed import MarkState, Strength
 from quorumark.errors import InputError
+from quorumark.field import Vector
 from quorumark.layout import ModelLayout
 
 ESTIMATES = ("sum", "last", "regression")
@@ -141,15 +142,21 @@ def estimate_key(target: Target, how: str = "sum", *, coalition: bool = False, l
 
 
 def public_scales(
-    layout: ModelLayout, strength: Mapping[str, str], checkpoints: Sequence[Mapping[str, Any]]
+    layout: ModelLayout,
+    strength: Mapping[str, str],
+    checkpoints: Sequence[Mapping[str, Any]],
+    norms: Sequence[Vector] | None = None,
 ) -> list[NDArray[np.float64]]:
-    """The amplitudes S_r of every round, which anybody can work out from the global models and the terms."""
+    """The amplitudes S_r of every round, which anybody can work out from the global models and the terms.
+
+    With the strength setting `alike` = `skip` it also takes the sums of norms that each round opened.
+    """
     encoded = [layout.encode(model) for model in checkpoints]
     state = MarkState(Strength.of(strength, layout.coordinates), layout, "rademacher", encoded[0])
     found = []
     for number, model in enumerate(encoded[1:], 1):
         amplitudes = state.amplitudes(number)
-        state.advance(number, model, amplitudes)
+        state.advance(number, model, amplitudes, None if norms is None else norms[number - 1])
         found.append(amplitudes.vector.astype(np.float64) / 2.0**FRACTION_BITS)
     return found
 
