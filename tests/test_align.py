@@ -50,7 +50,11 @@ def put_back(marked: lab.Run, weights: dict[str, Any]) -> dict[str, Any]:
 # --- permuted and rescaled --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", lab.MODELS)
+# training one of each takes minutes: the first three stand for all in `make test`
+EVERY = [pytest.param(name, marks=() if name in ("cnn", "resnet", "gpt2") else pytest.mark.slow) for name in lab.MODELS]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_a_disguise_keeps_the_function_hides_the_mark_and_is_undone(name: str) -> None:
     needs(name)
     marked = lab.marked(name)
@@ -78,7 +82,7 @@ def test_a_disguise_keeps_the_function_hides_the_mark_and_is_undone(name: str) -
     ],
     ids=["fine-tuned", "pruned", "quantised"],
 )
-@pytest.mark.parametrize("name", lab.MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_comes_on_top_does_not_hinder(name: str, on_top: tuple[str, dict[str, Any]]) -> None:
     needs(name)
     marked = lab.marked(name)
@@ -89,7 +93,7 @@ def test_what_comes_on_top_does_not_hinder(name: str, on_top: tuple[str, dict[st
     assert marked.z_aligned(weights) >= 0.95 * known
 
 
-@pytest.mark.parametrize("name", lab.MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_removed_channels_are_missed_and_the_rest_is_found(name: str) -> None:
     needs(name)
     marked = lab.marked(name)
