@@ -26,6 +26,7 @@ from quorumark.errors import (
 from quorumark.field import P
 from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.records import Manifest, anchor_digest
+from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.setup.local import deal_key
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
@@ -329,6 +330,23 @@ def test_an_anchor_or_a_layout_that_is_not_the_consortiums_is_refused(world: Wor
     (tmp_path / "layout.json").unlink()
     with pytest.raises(RecordError, match=r"the layout is not at .* name it with --layout"):
         Reference.read(tmp_path / "consortium.json")
+
+
+def test_what_the_anchors_digest_does_not_cover_cannot_be_chosen_afterwards() -> None:
+    """A consortium that lies names an anchor of zeros, and later shows one that is tiny and leads to its key."""
+    zeros = {"fc.weight": np.zeros((80, 120), np.float32)}
+    layout, people = ModelLayout.of(zeros), identities(3)
+    named = anchor_digest(layout.digest(), layout.encode(zeros))
+    terms = make_terms(people, 2, layout.coordinates, layout=layout.digest(), setup="dealer", anchor=named)
+    manifest, shares = deal_key(people, terms)
+    key = KnownKey.from_shares(manifest, shares, layout, TensorsInMemory(zeros)).key
+    innocent = {"fc.weight": np.random.default_rng(3).standard_normal((80, 120)).astype(np.float32)}
+    leading = {"fc.weight": (2.0**-60 * (innocent["fc.weight"] - key.reshape(80, 120))).astype(np.float32)}
+    assert KnownKey(key, layout, TensorsInMemory(leading)).z(innocent) > 12  # what it would be worth
+    honest, lying = (prepare(Reference.of([manifest], layout, anchor), innocent) for anchor in (zeros, leading))
+    assert lying.form.digest == honest.form.digest
+    value = int((lying.form.x.astype(np.int64) * key).sum())
+    assert abs(value) < 5 * lying.form.norm2**0.5
 
 
 # --- suspects of all kinds --------------------------------------------------------------------------------
