@@ -18,6 +18,7 @@ from quorumark.errors import (
     EvidenceError,
     GuardError,
     InconclusiveError,
+    InputError,
     KeystoreError,
     QuorumarkError,
     RecordError,
@@ -114,6 +115,11 @@ def test_a_threshold_by_probability(world: World, asked: tuple[Query, list[Parti
     assert any("not by the consortium's policy" in reason for reason in finding.reasons)
     finding = combine(world.manifest, query, partials[:3], alpha="1e-900000")
     assert finding.verdict == "FAILED"
+    # e^-18 = 1.52e-8 is the bound at z = 6; with 0.9 every second model would pass
+    assert combine(world.manifest, query, partials[:3], alpha="1.5e-8").agreed == "6.002536"
+    for weaker in ("1.6e-8", "0.001", "0.9"):
+        with pytest.raises(InputError, match="must not allow more than the agreed threshold 6"):
+            combine(world.manifest, query, partials[:3], alpha=weaker)
 
 
 # --- who lies ---------------------------------------------------------------------------------------------
@@ -484,6 +490,23 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     # a second query of the same three: what passed raises no threshold
     query, partials = world.answers(trained_from(anchor_model(), 31), (1, 2, 3))
     assert {partial.history.get(signed.finding.query.x) for partial in partials} == {"passed", "open"}
+
+
+def test_nobody_signs_that_its_own_partial_is_wrong(tmp_path: Path) -> None:
+    """Two of five who conspire frame a third, whose share is as it should be (⌊(5 − 3)/2⌋ + 1 of them)."""
+    world = make_world(tmp_path)
+    query, partials = world.answers(world.suspect, (1, 2, 3, 4, 5))
+    values = {p.point: p.value for p in partials}
+    framed = {x: _through({0: 12345, 1: values[1], 2: values[2]}, x) for x in (4, 5)}
+    lies = [answer_with(world.homes[x - 1][0].identity(world.homes[x - 1][1]), world.manifest, query, framed[x])
+            for x in (4, 5)]  # fmt: skip
+    certificate = Certificate.of(combine(world.manifest, query, [*partials[:3], *lies]))
+    assert certificate.finding.wrong == (3,)
+    with pytest.raises(EvidenceError, match="calls this member's own partial wrong: do not sign it"):
+        sign(*world.homes[2], certificate)
+    assert not [e for e in Ledger.open(world.homes[2][0].only_consortium(), world.manifest).entries
+                if e["kind"] == "outcome"]  # fmt: skip
+    assert sign(*world.homes[0], certificate).signatures
 
 
 def test_the_budget_counts_what_all_members_know(world: World, asked: tuple[Query, list[Partial]]) -> None:

@@ -142,7 +142,7 @@ def combine(
     partials: Annotated[list[Path], typer.Argument(help="The partials, t or more, in any order.")],
     out: Annotated[Path, typer.Option(help="Where to write the certificate.")] = Path("certificate.json"),
     alpha: Annotated[
-        str, typer.Option(help="A false-alarm probability such as 1e-9, instead of the policy's threshold.")
+        str, typer.Option(help="A false-alarm probability such as 1e-9: a higher threshold than the policy's.")
     ] = "",
     manifest: Manifest = None,
     home: HomeOption = DEFAULT_HOME,

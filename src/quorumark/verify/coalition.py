@@ -263,7 +263,7 @@ def combine(
 ) -> Finding:
     """What the partials say together. Each check is numbered; an EvidenceError names whose partial is refused, and why.
 
-    `alpha` sets the threshold by a probability of false alarm instead of the policy's z.
+    `alpha` sets the threshold by a probability of false alarm instead of the policy's z; it can only raise it.
     """
     terms = manifest.terms
     # 1. the query is for this manifest, as all members signed it
@@ -310,7 +310,11 @@ def combine(
             f"{most} that the consortium may answer in its life"
         )
     # 8. z, and what it means
-    agreed = null.threshold_for(alpha) if alpha else terms.policy.get("z", "6")
+    policy = terms.policy.get("z", "6")
+    agreed = null.threshold_for(alpha) if alpha else policy
+    if Decimal(agreed) < null.decimal_of("policy 'z'", policy):
+        # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
+        raise InputError("alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha)
     threshold = null.raised_threshold(agreed, failed)
     z, cosine = _z(manifest, query, value)
     verdict, reasons = _verdict(query, z, threshold)
@@ -445,6 +449,11 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     point = manifest.terms.point_of(identity.ed25519)
     if finding.query.x not in ledger.answered() or point not in {partial.point for partial in finding.partials}:
         raise EvidenceError("this member has no part in the certificate: it did not answer that query")
+    if point in finding.wrong:
+        raise EvidenceError(
+            "the certificate calls this member's own partial wrong: do not sign it; either this share does not fit the "
+            "others' (setup check), or members who lie together frame this one"
+        )
     signed = certificate.signed_by(identity)
     ledger.learn(finding.known, f"certificate {certificate.digest()[:16]}")
     ledger.record_outcome(finding.query.x, "passed" if finding.verdict == "PASSED" else "failed", certificate.digest())
