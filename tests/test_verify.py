@@ -483,7 +483,13 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     made = Certificate.of(combine(world.manifest, query, partials))
     with pytest.raises(EvidenceError, match="this member has no part in the certificate"):
         sign(*world.homes[3], made)
-    signed = sign(*world.homes[0], made)
+    # three of three: one liar could have made it pass, so the ledger does not believe it; of four it does
+    sign(*world.homes[0], made)
+    ledger = Ledger.open(world.homes[0][0].only_consortium(), world.manifest)
+    assert (made.finding.verdict, ledger.known()) == ("PASSED", {query.x: "open"})
+    assert [entry["kind"] for entry in ledger.entries] == ["answered"]
+    _, more = world.answers(world.suspect, (4,), query)
+    signed = sign(*world.homes[0], Certificate.of(combine(world.manifest, query, [*partials, *more])))
     ledger = Ledger.open(world.homes[0][0].only_consortium(), world.manifest)
     assert ledger.known() == {query.x: "passed"}
     assert [entry["kind"] for entry in ledger.entries] == ["answered", "outcome"]

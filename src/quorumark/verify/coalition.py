@@ -437,7 +437,8 @@ def _caveats(
 def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: ConsortiumFolder | None = None) -> Certificate:
     """Adds a member's signature to a combined certificate, once everything in it follows from the partials.
 
-    The member's ledger learns the outcome, and the queries that the others know of.
+    The member's ledger learns the outcome, and the queries that the others know of. That an uncorroborated one passed
+    is not learnt, since one liar could have made 64 unmarked models "pass", and combine them: it stays open.
     """
     place = place or home.only_consortium()
     manifest = place.manifest()
@@ -456,7 +457,9 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
         )
     signed = certificate.signed_by(identity)
     ledger.learn(finding.known, f"certificate {certificate.digest()[:16]}")
-    ledger.record_outcome(finding.query.x, "passed" if finding.verdict == "PASSED" else "failed", certificate.digest())
+    passed = finding.verdict == "PASSED"
+    if not passed or finding.corroboration != "uncorroborated":
+        ledger.record_outcome(finding.query.x, "passed" if passed else "failed", certificate.digest())
     return signed
 
 
