@@ -613,7 +613,14 @@ def test_a_damaged_vector_is_named(member: Member) -> None:
         path.write_bytes(spoiled)
         with pytest.raises(KeystoreError, match=path.name):
             member.check(vector(2))
-    path.write_bytes(content)
+    path.unlink()
+    near = vector(1)
+    near[17] += 1
+    with pytest.raises(KeystoreError, match=f"{path.name}.*is missing: put it back from a backup, or answer"):
+        member.check(near)
+    member.answer(vector(1))  # puts it back
+    with pytest.raises(GuardError, match="adds . coordinates"):
+        member.check(near)
     member.check(vector(2))
 
 

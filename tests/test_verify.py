@@ -228,6 +228,14 @@ def test_what_is_not_a_partial_of_this_query_is_refused_and_named(
         combine(stranger.manifest, query, partials)
 
 
+def test_of_two_equal_answers_the_one_that_knows_more_counts(world: World, asked: tuple[Query, list[Partial]]) -> None:
+    query, partials = asked
+    home, unlock = world.homes[0]
+    more = answer_with(home.identity(unlock), world.manifest, query, partials[0].value, history={"ab" * 32: "failed"})
+    for order in ([more, *partials], [*partials, more]):
+        assert combine(world.manifest, query, order).failed == 1
+
+
 def test_rubbish_partials_are_refused(asked: tuple[Query, list[Partial]]) -> None:
     data = asked[1][0].to_bytes()
     body = json.loads(data)
@@ -261,8 +269,17 @@ def test_masked_partials_open_the_sum_and_nothing_else(world: World, asked: tupl
     for wrong in ([*masked[:2], partials[3]], masked[:2], [*masked, partials[4]]):
         with pytest.raises(EvidenceError, match=r"masked partials open nothing unless|are too few"):
             combine(world.manifest, query, wrong)
-    with pytest.raises(QuorumarkError, match="members must be at least 3 points"):
+    with pytest.raises(QuorumarkError, match="members must be at least 3 of the points 1 to 5"):
         answer_with(people[1], world.manifest, query, 1, chosen)
+
+
+def test_a_set_that_cannot_be_masked_for_costs_no_entry(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    query = prepare(world.reference, world.suspect).query
+    for members in ((1, 2), (2, 3, 4), (1, 2, 9), (0, 1, 2)):
+        with pytest.raises(InputError, match="members must be at least 3 of the points 1 to 5, this member's 1 among"):
+            answer(*world.homes[0], world.reference, world.suspect, query, approved=True, members=members)
+    assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).entries
 
 
 def test_gaussian_keys_are_scaled_by_their_norm() -> None:

@@ -39,6 +39,7 @@ def challenge(
     """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
     from quorumark.errors import InputError
     from quorumark.keystore import write_shared
+    from quorumark.verify.audit import LIFE
     from quorumark.verify.audit import challenge as draw
     from quorumark.verify.reference import read_chain
 
@@ -57,8 +58,10 @@ def challenge(
         return
     typer.echo(
         f"{len(made.leaves)} of {total} leaves ({100 * len(made.leaves) / total:.2f} %) are to be opened, and burnt"
-        f"\nwritten to {out}; each member answers with: quorumark verify audit open {out.name}"
+        f"\nwritten to {out}; each member answers with: quorumark verify audit open {out.name} --certificate …"
     )
+    if LIFE * len(made.leaves) > total:
+        typer.echo(f"members will refuse: they open at most one leaf in {LIFE} in their lives, and z is too small for that")
 
 
 @app.command("open")

@@ -161,6 +161,8 @@ def answer(
     if prepared.query != query:
         raise EvidenceError(f"the query does not describe this suspect: {_difference(prepared.query, query)}")
     identity = home.identity(unlock)
+    point = manifest.terms.point_of(identity.ed25519)
+    _check_set(manifest, point, members)
     ledger = Ledger.open(place, manifest)
     with ledger.exclusive():  # nobody else answers here between the check and the entry
         try:
@@ -168,7 +170,6 @@ def answer(
         except GuardError as error:
             ledger.record_refusal(query, str(error))
             raise
-        point = manifest.terms.point_of(identity.ed25519)
         value = _inner_product(place, unlock, manifest, point, prepared.form.x)
         history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}
         # on disk before the answer leaves: a crash costs an answer, never an entry
@@ -221,11 +222,8 @@ def answer_with(
     they cancel, and the sum opens Y and nothing else; nobody can be corrected or named then.
     """
     point = manifest.terms.point_of(identity.ed25519)
-    chosen = tuple(sorted(set(members)))
+    chosen = _check_set(manifest, point, members)
     if chosen:
-        if point not in chosen or len(chosen) < manifest.terms.threshold:
-            rule = f"must be at least {manifest.terms.threshold} points, this member's {point} among them"
-            raise InputError("members", rule, list(chosen))
         weights = dict(zip(chosen, shamir.lagrange(chosen), strict=True))
         value = weights[point] * value
         for other in chosen:
@@ -248,6 +246,16 @@ def answer_with(
         ledger=ledger,
         created=now(),
     )
+
+
+def _check_set(manifest: Manifest, point: int, members: Collection[int]) -> tuple[int, ...]:
+    """The points of a masked partial, in order: t members or more, this one among them; none for an open one."""
+    chosen, terms = tuple(sorted(set(members))), manifest.terms
+    sound = point in chosen and len(chosen) >= terms.threshold and 1 <= chosen[0] and chosen[-1] <= terms.members
+    if chosen and not sound:
+        rule = f"must be at least {terms.threshold} of the points 1 to {terms.members}, this member's {point} among them"
+        raise InputError("members", rule, list(chosen))
+    return chosen
 
 
 # --- combining --------------------------------------------------------------------------------------------
@@ -288,9 +296,11 @@ def combine(
         ):
             if mine != theirs:
                 raise EvidenceError(f"the partial of {name!r} is for another {what}: leave it out or ask again")
-        if by_point.get(partial.point, partial).answer != partial.answer:
+        other = by_point.get(partial.point, partial)
+        if other.answer != partial.answer:
             raise EvidenceError(f"there are two partials of {name!r} with different answers: find out which is true")
-        by_point[partial.point] = partial
+        # a member may answer twice: the one that knows of more queries counts, in whatever order they come
+        by_point[partial.point] = max(other, partial, key=lambda one: (len(one.history), one.to_bytes()))
     # 4. there are enough of them
     points = sorted(by_point)
     if len(points) < terms.threshold:

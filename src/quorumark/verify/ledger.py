@@ -398,9 +398,15 @@ class Ledger:
         return self._place.queries_path / f"{x}.bin"
 
     def _kept_queries(self) -> list[Mapping[str, Any]]:
-        """The answered queries whose vectors are kept."""
+        """The answered queries. All their vectors must be there: x + e_j is a fresh query to whoever forgot x."""
         answered = [entry for entry in self.entries if entry["kind"] == "answered"]
-        return [entry for entry in answered if self._vector_path(entry["x"]).exists()]
+        for path in (self._vector_path(entry["x"]) for entry in answered):
+            if not path.exists():
+                raise KeystoreError(
+                    f"{str(path)!r}, the vector of an answered query, is missing: put it back from a backup, or answer "
+                    "the query of that model again"
+                )
+        return answered
 
     def _answers_since(self, moment: float) -> int:
         times = [entry["time"] for entry in self.entries if entry["kind"] == "answered"]
