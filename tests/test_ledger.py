@@ -619,7 +619,7 @@ def test_a_damaged_vector_is_named(member: Member) -> None:
     with pytest.raises(KeystoreError, match=f"{path.name}.*is missing: put it back from a backup, or answer"):
         member.check(near)
     member.answer(vector(1))  # puts it back
-    with pytest.raises(GuardError, match="adds . coordinates"):
+    with pytest.raises(GuardError, match=r"adds \d coordinates"):
         member.check(near)
     member.check(vector(2))
 
@@ -910,6 +910,10 @@ def test_a_residual_that_rounding_hides_reads_no_sign(tmp_path: Path, count: int
     assert sum(w * y for w, y in zip(weights, answers, strict=True)) == key[target]  # a naive verifier tells the sign
     member = Member(tmp_path / "home", d)
     order = vectors[::-1] if backwards else vectors
-    with pytest.raises(GuardError, match="read off signs of the key"):
+
+    def ask_all() -> None:
         for x in order:
             member.answer(x)
+
+    with pytest.raises(GuardError, match="read off signs of the key"):
+        ask_all()

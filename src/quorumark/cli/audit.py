@@ -61,7 +61,9 @@ def challenge(
         f"\nwritten to {out}; each member answers with: quorumark verify audit open {out.name} --certificate …"
     )
     if LIFE * len(made.leaves) > total:
-        typer.echo(f"members will refuse: they open at most one leaf in {LIFE} in their lives, and z is too small for that")
+        typer.echo(
+            f"members will refuse: they open at most one leaf in {LIFE} in their lives, and z is too small for that"
+        )
 
 
 @app.command("open")
@@ -178,7 +180,7 @@ def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge) -> Findi
     check_certificate(certificate, chain)
     if asked.z != certificate.finding.z:
         raise EvidenceError(
-            f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw it from this one"
+            f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"
         )
     return certificate.finding
 

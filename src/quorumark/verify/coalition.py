@@ -251,9 +251,11 @@ def answer_with(
 def _check_set(manifest: Manifest, point: int, members: Collection[int]) -> tuple[int, ...]:
     """The points of a masked partial, in order: t members or more, this one among them; none for an open one."""
     chosen, terms = tuple(sorted(set(members))), manifest.terms
-    sound = point in chosen and len(chosen) >= terms.threshold and 1 <= chosen[0] and chosen[-1] <= terms.members
+    sound = point in chosen and len(chosen) >= terms.threshold and chosen[0] >= 1 and chosen[-1] <= terms.members
     if chosen and not sound:
-        rule = f"must be at least {terms.threshold} of the points 1 to {terms.members}, this member's {point} among them"
+        rule = (
+            f"must be at least {terms.threshold} of the points 1 to {terms.members}, this member's {point} among them"
+        )
         raise InputError("members", rule, list(chosen))
     return chosen
 
@@ -324,7 +326,9 @@ def combine(
     agreed = null.threshold_for(alpha) if alpha else policy
     if Decimal(agreed) < null.decimal_of("policy 'z'", policy):
         # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
-        raise InputError("alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha)
+        raise InputError(
+            "alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha
+        )
     threshold = null.raised_threshold(agreed, failed)
     z, cosine = _z(manifest, query, value)
     verdict, reasons = _verdict(query, z, threshold)

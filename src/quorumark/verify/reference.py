@@ -85,7 +85,7 @@ class Reference:
         for path, what, option in ((layout_path, "layout", "--layout"), (anchor_path, "anchor", "--anchor")):
             if not path.exists():
                 raise RecordError(
-                    f"the {what} is not at {str(path)!r}: name it with {option}, or with --manifest a manifest beside it"
+                    f"the {what} is not at {str(path)!r}: name it with {option}, or the manifest beside it"
                 )
         chain = read_chain(manifest)
         return cls.of(chain, ModelLayout.from_bytes(read_file(layout_path, "a layout")), anchor_path)
