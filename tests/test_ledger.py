@@ -613,7 +613,14 @@ def test_a_damaged_vector_is_named(member: Member) -> None:
         path.write_bytes(spoiled)
         with pytest.raises(KeystoreError, match=path.name):
             member.check(vector(2))
-    path.write_bytes(content)
+    path.unlink()
+    near = vector(1)
+    near[17] += 1
+    with pytest.raises(KeystoreError, match=f"{path.name}.*is missing: put it back from a backup, or answer"):
+        member.check(near)
+    member.answer(vector(1))  # puts it back
+    with pytest.raises(GuardError, match=r"adds \d coordinates"):
+        member.check(near)
     member.check(vector(2))
 
 
@@ -878,3 +885,35 @@ def test_refusals_are_errors_of_ours_and_are_remembered(member: Member) -> None:
     ledger.record_refusal(query, str(caught.value))
     assert member.ledger().entries[-1]["reason"] == str(caught.value)
     assert member.ledger().known() == {}, "a refused query is not an answered one"
+
+
+def _digits(d: int, target: int, count: int, seed: int) -> tuple[list[Vector], list[int]]:
+    """Broad vectors x_0 = c_1, x_i = 32·c_i − c_{i+1} with Σ x_i·32^−i = x_0 but for a 1 at one place of the last one.
+
+    Their combination with the weights returned is 1 there and 0 elsewhere, and what the last one adds to the span of
+    the others is as small, or its weights as large, as 32^count: more than floating point can tell.
+    """
+    c = np.random.default_rng(seed).integers(-3, 4, (count + 1, d))
+    c[count] = 0
+    vectors = [c[0], *(32 * c[i] - c[i + 1] for i in range(count))]
+    vectors[count][target] += 1
+    return [v.astype(np.int8) for v in vectors], [-(32**count), *(32 ** (count - i) for i in range(1, count + 1))]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("count", [4, 6, 9, 12])
+def test_a_residual_that_rounding_hides_reads_no_sign(tmp_path: Path, count: int, backwards: bool) -> None:
+    d, target = 20_000, 777
+    vectors, weights = _digits(d, target, count, 4)
+    key = np.random.default_rng(5).choice([-1, 1], d)
+    answers = [int((v.astype(np.int64) * key).sum()) for v in vectors]
+    assert sum(w * y for w, y in zip(weights, answers, strict=True)) == key[target]  # a naive verifier tells the sign
+    member = Member(tmp_path / "home", d)
+    order = vectors[::-1] if backwards else vectors
+
+    def ask_all() -> None:
+        for x in order:
+            member.answer(x)
+
+    with pytest.raises(GuardError, match="read off signs of the key"):
+        ask_all()

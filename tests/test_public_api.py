@@ -47,8 +47,8 @@ PUBLIC = {
     certificate: "Certificate PAYLOAD_TYPE PREDICATE_TYPE STATEMENT_TYPE verify_signatures",
     report: "certificate_page write_page",
     research: "KnownKey TensorsInMemory random_key",
-    audit: "PROOF AuditResult Burns Challenge KeyOpening ShareOpening burnt_by challenge check_audit check_challenge "
-    "genesis_digest leaves_needed open_leaves",
+    audit: "LIFE PROOF AuditResult Burns Challenge KeyOpening ShareOpening burnt_by challenge check_audit "
+    "check_challenge genesis_digest leaves_needed open_leaves",
     ledger: "Ledger Policy budget check_query least_effective read_policy reconcile",
     calibration: "Calibration calibrate",
     coalition: "Prepared answer answer_with check_certificate combine prepare sign",

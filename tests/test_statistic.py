@@ -132,6 +132,22 @@ def test_the_canonical_form_is_the_oracles(
     assert _form({"w": w}, {"w": a}).x.tolist() == _oracle(w, a)
 
 
+def test_a_long_row_of_cut_weights_does_not_overflow() -> None:
+    """One row of 2^15 weights, half of them beyond the cut: ⟨ŵ, â⟩ and ‖â‖² are 2^48, and 2^16 times that no int64."""
+    rng = np.random.default_rng(1)
+    sizes = rng.permutation(np.repeat([1.0, 2.0**16], 1 << 14))
+    a, w = (np.float32(sizes * rng.choice([-1, 1], 1 << 15, p=(p, 1 - p))).reshape(1, 1, -1) for p in (0.1, 0.2))
+    assert _form({"w": w}, {"w": a}).x.tolist() == _oracle(w, a)
+
+
+def test_the_paper_statistics_are_scaled_by_the_weight_in_the_middle() -> None:
+    """2^10 times the power of two of the middle one: of three weights that is the second, of four too."""
+    for weights, unit in (([1, 2, 4], 2), ([1, 2, 4, 8], 2), ([4, 4, 1], 4), ([0, 0, 8], 8)):
+        w = {"w": np.float32([weights])}
+        form = _form(w, w, statistic="global-cosine/v1")
+        assert form.x.tolist() == [1024 * v // unit for v in weights]
+
+
 def test_the_tables_are_what_they_say() -> None:
     for i in range(0, 256, 5):
         assert _kernels.LOGS[i] == _log(1 + i / 256)

@@ -18,6 +18,7 @@ from quorumark.errors import (
     EvidenceError,
     GuardError,
     InconclusiveError,
+    InputError,
     KeystoreError,
     QuorumarkError,
     RecordError,
@@ -26,6 +27,7 @@ from quorumark.errors import (
 from quorumark.field import P
 from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.records import Manifest, anchor_digest
+from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.setup.local import deal_key
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
@@ -113,6 +115,11 @@ def test_a_threshold_by_probability(world: World, asked: tuple[Query, list[Parti
     assert any("not by the consortium's policy" in reason for reason in finding.reasons)
     finding = combine(world.manifest, query, partials[:3], alpha="1e-900000")
     assert finding.verdict == "FAILED"
+    # e^-18 = 1.52e-8 is the bound at z = 6; with 0.9 every second model would pass
+    assert combine(world.manifest, query, partials[:3], alpha="1.5e-8").agreed == "6.002536"
+    for weaker in ("1.6e-8", "0.001", "0.9"):
+        with pytest.raises(InputError, match="must not allow more than the agreed threshold 6"):
+            combine(world.manifest, query, partials[:3], alpha=weaker)
 
 
 # --- who lies ---------------------------------------------------------------------------------------------
@@ -221,6 +228,14 @@ def test_what_is_not_a_partial_of_this_query_is_refused_and_named(
         combine(stranger.manifest, query, partials)
 
 
+def test_of_two_equal_answers_the_one_that_knows_more_counts(world: World, asked: tuple[Query, list[Partial]]) -> None:
+    query, partials = asked
+    home, unlock = world.homes[0]
+    more = answer_with(home.identity(unlock), world.manifest, query, partials[0].value, history={"ab" * 32: "failed"})
+    for order in ([more, *partials], [*partials, more]):
+        assert combine(world.manifest, query, order).failed == 1
+
+
 def test_rubbish_partials_are_refused(asked: tuple[Query, list[Partial]]) -> None:
     data = asked[1][0].to_bytes()
     body = json.loads(data)
@@ -254,8 +269,17 @@ def test_masked_partials_open_the_sum_and_nothing_else(world: World, asked: tupl
     for wrong in ([*masked[:2], partials[3]], masked[:2], [*masked, partials[4]]):
         with pytest.raises(EvidenceError, match=r"masked partials open nothing unless|are too few"):
             combine(world.manifest, query, wrong)
-    with pytest.raises(QuorumarkError, match="members must be at least 3 points"):
+    with pytest.raises(QuorumarkError, match="members must be at least 3 of the points 1 to 5"):
         answer_with(people[1], world.manifest, query, 1, chosen)
+
+
+def test_a_set_that_cannot_be_masked_for_costs_no_entry(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    query = prepare(world.reference, world.suspect).query
+    for members in ((1, 2), (2, 3, 4), (1, 2, 9), (0, 1, 2)):
+        with pytest.raises(InputError, match="members must be at least 3 of the points 1 to 5, this member's 1 among"):
+            answer(*world.homes[0], world.reference, world.suspect, query, approved=True, members=members)
+    assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).entries
 
 
 def test_gaussian_keys_are_scaled_by_their_norm() -> None:
@@ -329,6 +353,23 @@ def test_an_anchor_or_a_layout_that_is_not_the_consortiums_is_refused(world: Wor
     (tmp_path / "layout.json").unlink()
     with pytest.raises(RecordError, match=r"the layout is not at .* name it with --layout"):
         Reference.read(tmp_path / "consortium.json")
+
+
+def test_what_the_anchors_digest_does_not_cover_cannot_be_chosen_afterwards() -> None:
+    """A consortium that lies names an anchor of zeros, and later shows one that is tiny and leads to its key."""
+    zeros = {"fc.weight": np.zeros((80, 120), np.float32)}
+    layout, people = ModelLayout.of(zeros), identities(3)
+    named = anchor_digest(layout.digest(), layout.encode(zeros))
+    terms = make_terms(people, 2, layout.coordinates, layout=layout.digest(), setup="dealer", anchor=named)
+    manifest, shares = deal_key(people, terms)
+    key = KnownKey.from_shares(manifest, shares, layout, TensorsInMemory(zeros)).key
+    innocent = {"fc.weight": np.random.default_rng(3).standard_normal((80, 120)).astype(np.float32)}
+    leading = {"fc.weight": (2.0**-60 * (innocent["fc.weight"] - key.reshape(80, 120))).astype(np.float32)}
+    assert KnownKey(key, layout, TensorsInMemory(leading)).z(innocent) > 12  # what it would be worth
+    honest, lying = (prepare(Reference.of([manifest], layout, anchor), innocent) for anchor in (zeros, leading))
+    assert lying.form.digest == honest.form.digest
+    value = int((lying.form.x.astype(np.int64) * key).sum())
+    assert abs(value) < 5 * lying.form.norm2**0.5
 
 
 # --- suspects of all kinds --------------------------------------------------------------------------------
@@ -470,13 +511,36 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     made = Certificate.of(combine(world.manifest, query, partials))
     with pytest.raises(EvidenceError, match="this member has no part in the certificate"):
         sign(*world.homes[3], made)
-    signed = sign(*world.homes[0], made)
+    # three of three: one liar could have made it pass, so the ledger does not believe it; of four it does
+    sign(*world.homes[0], made)
+    ledger = Ledger.open(world.homes[0][0].only_consortium(), world.manifest)
+    assert (made.finding.verdict, ledger.known()) == ("PASSED", {query.x: "open"})
+    assert [entry["kind"] for entry in ledger.entries] == ["answered"]
+    _, more = world.answers(world.suspect, (4,), query)
+    signed = sign(*world.homes[0], Certificate.of(combine(world.manifest, query, [*partials, *more])))
     ledger = Ledger.open(world.homes[0][0].only_consortium(), world.manifest)
     assert ledger.known() == {query.x: "passed"}
     assert [entry["kind"] for entry in ledger.entries] == ["answered", "outcome"]
     # a second query of the same three: what passed raises no threshold
     query, partials = world.answers(trained_from(anchor_model(), 31), (1, 2, 3))
     assert {partial.history.get(signed.finding.query.x) for partial in partials} == {"passed", "open"}
+
+
+def test_nobody_signs_that_its_own_partial_is_wrong(tmp_path: Path) -> None:
+    """Two of five who conspire frame a third, whose share is as it should be (⌊(5 − 3)/2⌋ + 1 of them)."""
+    world = make_world(tmp_path)
+    query, partials = world.answers(world.suspect, (1, 2, 3, 4, 5))
+    values = {p.point: p.value for p in partials}
+    framed = {x: _through({0: 12345, 1: values[1], 2: values[2]}, x) for x in (4, 5)}
+    lies = [answer_with(world.homes[x - 1][0].identity(world.homes[x - 1][1]), world.manifest, query, framed[x])
+            for x in (4, 5)]  # fmt: skip
+    certificate = Certificate.of(combine(world.manifest, query, [*partials[:3], *lies]))
+    assert certificate.finding.wrong == (3,)
+    with pytest.raises(EvidenceError, match="calls this member's own partial wrong: do not sign it"):
+        sign(*world.homes[2], certificate)
+    assert not [e for e in Ledger.open(world.homes[2][0].only_consortium(), world.manifest).entries
+                if e["kind"] == "outcome"]  # fmt: skip
+    assert sign(*world.homes[0], certificate).signatures
 
 
 def test_the_budget_counts_what_all_members_know(world: World, asked: tuple[Query, list[Partial]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from quorumark.layout import write_safetensors
+from quorumark.verify.audit import Challenge
 from quorumark.verify.certificate import Certificate
 from tests.consortium import World, anchor_model, make_world, trained_from
 from tests.test_cli import run
@@ -203,8 +205,18 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     said = desk("audit", "challenge", certificate, "--manifest", manifest, "--out", challenge, "--json")
     asked = json.loads(said.stdout)
     assert 0.05 < len(asked["leaves"]) / asked["of"] < 0.25
-    openings = []
+    # nothing is opened for what nobody signed, or for more leaves than the certificate's z makes necessary
+    opening = ["audit", "open", challenge, "--certificate", certificate, "--out", desk.path("no.json"), *desk.home(1)]
+    assert "nobody has signed the certificate" in desk(*opening, code=2).stderr
     for point in range(1, 6):
+        desk("sign", certificate, *desk.home(point))
+    more = replace(Challenge.from_bytes(Path(challenge).read_bytes()), z="30.0")
+    total = asked["of"]
+    Path(desk.path("more.json")).write_bytes(replace(more, leaves=more.drawn(total)).to_bytes())
+    opening[2] = desk.path("more.json")
+    assert "the challenge is for z = 30.0, but the certificate says" in desk(*opening, code=2).stderr
+    openings = []
+    for point in range(1, 5):
         openings.append(desk.path(f"opening{point}.json"))
         desk("audit", "open", challenge, "--certificate", certificate, "--out", openings[-1], *desk.home(point))
     check = ["--certificate", certificate, "--suspect", suspect, *desk.reference]
@@ -213,6 +225,11 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     assert result["agrees"]
     assert float(result["z"]) >= 12
     desk("audit", "check", challenge, openings[0], *check, code=2)
+    unfit = ["--certificate", certificate, "--suspect", suspect, *desk.reference]
+    assert "the challenge is for z = 30.0" in desk("audit", "check", opening[2], *openings, *unfit, code=2).stderr
+    # the fifth did not open, and remembers what the others did
+    fifth = ["audit", "open", challenge, "--certificate", certificate, "--record-only", *desk.home(5)]
+    assert "nothing was opened" in desk(*fifth).stdout
     # the next query leaves the burnt leaves out, and members insist on it
     later = desk.path("later.json")
     home = desk.home(1)[:2]
@@ -222,4 +239,8 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     found = desk.combine(later, partials, "later-certificate.json")
     assert found["verdict"] == "PASSED"
     stale = desk.prepare(suspect, "stale.json")
-    desk.partial(stale, suspect, 4, "--approve", code=2)
+    for point in (4, 5):
+        desk.partial(stale, suspect, point, "--approve", code=2)
+    # whoever is no member names the challenge
+    done = desk("prepare", suspect, "--out", stale, "--earlier", challenge, *desk.reference, "--home", "none", "--json")
+    assert json.loads(done.stdout)["burnt"] == asked["leaves"]

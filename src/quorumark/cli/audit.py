@@ -11,7 +11,12 @@ import typer
 from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from quorumark.records import Manifest
+    from quorumark.verify.audit import Challenge
     from quorumark.verify.certificate import Certificate
+    from quorumark.verify.evidence import Finding
 
 app = typer.Typer(
     help="The spot audit: a proof that trusts no member. challenge, open (each member), check.", no_args_is_help=True
@@ -34,6 +39,7 @@ def challenge(
     """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
     from quorumark.errors import InputError
     from quorumark.keystore import write_shared
+    from quorumark.verify.audit import LIFE
     from quorumark.verify.audit import challenge as draw
     from quorumark.verify.reference import read_chain
 
@@ -52,8 +58,12 @@ def challenge(
         return
     typer.echo(
         f"{len(made.leaves)} of {total} leaves ({100 * len(made.leaves) / total:.2f} %) are to be opened, and burnt"
-        f"\nwritten to {out}; each member answers with: quorumark verify audit open {out.name}"
+        f"\nwritten to {out}; each member answers with: quorumark verify audit open {out.name} --certificate …"
     )
+    if LIFE * len(made.leaves) > total:
+        typer.echo(
+            f"members will refuse: they open at most one leaf in {LIFE} in their lives, and z is too small for that"
+        )
 
 
 @app.command("open")
@@ -61,6 +71,9 @@ def open_(
     challenge: Annotated[Path, typer.Argument(help="The challenge.")],
     certificate: CertificateFile,
     out: Annotated[Path | None, typer.Option(help="Where to write it; by default opening-NAME.json.")] = None,
+    record_only: Annotated[
+        bool, typer.Option("--record-only", help="Open nothing; only remember that others opened these pieces.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     key_file: KeyFile = None,
@@ -69,19 +82,28 @@ def open_(
 ) -> None:
     """Open the pieces of this member's share that a challenge asks for. They are public then, and burnt for ever.
 
-    Only for a query that this member answered, and only so many in a consortium's life.
+    Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
+    who do not open use --record-only: what others opened is public, and must not be answered about again.
     """
     from quorumark.cli.verify import _file_name
     from quorumark.home import Home, read_file
     from quorumark.keystore import write_shared
-    from quorumark.verify.audit import Challenge, open_leaves
+    from quorumark.verify.audit import Challenge, check_challenge, open_leaves
     from quorumark.verify.ledger import Ledger
 
     member = Home(home)
     place = member.only_consortium(consortium)
     asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
-    query = _certificate(certificate).finding.query
+    query = _certified(certificate, place.chain(), asked).query
     ledger = Ledger.open(place, place.manifest())
+    if record_only:
+        check_challenge(asked, query, place.manifest())
+        ledger.record_burnt(asked.leaves, asked.digest())
+        if json:
+            typer.echo(jsonlib.dumps({"opening": None, "leaves": len(asked.leaves)}))
+        else:
+            typer.echo(f"{len(asked.leaves)} leaves are recorded as burnt; nothing was opened")
+        return
     opened = unlock(key_file, passphrase_file)
     with ledger.exclusive():
         answered = query.x in ledger.answered()
@@ -124,9 +146,9 @@ def check(
     from quorumark.verify.coalition import prepare
     from quorumark.verify.reference import Reference
 
-    finding = _certificate(certificate).finding
     asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
     reference = Reference.read(manifest, layout, anchor)
+    finding = _certified(certificate, reference.chain, asked)
     prepared = prepare(reference, suspect, burnt=finding.query.burnt, created=finding.query.created)
     result = check_audit(
         asked,
@@ -147,6 +169,20 @@ def check(
         for text in (*result.reasons, *result.faults):
             typer.echo(f"- {text}")
     raise typer.Exit(EXIT_CODES[result.verdict])
+
+
+def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge) -> Finding:
+    """What a certificate says that its members signed and that follows from its partials, and whose z is challenged."""
+    from quorumark.errors import EvidenceError
+    from quorumark.verify.coalition import check_certificate
+
+    certificate = _certificate(path)
+    check_certificate(certificate, chain)
+    if asked.z != certificate.finding.z:
+        raise EvidenceError(
+            f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"
+        )
+    return certificate.finding
 
 
 def _certificate(path: Path) -> Certificate:

@@ -43,6 +43,9 @@ Anchor = Annotated[
 def prepare(
     suspect: Annotated[Path, typer.Argument(help="The model in question: a file, or a folder of shards.")],
     out: Annotated[Path, typer.Option(help="Where to write the query.")] = Path("query.json"),
+    earlier: Annotated[
+        list[Path] | None, typer.Option(help="Challenges of audits, whose leaves are left out; may be repeated.")
+    ] = None,
     manifest: Manifest = None,
     layout: Layout = None,
     anchor: Anchor = None,
@@ -55,13 +58,17 @@ def prepare(
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
     from quorumark.errors import InconclusiveError
+    from quorumark.home import read_file
     from quorumark.keystore import write_shared
+    from quorumark.verify.audit import Challenge
     from quorumark.verify.coalition import prepare as prepare_query
     from quorumark.verify.ledger import Ledger
 
     place = _place(home, consortium, manifest)
     reference = _reference(place, manifest, layout, anchor)
-    burnt = Ledger.open(place, reference.manifest).burnt() if place is not None else ()
+    burnt = set(Ledger.open(place, reference.manifest).burnt() if place is not None else ())
+    for path in earlier or ():
+        burnt.update(Challenge.from_bytes(read_file(path, "a challenge")).leaves)
     try:
         with _progress(json) as note:
             query = prepare_query(reference, suspect, burnt=burnt, progress=note).query
@@ -142,7 +149,7 @@ def combine(
     partials: Annotated[list[Path], typer.Argument(help="The partials, t or more, in any order.")],
     out: Annotated[Path, typer.Option(help="Where to write the certificate.")] = Path("certificate.json"),
     alpha: Annotated[
-        str, typer.Option(help="A false-alarm probability such as 1e-9, instead of the policy's threshold.")
+        str, typer.Option(help="A false-alarm probability such as 1e-9: a higher threshold than the policy's.")
     ] = "",
     manifest: Manifest = None,
     home: HomeOption = DEFAULT_HOME,

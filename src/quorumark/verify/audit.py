@@ -75,6 +75,7 @@ from quorumark.verify.evidence import (
 from quorumark.verify.null import decimal_of, log10_bound, z_text
 
 __all__ = [
+    "LIFE",
     "PROOF",
     "AuditResult",
     "Burns",
@@ -93,12 +94,14 @@ __all__ = [
 PROOF = Decimal(12)
 """The z_sub that is a proof by itself."""
 
+LIFE = 4
+"""A member opens at most one in so many of its leaves in its life."""
+
 _ENOUGH = Decimal(-24)  # log10 of the bound after all charges: 2^-80, what nobody can make up for by trying again
 _NOTHING = Decimal(6)  # a smaller z_sub is no more than a model that knows nothing of the key may show
 _MARGIN = Decimal("2.4")  # standard deviations; the normal tail beyond is 0.8 %
 _FAR = Decimal(5)  # standard deviations between z_sub and what the certificate's z predicts
 _LARGEST_ENTRY = 1 << 12  # of a gaussian key, in steps of 2^-8: 16 standard deviations
-_LIFE = 4  # a member opens at most one in four of its leaves in its life
 _MOST_SETS = 256  # of key openings that are tried where they contradict each other
 # contexts of our own: what a host program does to the default one must not change a result
 _MATH = Context(prec=60, rounding=ROUND_HALF_EVEN)
@@ -406,7 +409,7 @@ def open_leaves(
         raise RecordError("this member has not answered the query that the challenge is about: answer it first")
     leaves = leaf_count(manifest.terms.coordinates, manifest.terms.leaf)
     after = len({*burns.burnt(), *challenge.leaves})
-    if _LIFE * after > leaves:
+    if LIFE * after > leaves:
         raise RecordError(
             f"with this audit {after} of {leaves} leaves would be burnt, but a member opens at most a quarter of them "
             f"in its life: the key must not be given away piece by piece"

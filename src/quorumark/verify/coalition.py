@@ -161,6 +161,8 @@ def answer(
     if prepared.query != query:
         raise EvidenceError(f"the query does not describe this suspect: {_difference(prepared.query, query)}")
     identity = home.identity(unlock)
+    point = manifest.terms.point_of(identity.ed25519)
+    _check_set(manifest, point, members)
     ledger = Ledger.open(place, manifest)
     with ledger.exclusive():  # nobody else answers here between the check and the entry
         try:
@@ -168,7 +170,6 @@ def answer(
         except GuardError as error:
             ledger.record_refusal(query, str(error))
             raise
-        point = manifest.terms.point_of(identity.ed25519)
         value = _inner_product(place, unlock, manifest, point, prepared.form.x)
         history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}
         # on disk before the answer leaves: a crash costs an answer, never an entry
@@ -231,11 +232,8 @@ def answer_with(
     they cancel, and the sum opens Y and nothing else; nobody can be corrected or named then.
     """
     point = manifest.terms.point_of(identity.ed25519)
-    chosen = tuple(sorted(set(members)))
+    chosen = _check_set(manifest, point, members)
     if chosen:
-        if point not in chosen or len(chosen) < manifest.terms.threshold:
-            rule = f"must be at least {manifest.terms.threshold} points, this member's {point} among them"
-            raise InputError("members", rule, list(chosen))
         weights = dict(zip(chosen, shamir.lagrange(chosen), strict=True))
         value = weights[point] * value
         for other in chosen:
@@ -260,6 +258,18 @@ def answer_with(
     )
 
 
+def _check_set(manifest: Manifest, point: int, members: Collection[int]) -> tuple[int, ...]:
+    """The points of a masked partial, in order: t members or more, this one among them; none for an open one."""
+    chosen, terms = tuple(sorted(set(members))), manifest.terms
+    sound = point in chosen and len(chosen) >= terms.threshold and chosen[0] >= 1 and chosen[-1] <= terms.members
+    if chosen and not sound:
+        rule = (
+            f"must be at least {terms.threshold} of the points 1 to {terms.members}, this member's {point} among them"
+        )
+        raise InputError("members", rule, list(chosen))
+    return chosen
+
+
 # --- combining --------------------------------------------------------------------------------------------
 
 
@@ -273,7 +283,7 @@ def combine(
 ) -> Finding:
     """What the partials say together. Each check is numbered; an EvidenceError names whose partial is refused, and why.
 
-    `alpha` sets the threshold by a probability of false alarm instead of the policy's z.
+    `alpha` sets the threshold by a probability of false alarm instead of the policy's z; it can only raise it.
     """
     terms = manifest.terms
     # 1. the query is for this manifest, as all members signed it
@@ -298,9 +308,11 @@ def combine(
         ):
             if mine != theirs:
                 raise EvidenceError(f"the partial of {name!r} is for another {what}: leave it out or ask again")
-        if by_point.get(partial.point, partial).answer != partial.answer:
+        other = by_point.get(partial.point, partial)
+        if other.answer != partial.answer:
             raise EvidenceError(f"there are two partials of {name!r} with different answers: find out which is true")
-        by_point[partial.point] = partial
+        # a member may answer twice: the one that knows of more queries counts, in whatever order they come
+        by_point[partial.point] = max(other, partial, key=lambda one: (len(one.history), one.to_bytes()))
     # 4. there are enough of them
     points = sorted(by_point)
     if len(points) < terms.threshold:
@@ -320,7 +332,13 @@ def combine(
             f"{most} that the consortium may answer in its life"
         )
     # 8. z, and what it means
-    agreed = null.threshold_for(alpha) if alpha else terms.policy.get("z", "6")
+    policy = terms.policy.get("z", "6")
+    agreed = null.threshold_for(alpha) if alpha else policy
+    if Decimal(agreed) < null.decimal_of("policy 'z'", policy):
+        # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
+        raise InputError(
+            "alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha
+        )
     threshold = null.raised_threshold(agreed, failed)
     z, cosine = _z(manifest, query, value)
     verdict, reasons = _verdict(query, z, threshold)
@@ -443,7 +461,8 @@ def _caveats(
 def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: ConsortiumFolder | None = None) -> Certificate:
     """Adds a member's signature to a combined certificate, once everything in it follows from the partials.
 
-    The member's ledger learns the outcome, and the queries that the others know of.
+    The member's ledger learns the outcome, and the queries that the others know of. That an uncorroborated one passed
+    is not learnt, since one liar could have made 64 unmarked models "pass", and combine them: it stays open.
     """
     place = place or home.only_consortium()
     manifest = place.manifest()
@@ -455,9 +474,16 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     point = manifest.terms.point_of(identity.ed25519)
     if finding.query.x not in ledger.answered() or point not in {partial.point for partial in finding.partials}:
         raise EvidenceError("this member has no part in the certificate: it did not answer that query")
+    if point in finding.wrong:
+        raise EvidenceError(
+            "the certificate calls this member's own partial wrong: do not sign it; either this share does not fit the "
+            "others' (setup check), or members who lie together frame this one"
+        )
     signed = certificate.signed_by(identity)
     ledger.learn(finding.known, f"certificate {certificate.digest()[:16]}")
-    ledger.record_outcome(finding.query.x, "passed" if finding.verdict == "PASSED" else "failed", certificate.digest())
+    passed = finding.verdict == "PASSED"
+    if not passed or finding.corroboration != "uncorroborated":
+        ledger.record_outcome(finding.query.x, "passed" if passed else "failed", certificate.digest())
     return signed
 
 

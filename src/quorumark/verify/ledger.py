@@ -11,7 +11,8 @@ follow from too many of them, or from crafted ones:
 The first is bounded by a budget, the second by raising z* (`reconcile` counts, `null.raised_threshold` raises), the
 third by two rules on every query: x, and what x adds to the span of the queries answered before (its residual r), must
 rest on many coordinates, measured as ‖r‖₂⁴/‖r‖₄⁴ ≥ E. The residuals of m answers are orthogonal, so a combination v of
-them with ‖v‖₂ = 1 has ‖v‖₄ ≤ √m·E^(−1/4): it rests on at least E/m² coordinates, whatever the queries were. For
+them with ‖v‖₂ = 1 has ‖v‖₄ ≤ √m·E^(−1/4): it rests on at least E/m² coordinates, whatever the queries were. Residuals
+are computed in floating point, so an x is refused too if rounding could hide what it adds. For
 residuals E is 1024: a copy of a tested model in another number format is another suspect, and must be answered; m such
 copies that were crafted to differ on the same 1024 coordinates give a vector of cosine √(m/1024) with the key there.
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 import calendar
 import contextlib
 import fcntl
+import hashlib
 import math
 import os
 import re
@@ -73,6 +75,7 @@ _KINDS = {
 }
 _COMMON = {"format", "number", "previous", "time", "kind"}
 _ADDED = 1024  # coordinates that what a query adds must rest on
+_DISTINCT = 1e-10  # what floating point can tell: far above its 2^-52, below 1024 places in 10^9 coordinates
 _DAY = 24 * 60 * 60
 _PIECE = 1 << 16  # bytes of a stored vector that are read at a time
 _FLOATS = 1 << 22  # float64 numbers in memory while residuals are computed: 32 MB
@@ -395,9 +398,15 @@ class Ledger:
         return self._place.queries_path / f"{x}.bin"
 
     def _kept_queries(self) -> list[Mapping[str, Any]]:
-        """The answered queries whose vectors are kept."""
+        """The answered queries. All their vectors must be there: x + e_j is a fresh query to whoever forgot x."""
         answered = [entry for entry in self.entries if entry["kind"] == "answered"]
-        return [entry for entry in answered if self._vector_path(entry["x"]).exists()]
+        for path in (self._vector_path(entry["x"]) for entry in answered):
+            if not path.exists():
+                raise KeystoreError(
+                    f"{str(path)!r}, the vector of an answered query, is missing: put it back from a backup, or answer "
+                    "the query of that model again"
+                )
+        return answered
 
     def _answers_since(self, moment: float) -> int:
         times = [entry["time"] for entry in self.entries if entry["kind"] == "answered"]
@@ -613,17 +622,23 @@ def _check_residual(x: Numbers, ledger: Ledger, least: int, public: Sequence[sli
         f"this query adds {found.effective} coordinates to those answered before, fewer than {least}, and would read "
         f"off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
     )
+    _require(
+        found.distinct >= _DISTINCT,
+        "this query is too close to a combination of those answered before to tell what it adds, and could be made to "
+        f"read off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
+    )
 
 
 @dataclass(frozen=True)
 class _Residual:
     """r = x − its projection onto the span of stored vectors: ‖r‖₂², ⌊‖r‖₂⁴/‖r‖₄⁴⌋; x's cosines with the stored ones,
-    and whether it is one of them."""
+    and whether it is one of them; `distinct`: the smallest ‖Σ b_i·x_i/‖x_i‖‖² over them and x, for ‖b‖ = 1."""
 
     squared: float
     effective: int
     cosines: NDArray[np.float64]
     known: bool
+    distinct: float
 
 
 def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Residual:
@@ -632,15 +647,22 @@ def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Re
     r = x − Σ a_i·x_i with G·a = c, where G_ij = ⟨x_i, x_j⟩ and c_i = ⟨x_i, x⟩ (scaled to vectors of length 1). Files
     are read in step, piece by piece; the projection is repeated on what is left until r is orthogonal to rounding. m
     stored vectors cost about m²·d multiplications.
+
+    r can be far smaller than rounding, and still be one coordinate that whole numbers read exactly: x_1 = 32·c_1 − c_2,
+    x_2 = 32·c_2 − c_3, … So `distinct`, the smallest eigenvalue of G, says whether rounding can hide anything.
     """
     count = len(paths)
-    gram, differ = np.zeros((count + 1, count + 1)), np.zeros(count, np.bool_)
+    gram, names = np.zeros((count + 1, count + 1)), [hashlib.blake2b() for _ in range(count + 1)]
     for rows in _in_step(x, paths, public):
         gram += rows @ rows.T
-        differ |= (rows[:count] != rows[count]).any(axis=1)
+        for name, row in zip(names, rows, strict=True):
+            name.update(row)
     lengths = np.sqrt(gram.diagonal())
+    first = {name.digest(): i for i, name in reversed(list(enumerate(names)))}  # equal ones but for public coordinates
+    told = [i for i in sorted(first.values()) if lengths[i] > 0]
     lengths[lengths == 0] = 1  # a vector that was on public coordinates alone
     unit = gram / np.outer(lengths, lengths)
+    distinct = float(np.linalg.eigvalsh(unit[np.ix_(told, told)])[0])
     weights, target = np.zeros(count), gram[:count, count]
     for _ in range(4):
         weights += np.linalg.lstsq(unit[:count, :count], target / lengths[:count], rcond=1e-12)[0] / lengths[:count]
@@ -654,7 +676,7 @@ def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Re
         if np.abs(target / lengths[:count]).max() <= 1e-9 * lengths[count]:
             break
     effective = math.floor(two * two / four) if four > 0 else 0
-    return _Residual(two, effective, unit[:count, count], not differ.all())
+    return _Residual(two, effective, unit[:count, count], first[names[count].digest()] < count, distinct)
 
 
 def _in_step(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> Iterator[NDArray[np.float64]]:

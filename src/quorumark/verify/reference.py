@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from quorumark import codec
 from quorumark.errors import LayoutError, RecordError
 from quorumark.home import follow_back, read_file
@@ -27,12 +29,29 @@ def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
 
 
 @dataclass(frozen=True, eq=False)
+class Anchor:
+    """The anchor as its digest sees it, in fixed point with 40 fractional bits, read in blocks.
+
+    What lies below that is not committed to. Rows are balanced whatever their size, so whoever could choose it after
+    the key is known would give any model any z.
+    """
+
+    model: Suspect
+    dtype: Any
+
+    def blocks(self, name: str, limit: int = 1 << 22) -> Iterator[tuple[int, NDArray[Any]]]:
+        for begin, values in self.model.blocks(name, limit):
+            encoded = codec.encode(values.astype(self.dtype, copy=False), name=f"tensor {name!r}")
+            yield begin, codec.decode(encoded, self.dtype, checked=False)
+
+
+@dataclass(frozen=True, eq=False)
 class Reference:
     """The public side of a consortium. `Reference.read` and `Reference.of` check that its parts belong together."""
 
     chain: tuple[Manifest, ...]
     layout: ModelLayout
-    anchor: Suspect
+    anchor: Anchor
 
     @property
     def manifest(self) -> Manifest:
@@ -51,7 +70,7 @@ class Reference:
                 "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
                 "model if the consortium has one"
             )
-        return cls(tuple(chain), layout, model)
+        return cls(tuple(chain), layout, Anchor(model, layout.dtype))
 
     @classmethod
     def read(
@@ -65,7 +84,9 @@ class Reference:
         layout_path, anchor_path = Path(layout or folder / LAYOUT), Path(anchor or folder / ANCHOR)
         for path, what, option in ((layout_path, "layout", "--layout"), (anchor_path, "anchor", "--anchor")):
             if not path.exists():
-                raise RecordError(f"the {what} is not at {str(path)!r}: name it with {option}")
+                raise RecordError(
+                    f"the {what} is not at {str(path)!r}: name it with {option}, or the manifest beside it"
+                )
         chain = read_chain(manifest)
         return cls.of(chain, ModelLayout.from_bytes(read_file(layout_path, "a layout")), anchor_path)
 
