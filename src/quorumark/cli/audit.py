@@ -127,7 +127,9 @@ def check(
     finding = _certificate(certificate).finding
     asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
     reference = Reference.read(manifest, layout, anchor)
-    prepared = prepare(reference, suspect, burnt=finding.query.burnt, created=finding.query.created)
+    query = finding.query
+    aligned = query.alignment != "none"
+    prepared = prepare(reference, suspect, align=aligned, burnt=query.burnt, created=query.created)
     result = check_audit(
         asked,
         prepared.query,
