@@ -94,7 +94,12 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "torchvision": {"quorumark.lab.data"},
     "sklearn": {"quorumark.demo", "quorumark.lab.data"},
     "galois": {"quorumark.bench.peers"},
-    "matplotlib": {"quorumark.bench.plot", "quorumark.lab.plot", "quorumark.report.calibration"},
+    "matplotlib": {
+        "quorumark.bench.plot",
+        "quorumark.lab.plot",
+        "quorumark.report.attacks",
+        "quorumark.report.calibration",
+    },
     "flwr": {"quorumark.bench.secagg"},
 }
 

@@ -7,7 +7,6 @@ signed certificate. Handwritten digits, which scikit-learn brings along, stand f
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import tempfile
@@ -23,15 +22,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from quorumark.attacks.suite import Subject
+from quorumark.attacks.suite import Subject, classifier, key_of_members, load_weights
 from quorumark.embed import Amplitudes
-from quorumark.errors import EvidenceError, InputError, KeystoreError, MissingDependencyError, RoundError
+from quorumark.errors import EvidenceError, InputError, MissingDependencyError, RoundError
 from quorumark.federation import Federation, FederationMember, Losses, watch
 from quorumark.field import Vector
 from quorumark.home import Home
 from quorumark.identity import Identity
 from quorumark.keystore import Unlock, replacing, write_shared
-from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
+from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
 from quorumark.report import certificate_page, write_page
 from quorumark.research import KnownKey, TensorsInMemory
@@ -129,8 +128,8 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
                 f"\nIn {out}: report.html to read; certificate.json, and what it takes to check it anywhere:\n"
                 f"  quorumark verify check {out}/certificate.json --manifest {out}/consortium.json "
                 f"--suspect {out}/suspect.safetensors\n"
-                "Since it is a demo, all members' homes are in members/, with the keys that open them; so the model can "
-                f"be attacked:\n  quorumark attack suite {out} --quick --out attacks"
+                "Since it is a demo, all members' homes are in members/, with the keys that open them. How hard is the "
+                f"mark to remove?\n  quorumark attack suite {out} --quick --out {out}-attacked"
             )
     return summary
 
@@ -348,15 +347,15 @@ def _train(
     def evaluate(model: Mapping[str, Any]) -> dict[str, float]:
         if rounds is not None:  # global models are public, and an attacker has all of them
             rounds.mkdir(exist_ok=True)
-            write_safetensors({n: t.numpy() for n, t in model.items()}, rounds / f"{run.round_no:02d}.safetensors")
+            write_safetensors({n: t.numpy() for n, t in model.items()}, rounds / f"{training.round_no:02d}.safetensors")
         return score(model)
 
-    run = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
-    watch(run, ROUNDS, console, f"training, {name}")
+    training = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
+    watch(training, ROUNDS, console, f"training, {name}")
     if rounds is not None and kept:
         with replacing(rounds / "norms.npy", 0o644) as file:
             np.save(file, np.stack([kept[number] for number in sorted(kept)]))
-    return run
+    return training
 
 
 class _Recorder(FederationMember):
@@ -388,28 +387,16 @@ def subject(folder: Path) -> Subject:
 
     world = _world()
     reference = Reference.read(folder / "consortium.json")
-    shares: dict[int, Vector] = {}
-    for home in sorted(path for path in (folder / "members").iterdir() if path.is_dir()):
-        with contextlib.suppress(KeystoreError):
-            unlock = Unlock.key_file(home.with_name(f"{home.name}.key"))
-            member = Home(home)
-            point = reference.manifest.terms.point_of(member.identity(unlock).ed25519)
-            shares[point] = member.only_consortium().share(unlock).vector()
-    known = KnownKey.from_shares(reference.manifest, shares, reference.layout, reference.anchor)
+    homes = sorted(path for path in (folder / "members").iterdir() if path.is_dir())[:THRESHOLD]
+    known = key_of_members(reference, {home: home.with_name(f"{home.name}.key") for home in homes})
     models = [folder / "anchor.safetensors", *sorted((folder / "rounds").glob("*.safetensors"))]
-    checkpoints = [{n: torch.from_numpy(t) for n, t in read_safetensors(path).items()} for path in models]
+    checkpoints = [load_weights(path) for path in models]
     norms = np.load(folder / "rounds" / "norms.npy") if (folder / "rounds" / "norms.npy").exists() else None
     scales = public_scales(reference.layout, reference.manifest.terms.strength, checkpoints, norms)
     parts = [torch.cat(both) for both in zip(*world.data, strict=True)]
     other = torch_train(world.make, epochs=8)(_initial(world, seed=7), (parts[0], parts[1]), seed=7)
-    released = {n: torch.from_numpy(t) for n, t in read_safetensors(folder / "suspect.safetensors").items()}
+    released = load_weights(folder / "suspect.safetensors")
     target = Target(
         world.make, released, (parts[0], parts[1]), checkpoints, scales, other=other, layout=reference.layout
     )
-    inputs, labels = world.test
-
-    def accuracy(module: Any) -> float:
-        with torch.no_grad():
-            return float((module.eval()(inputs).argmax(1) == labels).float().mean())
-
-    return Subject("the demo's model", target, accuracy, reference, known)
+    return Subject("the demo's model", target, classifier(*world.test), reference, known)

@@ -32,7 +32,7 @@ def load_function(text: str, argument: str = "--model") -> Callable[..., Any]:
     sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - the user's own code
+    except Exception as error:
         raise InputError(argument, "must name a file that can be imported", _told(error)) from error
     finally:
         sys.path.remove(beside)
@@ -48,7 +48,7 @@ def told_by(function: Callable[..., Any], argument: str, rule: str) -> Callable[
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except Exception as error:  # noqa: BLE001 - the user's own code
+        except Exception as error:
             raise InputError(argument, rule, _told(error)) from error
 
     return call

@@ -59,7 +59,9 @@ def prepare(
     """Write a query about a suspect, for members to answer. Needs no secrets: anybody can do it.
 
     With --align channels that were permuted, rescaled, removed or added are matched to the anchor's first. That is
-    another query than the one without: each counts in the budget, and raises the threshold if it does not pass. Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
+    another query than the one without: each counts in the budget, and raises the threshold if it does not pass.
+
+    Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
     from quorumark.errors import InconclusiveError
     from quorumark.keystore import write_shared
