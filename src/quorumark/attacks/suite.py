@@ -306,6 +306,8 @@ def run(
     rows = _begun(subject, out)
     if not rows:
         rows.append(subject.row(None, subject.target.weights))
+        if rows[0].best is None:
+            raise InputError("the model", "must be one that can be tested", "too few weights, or the anchor itself")
         write_rows(path, rows)
     done, failed = {row.key for row in rows}, []
     for number, job in enumerate(plan.jobs):

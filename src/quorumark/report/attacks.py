@@ -33,7 +33,7 @@ COLUMNS = (
 ORIGINAL = "none"
 _INK = "#010203"  # becomes the page's own colour of text
 _COLOURS = ("#888888", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")  # Okabe and Ito's
-_MARKERS = "osD^v<>PXphdH8"
+_MARKERS = "osD^v<>PXphdH8+x1234"
 _DIALS = ("alpha", "fraction", "ratio", "scheme", "strength", "share", "octaves", "noise")
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 95 %, 1 to 9 degrees of freedom
 
@@ -274,6 +274,9 @@ def _over(figure: Any, rows: Sequence[Row], dial: str, original: Row, threshold:
         axes.set_xticks(range(len(places)) if texts else places, [f"{place}" for place in places])
     left.set(xlabel=dial, ylabel="z")
     right.set(xlabel=dial, ylabel="accuracy in %")
+    low, high = right.get_ylim()
+    if high - low < 10:  # a point more or less is not a cliff
+        right.set_ylim((low + high) / 2 - 5, (low + high) / 2 + 5)
     if len(lines) > 1 or any(row.z is not None for row in rows):
         left.legend(frameon=False, fontsize=7, labelcolor=_INK)
 
