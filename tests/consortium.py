@@ -78,9 +78,19 @@ class World:
         return path
 
 
-def make_world(folder: Path, members: int = 5, threshold: int = 3, rho: float = 0.25, **terms: Any) -> World:
-    """A consortium over files, and a model whose movement from the anchor has the cosine ρ with its key."""
-    anchor = anchor_model()
+def make_world(
+    folder: Path,
+    members: int = 5,
+    threshold: int = 3,
+    rho: float = 0.25,
+    models: tuple[Tensors, Tensors] | None = None,
+    **terms: Any,
+) -> World:
+    """A consortium over files, and a model whose movement from the anchor has the cosine ρ with its key.
+
+    `models`: another anchor, and what it was trained to.
+    """
+    anchor = anchor_model() if models is None else models[0]
     layout = ModelLayout.of(anchor)
     homes = []
     for name in NAMES[:members]:
@@ -103,7 +113,7 @@ def make_world(folder: Path, members: int = 5, threshold: int = 3, rho: float = 
     reference = Reference.read(folder / "consortium.json")
     shares = {x: home.only_consortium().share(unlock).vector() for x, (home, unlock) in enumerate(homes, 1)}
     known = KnownKey.from_shares(manifest, shares, layout, reference.anchor)
-    model = trained_from(anchor, seed=1)
+    model = trained_from(anchor, seed=1) if models is None else dict(models[1])
     for spec, place in layout.spans("carrier"):
         moved = float((model[spec.name] - anchor[spec.name]).std())
         mark = (rho * moved * known.key[place]).reshape(spec.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -44,9 +45,31 @@ def test_demo_tells_its_story(environment: dict[str, str], tmp_path: Path) -> No
     assert ours == pytest.approx(summary["z_marked"], abs=1e-5)
     assert ours > text_z > code_z
     _check_elsewhere(environment, tmp_path)
+    _attack(environment, tmp_path)
     again = run(environment, "demo", "--out", str(tmp_path / "out"))
     assert again.returncode == 2
     assert "must be a new or empty folder" in again.stderr
+
+
+def _attack(environment: dict[str, str], tmp_path: Path) -> None:
+    """What the demo left can be attacked: also with what only its rounds tell, and aligned to its groups."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        '[[attack]]\nchain = ["permutation", "rescaling"]\n'
+        '[[attack]]\nname = "adaptive-fine-tuning"\nestimate = "regression"\nepochs = 1\n'
+    )
+    out = tmp_path / "attacked"
+    done = run(environment, "attack", "suite", str(tmp_path / "out"), "--plan", str(plan), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:6] == ["attack", "budget", "accuracy", "z", "z_aligned", "seconds"]
+    assert [row["attack"] for row in rows] == ["none", "permutation + rescaling", "adaptive-fine-tuning"]
+    original, disguised, _ = (float(row["z_aligned"]) for row in rows)
+    assert original > 15
+    assert disguised > 0.95 * original
+    assert abs(float(rows[1]["z"])) < 6
+    assert "<svg" in (out / "index.html").read_text()
 
 
 def _check_elsewhere(environment: dict[str, str], tmp_path: Path) -> None:

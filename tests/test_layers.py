@@ -28,6 +28,7 @@ ORDER = [
     "quorumark.secagg",
     "quorumark.federation",
     "quorumark.training",
+    "quorumark.usercode",
     "quorumark.verify",
     "quorumark.report",
     "quorumark.research",
@@ -67,6 +68,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.layout",
         "quorumark.federation",
         "quorumark.training",
+        "quorumark.usercode",
         "quorumark.verify._sources",
         "quorumark.verify.graph",
         "quorumark.attacks.base",
@@ -92,7 +94,12 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "torchvision": {"quorumark.lab.data"},
     "sklearn": {"quorumark.demo", "quorumark.lab.data"},
     "galois": {"quorumark.bench.peers"},
-    "matplotlib": {"quorumark.bench.plot", "quorumark.lab.plot", "quorumark.report.calibration"},
+    "matplotlib": {
+        "quorumark.bench.plot",
+        "quorumark.lab.plot",
+        "quorumark.report.attacks",
+        "quorumark.report.calibration",
+    },
     "flwr": {"quorumark.bench.secagg"},
 }
 

@@ -57,6 +57,7 @@ def test_records_are_read_back() -> None:
         ({"anchor": None}, "32 bytes in hex"),
         ({"created": "yesterday"}, "a time in UTC"),
         ({"strength": {"rho": 1}}, "texts to texts"),
+        ({"policy": {"groups": "abc"}}, "the policy's groups must be a digest"),
         ({"name": "\n"}, "printable"),
         ({"key": "iron"}, "must be one of"),
     ],

@@ -18,21 +18,25 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from quorumark.errors import EvidenceError, MissingDependencyError, RoundError
+from quorumark.attacks.suite import Subject, classifier, key_of_members, load_weights
+from quorumark.embed import Amplitudes
+from quorumark.errors import EvidenceError, InputError, MissingDependencyError, RoundError
 from quorumark.federation import Federation, FederationMember, Losses, watch
 from quorumark.field import Vector
 from quorumark.home import Home
 from quorumark.identity import Identity
-from quorumark.keystore import Unlock, write_shared
+from quorumark.keystore import Unlock, replacing, write_shared
 from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.records import Manifest, Member, Terms, anchor_digest
+from quorumark.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
 from quorumark.report import certificate_page, write_page
 from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.setup.local import found, make_key
 from quorumark.training import torch_evaluate, torch_train
+from quorumark.verify.align import Groups
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
 from quorumark.verify.evidence import Finding, Partial, Query
@@ -69,6 +73,7 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
     world = _world()
     initial = _initial(world, seed=2026)
     layout = ModelLayout.of(world.make())
+    groups = _groups(world)
     console.print(
         f"quorumark demo: {len(HOSPITALS)} hospitals train one model; any {THRESHOLD} of them can prove that it is "
         f"theirs.\nThe model has {layout.size:,} weights; {layout.coordinates:,} of them carry the mark.\n"
@@ -76,7 +81,7 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
     table = Table("what was done", "result", "what it means", title_justify="left")
     with _folder(out) as folder:
         before = time.perf_counter()
-        hospitals = _Hospitals.found(folder, layout, initial)
+        hospitals = _Hospitals.found(folder, layout, initial, groups)
         table.add_row(
             f"a secret key of {layout.coordinates:,} signs is made, without a dealer",
             f"{time.perf_counter() - before:.1f} s for all five",
@@ -85,7 +90,7 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
         marked = _train(console, world, hospitals.people, hospitals.manifest, hospitals.shares, layout, initial, out)
         # the control has a consortium of its own: no two sums of one round are ever opened in one
         people = tuple(Identity.generate(name) for name in HOSPITALS)
-        manifest, shares = make_key(people, _terms(people, layout, initial))
+        manifest, shares = make_key(people, _terms(people, layout, initial, groups))
         unmarked = _train(console, world, people, manifest, shares, layout, initial, out, mark=False)
         given_up = [report for run_ in (marked, unmarked) for report in run_.reports if report.given_up]
         if given_up:
@@ -123,7 +128,8 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
                 f"\nIn {out}: report.html to read; certificate.json, and what it takes to check it anywhere:\n"
                 f"  quorumark verify check {out}/certificate.json --manifest {out}/consortium.json "
                 f"--suspect {out}/suspect.safetensors\n"
-                "Since it is a demo, all members' homes are in members/, with the keys that open them."
+                "Since it is a demo, all members' homes are in members/, with the keys that open them. How hard is the "
+                f"mark to remove?\n  quorumark attack suite {out} --quick --out {out}-attacked"
             )
     return summary
 
@@ -173,12 +179,23 @@ def _initial(world: _World, seed: int) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in world.make().state_dict().items()}
 
 
-def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str, Any]) -> Terms:
+def _groups(world: _World) -> Groups:
+    """Which channels of the network belong together: agreed on before the key exists, for verification with --align."""
+    from quorumark.verify.graph import derive_groups
+
+    return derive_groups(world.make(), world.test[0][:1])
+
+
+def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str, Any], groups: Groups) -> Terms:
     cards = enumerate(zip(people, EXAMPLES, strict=True), 1)
     roster = tuple(Member(x, person.name, person.ed25519, person.x25519, count) for x, (person, count) in cards)
     anchor = anchor_digest(layout.digest(), layout.encode(initial))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return Terms("demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH)
+    policy = {**DEFAULT_POLICY, "groups": groups.digest()}
+    return Terms(
+        "demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH,
+        policy=policy,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -195,7 +212,7 @@ class _Hospitals:
         return self.reference.manifest
 
     @classmethod
-    def found(cls, folder: Path, layout: ModelLayout, initial: Mapping[str, Any]) -> _Hospitals:
+    def found(cls, folder: Path, layout: ModelLayout, initial: Mapping[str, Any], groups: Groups) -> _Hospitals:
         """The hospitals agree on terms and make a key, over a folder, each from a home of its own."""
         members = folder / "members"
         members.mkdir(mode=0o700)
@@ -205,10 +222,11 @@ class _Hospitals:
             unlock = Unlock.key_file(members / f"{name}.key")
             homes.append((Home.create(members / name, name, unlock), unlock))
         people = tuple(home.identity(unlock) for home, unlock in homes)
-        manifest = found(homes, _terms(people, layout, initial), folder / "ceremony")
+        manifest = found(homes, _terms(people, layout, initial, groups), folder / "ceremony")
         shutil.rmtree(folder / "ceremony")
         write_shared(folder / "consortium.json", manifest.to_bytes())
         write_shared(folder / "layout.json", layout.to_bytes())
+        write_shared(folder / "groups.json", groups.to_bytes())
         write_safetensors({name: tensor.numpy() for name, tensor in initial.items()}, folder / "anchor.safetensors")
         shares = {x: home.only_consortium().share(unlock).vector() for x, (home, unlock) in enumerate(homes, 1)}
         return cls(tuple(homes), people, Reference.read(folder / "consortium.json"), shares)
@@ -316,11 +334,69 @@ def _train(
     """Federated training under secure aggregation, with a table that says how far it is."""
     train = torch_train(world.make)
     members = {}
+    kept: dict[int, Vector] = {}
     for x, (person, data) in enumerate(zip(people, world.data, strict=True), 1):
-        members[x] = FederationMember(person, manifest, layout, train, data, shares[x], mark=mark)
+        member = _Recorder(person, manifest, layout, train, data, shares[x], mark=mark)
+        member.opened = kept
+        members[x] = member
     name = "marked" if mark else "unmarked"
     folder = None if out is None else out / name
-    evaluate = torch_evaluate(world.make, world.test)
-    run = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
-    watch(run, ROUNDS, console, f"training, {name}")
-    return run
+    score = torch_evaluate(world.make, world.test)
+    rounds = out / "rounds" if out is not None and mark else None
+
+    def evaluate(model: Mapping[str, Any]) -> dict[str, float]:
+        if rounds is not None:  # global models are public, and an attacker has all of them
+            rounds.mkdir(exist_ok=True)
+            write_safetensors({n: t.numpy() for n, t in model.items()}, rounds / f"{training.round_no:02d}.safetensors")
+        return score(model)
+
+    training = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
+    watch(training, ROUNDS, console, f"training, {name}")
+    if rounds is not None and kept:
+        with replacing(rounds / "norms.npy", 0o644) as file:
+            np.save(file, np.stack([kept[number] for number in sorted(kept)]))
+    return training
+
+
+class _Recorder(FederationMember):
+    """A member that keeps the sums of norms that rounds open: they are public, and say how strong each mark was."""
+
+    opened: dict[int, Vector]
+
+    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
+        if norms is not None:
+            self.opened[round_no] = norms
+        super().accept(round_no, encoded, embedded, norms)
+
+
+# --- for those who attack ---------------------------------------------------------------------------------
+
+
+def subject(folder: Path) -> Subject:
+    """What `quorumark attack suite` needs, from the folder of an earlier `quorumark demo --out`.
+
+    The key is put together from the members' homes, which lie there with what opens them: research only.
+    """
+    needed = ("consortium.json", "suspect.safetensors", "groups.json", "rounds", "members")
+    for name in needed:
+        if not (folder / name).exists():
+            raise InputError("the folder", "must be what `quorumark demo --out` of this release left", f"no {name}")
+    import torch
+
+    from quorumark.attacks import Target, public_scales
+
+    world = _world()
+    reference = Reference.read(folder / "consortium.json")
+    homes = sorted(path for path in (folder / "members").iterdir() if path.is_dir())[:THRESHOLD]
+    known = key_of_members(reference, {home: home.with_name(f"{home.name}.key") for home in homes})
+    models = [folder / "anchor.safetensors", *sorted((folder / "rounds").glob("*.safetensors"))]
+    checkpoints = [load_weights(path) for path in models]
+    norms = np.load(folder / "rounds" / "norms.npy") if (folder / "rounds" / "norms.npy").exists() else None
+    scales = public_scales(reference.layout, reference.manifest.terms.strength, checkpoints, norms)
+    parts = [torch.cat(both) for both in zip(*world.data, strict=True)]
+    other = torch_train(world.make, epochs=8)(_initial(world, seed=7), (parts[0], parts[1]), seed=7)
+    released = load_weights(folder / "suspect.safetensors")
+    target = Target(
+        world.make, released, (parts[0], parts[1]), checkpoints, scales, other=other, layout=reference.layout
+    )
+    return Subject("the demo's model", target, classifier(*world.test), reference, known)

@@ -241,6 +241,8 @@ class Terms:
             value = getattr(self, what)
             sound = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
             _check(sound, what, "must map texts to texts")
+        groups = self.policy.get("groups")
+        _check(groups is None or _is_hex(groups, 32), "the policy's groups", "must be a digest of 32 bytes in hex")
 
     @property
     def members(self) -> int:
@@ -505,6 +507,12 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
             f"a successor's {name}",
             "must not change: the key hangs on it",
         )
+    # who may choose, once a suspect is known, how its channels are matched has many tries, and the null does not hold
+    _check(
+        terms.policy.get("groups") == before.policy.get("groups"),
+        "a successor's groups",
+        "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
+    )
     stay = unchanged(terms, before)
     _check(
         len(stay) >= quorum(before),

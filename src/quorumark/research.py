@@ -72,7 +72,10 @@ class KnownKey:
     def z(self, model: Model | Mapping[str, Any], statistic: str = "balanced-anchor/v1") -> float:
         """z of a model that lies in memory or is read in blocks."""
         opened: Model = TensorsInMemory(model) if isinstance(model, Mapping) else model
-        form = self.form(opened, statistic)
+        return self.z_of(self.form(opened, statistic))
+
+    def z_of(self, form: Canonical) -> float:
+        """z of a canonical form, such as `prepare` makes of a suspect, aligned or not."""
         total = sum(int((form.x[part].astype(np.int64) * self.key[part]).sum()) for part in field.chunks(form.x.size))
         return float(total / np.sqrt(float(form.norm2))) if form.norm2 else 0.0
 

@@ -310,6 +310,7 @@ def certificate() -> dict[str, Any]:
         "burnt": [3, 17],
         "matching": ["tensors were found under the prefix 'module.'"],
         "created": "2026-03-01T08:00:00Z",
+        "surplus": 0,
     }
     query_digest = digest("query", canonical_json({"format": "quorumark-query/v1", **query})).hex()
     known = {label("an earlier x"): "failed"}

@@ -9,7 +9,21 @@ import sys
 import typer
 
 from quorumark import __version__
-from quorumark.cli import bench, calibrate, consortium, demo, key, lab, layout, member, setup, share, verify
+from quorumark.cli import (
+    attack,
+    bench,
+    calibrate,
+    consortium,
+    demo,
+    groups,
+    key,
+    lab,
+    layout,
+    member,
+    setup,
+    share,
+    verify,
+)
 from quorumark.errors import QuorumarkError
 
 app = typer.Typer(
@@ -42,6 +56,8 @@ app.add_typer(verify.app, name="verify")
 app.command("calibrate")(calibrate.calibrate)
 app.command("demo")(demo.demo)
 app.command("layout")(layout.layout)
+app.command("groups")(groups.groups)
+app.add_typer(attack.app, name="attack")
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 

@@ -148,8 +148,9 @@ def check(
 
     asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
     reference = Reference.read(manifest, layout, anchor)
-    finding = _certified(certificate, reference.chain, asked)
-    prepared = prepare(reference, suspect, burnt=finding.query.burnt, created=finding.query.created)
+    query = _certified(certificate, reference.chain, asked).query
+    aligned = query.alignment != "none"
+    prepared = prepare(reference, suspect, align=aligned, burnt=query.burnt, created=query.created)
     result = check_audit(
         asked,
         prepared.query,

@@ -32,13 +32,19 @@ def create(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Glob of tensors that must not, besides embeddings.")
     ] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(help="Coupled channels from `quorumark groups`, for alignment; they cannot be added later."),
+    ] = None,
 ) -> None:
     """Write the terms that all members will sign."""
     import datetime
 
     from quorumark.errors import InputError
+    from quorumark.home import read_file
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
-    from quorumark.records import Member, Terms, anchor_digest
+    from quorumark.records import DEFAULT_POLICY, Member, Terms, anchor_digest
+    from quorumark.verify.align import Groups
 
     if (out / "terms.json").exists():
         raise InputError("--out", "must not hold terms already", str(out))
@@ -52,6 +58,10 @@ def create(
         roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor}
+    coupled = None if groups is None else Groups.from_bytes(read_file(groups, "a model's groups"))
+    if coupled is not None:
+        coupled.check(layout)
+        digests["policy"] = {**DEFAULT_POLICY, "groups": coupled.digest()}
     terms = Terms(
         name, threshold, tuple(roster), coordinates=layout.coordinates, created=now, key=key, setup=setup, **digests
     )
@@ -65,6 +75,8 @@ def create(
         check_paper_terms(terms)
     out.mkdir(parents=True, exist_ok=True)
     (out / "layout.json").write_bytes(layout.to_bytes())
+    if coupled is not None:
+        (out / "groups.json").write_bytes(coupled.to_bytes())
     (out / "terms.json").write_bytes(terms.to_bytes())
     typer.echo(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"

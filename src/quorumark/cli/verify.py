@@ -38,22 +38,31 @@ Anchor = Annotated[
     Path | None, typer.Option(help="The public anchor model; by default anchor.safetensors beside the manifest.")
 ]
 
+Groups = Annotated[Path | None, typer.Option(help="The agreed groups; by default groups.json beside the manifest.")]
+
 
 @app.command("prepare")
 def prepare(
     suspect: Annotated[Path, typer.Argument(help="The model in question: a file, or a folder of shards.")],
     out: Annotated[Path, typer.Option(help="Where to write the query.")] = Path("query.json"),
+    align: Annotated[
+        bool, typer.Option("--align", help="First put the suspect's channels where the anchor has them.")
+    ] = False,
     earlier: Annotated[
         list[Path] | None, typer.Option(help="Challenges of audits, whose leaves are left out; may be repeated.")
     ] = None,
     manifest: Manifest = None,
     layout: Layout = None,
     anchor: Anchor = None,
+    groups: Groups = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     json: Json = False,
 ) -> None:
     """Write a query about a suspect, for members to answer. Needs no secrets: anybody can do it.
+
+    With --align channels that were permuted, rescaled, removed or added are matched to the anchor's first. That is
+    another query than the one without: each counts in the budget, and raises the threshold if it does not pass.
 
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
@@ -65,13 +74,13 @@ def prepare(
     from quorumark.verify.ledger import Ledger
 
     place = _place(home, consortium, manifest)
-    reference = _reference(place, manifest, layout, anchor)
+    reference = _reference(place, manifest, layout, anchor, groups)
     burnt = set(Ledger.open(place, reference.manifest).burnt() if place is not None else ())
     for path in earlier or ():
         burnt.update(Challenge.from_bytes(read_file(path, "a challenge")).leaves)
     try:
         with _progress(json) as note:
-            query = prepare_query(reference, suspect, burnt=burnt, progress=note).query
+            query = prepare_query(reference, suspect, align=align, burnt=burnt, progress=note).query
     except InconclusiveError as error:
         if not json:
             raise
@@ -98,6 +107,7 @@ def partial(
     manifest: Manifest = None,
     layout: Layout = None,
     anchor: Anchor = None,
+    groups: Groups = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     key_file: KeyFile = None,
@@ -116,7 +126,7 @@ def partial(
 
     member = Home(home)
     place = member.only_consortium(consortium)
-    reference = _reference(place, manifest, layout, anchor)
+    reference = _reference(place, manifest, layout, anchor, groups)
     asked = Query.from_bytes(read_file(query, "a query"))
     if not json:
         typer.echo(_describe(asked))
@@ -218,6 +228,7 @@ def check(
     suspect: Annotated[Path | None, typer.Option(help="The model that was tested.")] = None,
     layout: Layout = None,
     anchor: Anchor = None,
+    groups: Groups = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -232,7 +243,7 @@ def check(
     chain = read_chain(manifest)
     reference = None
     if suspect is not None and _has_reference(manifest, layout, anchor):
-        reference = Reference.read(manifest, layout, anchor)
+        reference = Reference.read(manifest, layout, anchor, groups)
     with _progress(json) as note:
         checked, left = check_certificate(found, chain, suspect=suspect, reference=reference, progress=note)
     if report is not None:
@@ -301,7 +312,11 @@ def _chain(place: ConsortiumFolder | None, manifest: Path | None) -> list[Any]:
 
 
 def _reference(
-    place: ConsortiumFolder | None, manifest: Path | None, layout: Path | None, anchor: Path | None
+    place: ConsortiumFolder | None,
+    manifest: Path | None,
+    layout: Path | None,
+    anchor: Path | None,
+    groups: Path | None,
 ) -> Reference:
     from quorumark.errors import InputError
     from quorumark.verify.reference import Reference
@@ -310,7 +325,7 @@ def _reference(
         if place is None:
             raise InputError("--manifest", "must be given where there is no member's home", "none")
         manifest = place.manifest_path
-    return Reference.read(manifest, layout, anchor)
+    return Reference.read(manifest, layout, anchor, groups)
 
 
 def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> bool:
@@ -377,7 +392,7 @@ def _progress(quiet: bool) -> Any:
         def __enter__(self) -> Any:
             self.status = console.status("reading the suspect")
             self.status.__enter__()
-            return lambda name: self.status.update(f"canonical form: {name}")
+            return lambda name: self.status.update(f"working on: {name}")
 
         def __exit__(self, *error: Any) -> None:
             self.status.__exit__(*error)

@@ -14,33 +14,45 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import shamir
-from quorumark.errors import DecodingError, EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError
+from quorumark.errors import (
+    DecodingError,
+    EvidenceError,
+    GuardError,
+    InconclusiveError,
+    InputError,
+    KeystoreError,
+    RecordError,
+)
 from quorumark.field import P, derive_key
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.identity import Identity
 from quorumark.keystore import Unlock
-from quorumark.layout import Source
+from quorumark.layout import ModelLayout, Source
 from quorumark.merkle import Tree, salt_seed
-from quorumark.records import Manifest, canonical
+from quorumark.records import Manifest, Terms, canonical
 from quorumark.shares import ShareInfo
+from quorumark.verify import align as alignment
 from quorumark.verify import null
+from quorumark.verify.align import Alignment, Groups
 from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
 from quorumark.verify.reference import Reference
-from quorumark.verify.statistic import Canonical, canonical_form, inner_product
+from quorumark.verify.statistic import Canonical, Model, canonical_form, inner_product
 from quorumark.verify.suspect import Match, Suspect, match_layout, non_finite, read_suspect
 
 __all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "sign"]
 
 NO_ALIGNMENT = "none"
 _LEAST_COVERAGE = 50  # percent of the carriers: with fewer it is another model
+_LEAST_ALIGNED = 10  # the same for what an alignment found: a third of the channels removed halves the weights
 _FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
 _SHOWN = 4
 
@@ -62,17 +74,19 @@ def prepare(
     reference: Reference,
     suspect: Source | Suspect,
     *,
+    align: bool = False,
     burnt: Collection[int] = (),
     created: str | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """What to ask about a suspect. An InconclusiveError says why nothing can be asked: then nothing is accused either.
 
-    `burnt`: the leaves that audits opened; they are left out.
+    `align`: the suspect's channels are first put where the anchor has them (docs/alignment.md); that is another query
+    than the one without. `burnt`: the leaves that audits opened; they are left out.
     """
     manifest, layout = reference.manifest, reference.layout
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
-    match = match_layout(opened, layout)
+    match = match_layout(opened, layout, _resizable(_agreed_groups(reference)) if align else None)
     covered = match.coverage[0]
     if covered * 100 < _LEAST_COVERAGE * layout.carrier_size:
         raise InconclusiveError(
@@ -80,8 +94,21 @@ def prepare(
             f"weights were found in it ({'; '.join(match.problems[:_SHOWN])})"
         )
     omit = omitted(burnt, manifest.terms.leaf, manifest.terms.coordinates)
+    model: Model = opened
+    names, found = match.names, None
+    if align:
+        every = {**match.plain, **match.names}
+        groups = _agreed_groups(reference)
+        found = alignment.align(opened, reference.anchor, layout, groups, every, progress=progress)
+        model, names = found.model(opened, every), {carrier: carrier for carrier in match.names}
+        covered = _covered(layout, match, found)
+        if covered * 100 < _LEAST_ALIGNED * layout.carrier_size:
+            raise InconclusiveError(
+                f"too little of the consortium's model was found in the suspect: {covered:,} of "
+                f"{layout.carrier_size:,} carrying weights"
+            )
     form = canonical_form(
-        manifest.terms.statistic, layout, opened, reference.anchor, match.names, omit=omit, progress=progress
+        manifest.terms.statistic, layout, model, reference.anchor, names, omit=omit, progress=progress
     )
     if not form.norm2:
         raise InconclusiveError("the suspect is the anchor itself, or all zeros: there is nothing in it to test")
@@ -89,7 +116,7 @@ def prepare(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
         statistic=manifest.terms.statistic,
-        alignment=NO_ALIGNMENT,
+        alignment=NO_ALIGNMENT if found is None else _agreed_alignment(manifest.terms),
         suspect=opened.digest(),
         files=opened.files,
         x=form.digest,
@@ -100,10 +127,59 @@ def prepare(
         norm2=form.norm2,
         norm4=form.norm4,
         burnt=tuple(sorted(set(burnt))),
-        matching=_matching(opened, match),
+        matching=(*_matching(opened, match), *(() if found is None else _aligned(match, found))),
         created=created or now(),
+        surplus=0 if found is None else found.surplus,
     )
     return Prepared(query, form)
+
+
+def _agreed_groups(reference: Reference) -> Groups:
+    """The groups to align with: nobody chooses them now."""
+    if reference.groups is None:
+        if "groups" in reference.manifest.terms.policy:
+            raise RecordError("the consortium's groups are not here: put groups.json beside the manifest, or name it")
+        raise RecordError("this consortium agreed on no groups when it was made, so that nothing can be aligned")
+    return reference.groups
+
+
+def _agreed_alignment(terms: Terms) -> str:
+    """What a query with alignment says about it: the procedure, and the groups that the terms name."""
+    return f"{alignment.PROCEDURE}:{terms.policy.get('groups', 'none')}"
+
+
+def _resizable(groups: Groups) -> dict[str, set[int]]:
+    """The axes along which a suspect may have more or fewer channels."""
+    axes: dict[str, set[int]] = {}
+    for group in groups.groups:
+        for slot in group.slots:
+            axes.setdefault(slot.tensor, set()).add(slot.axis)
+    return axes
+
+
+def _covered(layout: ModelLayout, match: Match, found: Alignment) -> int:
+    """Carrying weights that the suspect has: all but those at places that no channel of it came to."""
+    total = 0
+    for spec, _ in layout.spans("carrier"):
+        if spec.name in match.names:
+            places = [found.places.get((spec.name, axis)) for axis in range(len(spec.shape))]
+            total += prod(n if at is None else int((at >= 0).sum()) for n, at in zip(spec.shape, places, strict=True))
+    return total
+
+
+def _aligned(match: Match, found: Alignment) -> list[str]:
+    """What the alignment did, in sentences."""
+    ours, theirs, matched = (sum(numbers) for numbers in zip(*found.sizes, strict=True))
+    settled = "the last one changed nothing" if found.stable else "the last one still changed something"
+    texts = [
+        f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
+        f"than in the anchor; {found.sweeps} sweeps, {settled}"
+    ]
+    if match.resized:
+        texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
+    if found.surplus:
+        texts.append(f"{found.surplus:,} of the suspect's {theirs:,} channels are left over")
+    return texts
 
 
 def omitted(burnt: Collection[int], leaf: int, coordinates: int) -> NDArray[np.bool_] | None:
@@ -181,7 +257,8 @@ def _prepared_again(
     reference: Reference, suspect: Source | Suspect, query: Query, progress: Progress | None
 ) -> Prepared:
     """What a query should be for this suspect; a single file may have got another name on its way."""
-    made = prepare(reference, suspect, burnt=query.burnt, created=query.created, progress=progress)
+    align = query.alignment != NO_ALIGNMENT
+    made = prepare(reference, suspect, align=align, burnt=query.burnt, created=query.created, progress=progress)
     if [file.sha256 for file in made.query.files] == [file.sha256 for file in query.files] and len(query.files) == 1:
         return replace(made, query=replace(made.query, files=query.files))
     return made
@@ -291,6 +368,8 @@ def combine(
         raise EvidenceError("the query belongs to another manifest than the one given")
     if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
         raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
+    if query.alignment != NO_ALIGNMENT and query.alignment != _agreed_alignment(terms):
+        raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
     # 2. every partial is a member's, signed by it, one for each
     by_point: dict[int, Partial] = {}
     for partial in partials:
@@ -428,6 +507,11 @@ def _verdict(query: Query, z: str, threshold: str) -> tuple[str, list[str]]:
         return "PASSED", [f"z = {z} reaches the threshold {threshold}"]
     if query.covered * 100 < _FULL_COVERAGE * query.carriers:
         return "INCONCLUSIVE", [f"z = {z} is below the threshold {threshold}, but only {coverage} were found"]
+    if query.surplus:
+        return "INCONCLUSIVE", [
+            f"z = {z} is below the threshold {threshold}, but {query.surplus:,} of the suspect's channels are left "
+            "over: those that were matched can be decoys"
+        ]
     return "FAILED", [f"z = {z} is below the threshold {threshold}: the mark was not found"]
 
 
@@ -527,6 +611,8 @@ def check_certificate(
     # 5. the vector x follows from the suspect, the layout and the anchor
     if opened is None or reference is None:
         left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
+    elif finding.query.alignment != NO_ALIGNMENT and reference.groups is None:
+        left.append("the canonical form was not computed again: the suspect was aligned, and that takes groups.json")
     else:
         query = _prepared_again(reference, opened, finding.query, progress).query
         if query != finding.query:

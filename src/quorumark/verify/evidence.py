@@ -100,7 +100,9 @@ class Query:
     x is a vector of whole numbers, one for each of the d = `coordinates` of the key; `norm1`, `norm2` and `norm4` are
     Σ|x|, Σx² and Σx⁴. `covered` of the `carriers` coordinates that could carry were found in the suspect. `burnt`: the
     leaves of the shares that were opened in audits and are left out. `matching` says how the suspect was read:
-    texts for people (prefix, casts, missing and extra tensors, numbers that are not finite).
+    texts for people (prefix, casts, missing and extra tensors, numbers that are not finite, what was aligned).
+    `alignment` is "none", or the procedure and the digest of the groups; `surplus` counts the suspect's channels that
+    the alignment left over: with any, a low z does not clear the suspect (docs/alignment.md, "Limits").
     """
 
     FORMAT: ClassVar[str] = "quorumark-query/v1"
@@ -121,11 +123,12 @@ class Query:
     burnt: tuple[int, ...]
     matching: tuple[str, ...]
     created: str
+    surplus: int = 0
 
     def __post_init__(self) -> None:
         for name in ("manifest", "suspect", "x"):
             _check(_is_hex(getattr(self, name), 32), f"a query's {name}", "must be 32 bytes in hex")
-        for name in ("epoch", "coordinates", "carriers", "covered", "norm1", "norm2", "norm4"):
+        for name in ("epoch", "coordinates", "carriers", "covered", "norm1", "norm2", "norm4", "surplus"):
             _check(_is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
         for name in ("statistic", "alignment"):
             _check(_is_text(getattr(self, name), 100), f"a query's {name}", "must be a text")

@@ -1,4 +1,4 @@
-"""What a suspect is compared with: the consortium's signed manifest, the model's layout, and the anchor."""
+"""What a suspect is compared with: the consortium's signed manifest, the model's layout, the anchor, the groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from quorumark.errors import LayoutError, RecordError
 from quorumark.home import follow_back, read_file
 from quorumark.layout import ModelLayout, Source
 from quorumark.records import Manifest, streamed_anchor_digest
+from quorumark.verify.align import Groups
 from quorumark.verify.suspect import Suspect, read_suspect
 
 __all__ = ["Reference", "digest_of_anchor", "read_chain"]
 
-LAYOUT, ANCHOR = "layout.json", "anchor.safetensors"
+LAYOUT, ANCHOR, GROUPS = "layout.json", "anchor.safetensors", "groups.json"
 
 
 def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
@@ -47,11 +48,15 @@ class Anchor:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The public side of a consortium. `Reference.read` and `Reference.of` check that its parts belong together."""
+    """The public side of a consortium. `Reference.read` and `Reference.of` check that its parts belong together.
+
+    `groups` are the coupled channels that the terms name, for verification with alignment (docs/alignment.md).
+    """
 
     chain: tuple[Manifest, ...]
     layout: ModelLayout
     anchor: Anchor
+    groups: Groups | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -59,8 +64,14 @@ class Reference:
         return self.chain[-1]
 
     @classmethod
-    def of(cls, chain: Sequence[Manifest], layout: ModelLayout, anchor: Source | Suspect) -> Reference:
-        """From what is at hand: a checked chain, the layout, and the anchor as tensors or as a file."""
+    def of(
+        cls,
+        chain: Sequence[Manifest],
+        layout: ModelLayout,
+        anchor: Source | Suspect,
+        groups: Groups | None = None,
+    ) -> Reference:
+        """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups."""
         terms = chain[-1].terms
         if layout.digest() != terms.layout:
             raise RecordError("the layout is not the one that the manifest names: take the consortium's layout.json")
@@ -70,7 +81,10 @@ class Reference:
                 "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
                 "model if the consortium has one"
             )
-        return cls(tuple(chain), layout, Anchor(model, layout.dtype))
+        if groups is not None and groups.digest() != terms.policy.get("groups"):
+            agreed = "agreed on others" if "groups" in terms.policy else "agreed on none when it was made"
+            raise RecordError(f"the groups are not the ones that the manifest names: the consortium {agreed}")
+        return cls(tuple(chain), layout, Anchor(model, layout.dtype), groups)
 
     @classmethod
     def read(
@@ -78,8 +92,12 @@ class Reference:
         manifest: str | os.PathLike[str],
         layout: str | os.PathLike[str] | None = None,
         anchor: str | os.PathLike[str] | None = None,
+        groups: str | os.PathLike[str] | None = None,
     ) -> Reference:
-        """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named."""
+        """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named.
+
+        So is groups.json, where the consortium agreed on groups; without it only alignment is not possible.
+        """
         folder = Path(manifest).parent
         layout_path, anchor_path = Path(layout or folder / LAYOUT), Path(anchor or folder / ANCHOR)
         for path, what, option in ((layout_path, "layout", "--layout"), (anchor_path, "anchor", "--anchor")):
@@ -88,7 +106,11 @@ class Reference:
                     f"the {what} is not at {str(path)!r}: name it with {option}, or the manifest beside it"
                 )
         chain = read_chain(manifest)
-        return cls.of(chain, ModelLayout.from_bytes(read_file(layout_path, "a layout")), anchor_path)
+        shape = ModelLayout.from_bytes(read_file(layout_path, "a layout"))
+        if groups is None and "groups" in chain[-1].terms.policy and (folder / GROUPS).exists():
+            groups = folder / GROUPS
+        found = None if groups is None else Groups.from_bytes(read_file(Path(groups), "a model's groups"))
+        return cls.of(chain, shape, anchor_path, found)
 
 
 def digest_of_anchor(layout: ModelLayout, model: Suspect) -> str:

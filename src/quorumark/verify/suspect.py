@@ -26,7 +26,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.errors import InputError, LayoutError
-from quorumark.layout import _DTYPES, _FLOATS, ModelLayout, _open, _some
+from quorumark.layout import _DTYPES, _FLOATS, ModelLayout, TensorSpec, _open, _some
 from quorumark.records import canonical, digest
 from quorumark.verify._sources import DAMAGED, FLOAT8, STORED, Stored, TensorInfo, decode, in_memory, open_source, spans
 from quorumark.verify.evidence import SuspectFile
@@ -217,6 +217,8 @@ class Match:
 
     Attributes:
         names: carrier → the suspect's tensor, for every carrier that is there with its exact shape as floats.
+        plain: the same for matrices that do not carry (embeddings): they help to align.
+        resized: the carriers in `names` that have more or fewer channels, where that was allowed.
         stripped, added: a suspect's name without the first and behind the second is the layout's name.
         missing: carriers that are not there at all.
         absent: other tensors of the layout that are not there (biases, buffers): no problem.
@@ -227,6 +229,8 @@ class Match:
     """
 
     names: Mapping[str, str]
+    plain: Mapping[str, str]
+    resized: tuple[str, ...]
     stripped: str
     added: str
     missing: tuple[str, ...]
@@ -248,8 +252,13 @@ class Match:
         return " and ".join(f"{word} {text!r}" for word, text in done if text)
 
 
-def match_layout(suspect: Suspect, layout: ModelLayout) -> Match:
-    """Finds the layout's carriers in a suspect by name: one prefix rule for all names, found by majority."""
+def match_layout(
+    suspect: Suspect, layout: ModelLayout, resizable: Mapping[str, Collection[int]] | None = None
+) -> Match:
+    """Finds the layout's carriers in a suspect by name: one prefix rule for all names, found by majority.
+
+    `resizable` names the axes of tensors that may be longer or shorter, for a suspect that will be aligned.
+    """
     aliases: dict[str, list[str]] = {}
     for spec in layout.tensors:
         if spec.of is not None:
@@ -257,11 +266,17 @@ def match_layout(suspect: Suspect, layout: ModelLayout) -> Match:
     rule, *rivals = _rules(suspect.tensors, [spec.name for spec in layout.tensors])
     known = {s.name: found for s in layout.tensors if (found := _renamed(s.name, rule)) in suspect.tensors}
     names: dict[str, str] = {}
+    plain: dict[str, str] = {}
+    resized: list[str] = []
     casts: dict[str, str] = {}
     missing: list[str] = []
     problems: list[str] = []
     covered = 0
     for spec in layout.tensors:
+        if spec.role == "plain" and len(spec.shape) >= 2:
+            there = [known[name] for name in (spec.name, *aliases.get(spec.name, ())) if name in known]
+            if there and _fits(suspect, there[0], spec, resizable):
+                plain[spec.name] = there[0]
         if spec.role != "carrier":
             continue
         stand_ins = (spec.name,) if spec.name in known else aliases.get(spec.name, ())
@@ -275,7 +290,7 @@ def match_layout(suspect: Suspect, layout: ModelLayout) -> Match:
             continue
         name = choice.pop()
         info = suspect.tensors[name]
-        if info.shape != spec.shape:
+        if info.shape != spec.shape and not _resized(info.shape, spec, resizable):
             turned = "is transposed: it " if info.shape == spec.shape[::-1] else ""
             problems.append(f"tensor {name!r} {turned}has the shape {info.shape}, but the carrier has {spec.shape}")
             continue
@@ -286,6 +301,8 @@ def match_layout(suspect: Suspect, layout: ModelLayout) -> Match:
             continue
         names[spec.name] = name
         covered += spec.size
+        if info.shape != spec.shape:
+            resized.append(spec.name)
         if info.dtype != spec.dtype:
             casts[spec.name] = f"{spec.dtype} → {info.dtype}" + (f", {how}" if how else "")
     if missing:
@@ -293,6 +310,8 @@ def match_layout(suspect: Suspect, layout: ModelLayout) -> Match:
         problems.insert(0, f"the suspect lacks {len(missing)} of {carriers} carriers: {_some(set(missing))}")
     return Match(
         names=MappingProxyType(names),
+        plain=MappingProxyType(plain),
+        resized=tuple(resized),
         stripped=rule[0],
         added=rule[1],
         missing=tuple(missing),
@@ -302,6 +321,23 @@ def match_layout(suspect: Suspect, layout: ModelLayout) -> Match:
         coverage=(covered, layout.carrier_size),
         problems=tuple(problems),
     )
+
+
+def _resized(shape: tuple[int, ...], spec: TensorSpec, resizable: Mapping[str, Collection[int]] | None) -> bool:
+    """Whether a shape is the tensor's but for axes that may have another length."""
+    axes = (resizable or {}).get(spec.name, ())
+    return len(shape) == len(spec.shape) and all(
+        theirs == ours or axis in axes for axis, (theirs, ours) in enumerate(zip(shape, spec.shape, strict=True))
+    )
+
+
+def _fits(suspect: Suspect, name: str, spec: TensorSpec, resizable: Mapping[str, Collection[int]] | None) -> bool:
+    """Whether a tensor is there as floats, in a shape that can be used."""
+    try:
+        suspect.reading(name)
+    except LayoutError:
+        return False
+    return _resized(suspect.tensors[name].shape, spec, resizable)
 
 
 def non_finite(suspect: Suspect, match: Match) -> dict[str, int]:

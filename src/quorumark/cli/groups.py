@@ -1,0 +1,43 @@
+"""`quorumark groups`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def groups(
+    model: Annotated[str, typer.Option(help="FILE.py:FUNCTION, a function without arguments that gives the module.")],
+    example: Annotated[
+        list[str],
+        typer.Option(help="The shape of an input, like 1,3,32,32, or int:1,16 for words; once for each input."),
+    ],
+    out: Annotated[Path, typer.Option(help="Where to write the groups.")] = Path("groups.json"),
+) -> None:
+    """Find which channels of a model belong together, for `consortium create --groups` and `verify prepare --align`.
+
+    Runs your file. The groups are tried before they are written: a permutation must leave the output as it is.
+    """
+    from quorumark.errors import InputError
+    from quorumark.keystore import write_shared
+    from quorumark.layout import ModelLayout
+    from quorumark.usercode import example_inputs, load_function, told_by
+    from quorumark.verify.graph import derive_groups
+
+    inputs = example_inputs(example)
+    module = load_function(model)()
+    if not hasattr(module, "state_dict"):
+        raise InputError("--model", "must name a function that gives a torch module", type(module).__name__)
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    told_by(module.eval(), f"--example {' '.join(example)}", "must be an input that the model takes")(*given)
+    found = derive_groups(module, inputs)
+    found.check(ModelLayout.of(module))
+    write_shared(out, found.to_bytes())
+    heads = sum(group.within is not None for group in found.groups)
+    channels = sum(group.size for group in found.groups if group.within is None)
+    typer.echo(
+        f"{len(found.groups)} groups ({heads} within others), {channels:,} channels\ngroups {found.digest()}\n"
+        f"written to {out}; the consortium agrees on them with: quorumark consortium create --groups {out.name} …"
+    )
