@@ -30,6 +30,8 @@ ORDER = [
     "quorumark.training",
     "quorumark.verify",
     "quorumark.report",
+    "quorumark.engine",
+    "quorumark.flower",
     "quorumark.research",
     "quorumark.demo",
     "quorumark.bench",
@@ -65,7 +67,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "sklearn": {"quorumark.demo"},
     "galois": {"quorumark.bench.peers"},
     "matplotlib": {"quorumark.bench.plot"},
-    "flwr": {"quorumark.bench.secagg"},
+    "flwr": {"quorumark.bench.secagg", "quorumark.flower.server", "quorumark.flower.wire"},
 }
 
 
