@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check format bench bench-secagg setup clean
+.PHONY: demo test test-slow deploy-test check format bench bench-secagg setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -11,7 +11,11 @@ test: setup
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not deploy"
+
+# Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
+deploy-test: setup
+	$(BIN)/python -m pytest -m deploy -s tests/test_deploy.py
 
 # what must be tidy before anything is tested
 check: setup
@@ -33,9 +37,8 @@ bench: setup
 	$(BIN)/quorumark bench round --json benchmarks/results/round.json
 	$(BIN)/quorumark bench plot
 
-# against Flower's own functions: needs flwr, which nothing else here does
+# against Flower's own functions
 bench-secagg: setup
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt flwr
 	$(BIN)/quorumark bench secagg --json benchmarks/results/secagg.json
 
 setup: .venv/.ready
@@ -44,7 +47,7 @@ setup: .venv/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "quorumark needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev,flower]"
 	@touch $@
 
 clean:

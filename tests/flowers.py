@@ -77,11 +77,15 @@ class Consortium:
     def make(cls, folder: Path, count: int = 5, threshold: int = 3, **changes: Any) -> Consortium:
         """With a key, made over a folder, and memories of rounds."""
         world = cls.agree(folder, count, threshold, **changes)
-        world.keep(found([world.home(x) for x in range(1, count + 1)], world.terms, folder / "ceremony"))
-        for x in range(1, count + 1):
-            home, unlock = world.home(x)
-            create_memory(home.only_consortium(), home.identity(unlock), 0)
+        world.found()
         return world
+
+    def found(self) -> None:
+        """The members make their key over a folder."""
+        homes = [self.home(x) for x in range(1, self.count + 1)]
+        self.keep(found(homes, self.terms, self.folder / "ceremony"))
+        for home, unlock in homes:
+            create_memory(home.only_consortium(), home.identity(unlock), 0)
 
     @classmethod
     def deal(cls, folder: Path, count: int, threshold: int) -> Consortium:

@@ -562,6 +562,31 @@ def test_a_share_behind_a_socket(world: Consortium, signers: Path) -> None:
         SignerClient(signers / "none.sock").handle("join", {}, {})
 
 
+def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str]) -> None:
+    """`member rounds` once; `member serve` until it is told to stop."""
+    home, _ = world.home(1)
+    options = ["--home", str(home.path), "--key-file", str(world.folder / "member-1.key")]
+    command = [sys.executable, "-m", "quorumark", "member"]
+    again = subprocess.run(
+        [*command, "rounds", "--after", "3", *options], env=environment, capture_output=True, text=True
+    )
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    path = world.folder / "s.sock"
+    serving = subprocess.Popen(
+        [*command, "serve", "--socket", str(path), *options], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert serving.stdout is not None
+        assert "Hospital 1 is served" in serving.stdout.readline()
+        with pytest.raises(RoundError, match="lacks 'manifest'"):
+            SignerClient(path).handle("join", {}, {})
+    finally:
+        serving.terminate()
+        assert serving.wait(20) == 0
+    assert not path.exists()
+
+
 # --- small things -----------------------------------------------------------------------------------------
 
 

@@ -200,7 +200,8 @@ class MemberNode:
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
         spool = self._home.path / "ceremonies" / session
-        spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spool.parent.mkdir(mode=0o700, exist_ok=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
         for name, message in named(arrays, MESSAGE).items():
             found = _MESSAGE_NAME.fullmatch(name)
             if found is None or int(found[2]) == point or (found[3] and int(found[3]) != point):
@@ -297,7 +298,8 @@ def create_memory(place: ConsortiumFolder, identity: Identity, after: int) -> No
 
 def _group_folder(place: ConsortiumFolder, group: Group) -> Path:
     folder = place.path / "rounds" / group.id.hex()[:16]
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

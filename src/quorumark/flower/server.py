@@ -186,6 +186,7 @@ class _Carrier:
     def __init__(self, grid: Any, owner: Watermarked, server: RoundServer) -> None:
         self._grid, self._owner, self._server = grid, owner, server
         self._points: dict[int, int] = {}  # node → point, as members signed it
+        self._silent: set[int] = set()  # nodes that did not reply when they were last asked
         self._contents: list[Any] = []
         self._nodes: dict[int, int] = {}
         self.gather: Any = None
@@ -355,7 +356,9 @@ class _Carrier:
         return {self._points[node]: reply for node, reply in replies.items()}
 
     def _exchange(self, messages: list[Any], timeout: float, report: RoundReport) -> dict[int, Any]:
-        replies = exchange(self._grid, messages, timeout)
+        replies = exchange(self._grid, messages, timeout, self._silent)
+        asked = {message.metadata.dst_node_id for message in messages}
+        self._silent = (self._silent | asked) - replies.keys()
         down, up = (sum(size_of(m.content) for m in ms if m.has_content()) for ms in (messages, replies.values()))
         report.metrics["bytes-down"] = report.metrics.get("bytes-down", 0.0) + down
         report.metrics["bytes-up"] = report.metrics.get("bytes-up", 0.0) + up
