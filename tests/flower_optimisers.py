@@ -1,6 +1,6 @@
-"""What is left of the mark under server optimisers: trains the hospitals' network under each, and prints z and accuracy.
+"""What is left of the mark under server optimisers: trains the hospitals' network under each, and prints z.
 
-    python -m tests.flower_optimisers            # the table in docs/flower.md
+python -m tests.flower_optimisers            # the table in docs/flower.md
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(name: str, options: dict[str, Any], alike: str) -> tuple[float, floa
     at = [0]
 
     def examples(x: int) -> int:
-        return task.EXAMPLES[x - 1]
+        return int(task.EXAMPLES[x - 1])
 
     initial = {k: v.numpy() for k, v in task.initial_model().state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:

@@ -10,8 +10,8 @@ import torch
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
-from quickstart import client_app, server_app, task
 
+from quickstart import client_app, server_app, task
 from tests.flowers import Consortium
 
 HOMES = Path("consortium").resolve()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from quorumark.errors import (
 )
 from quorumark.federation import Losses
 from quorumark.flower import make_key, verify_model, watermarked
-from quorumark.flower.wire import records
+from quorumark.flower.wire import exchange, records
 from quorumark.home import Home
 from quorumark.keystore import Unlock, write_private
 from quorumark.layout import read_safetensors, write_safetensors
@@ -330,7 +331,7 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
     changed = {**initial(), "b.weight": np.zeros((41, 100), np.float32)}
     wrapped = watermarked(fedavg(), world.path)
     grid = LocalGrid(app_for(world.folder), 5)
-    with pytest.raises(Exception, match="does not fit the layout|must be F32 of shape"):
+    with pytest.raises(Exception, match=r"does not fit the layout|must be F32 of shape"):
         wrapped.start(grid=grid, initial_arrays=records_of(changed), num_rounds=1)
     home, unlock = world.home(1)
     assert world.manifest is not None
@@ -339,7 +340,7 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
 
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="1").offer(world.model)
     model = {MODEL + name: tensor for name, tensor in changed.items()}
-    with pytest.raises(Exception, match="b.weight"):
+    with pytest.raises(Exception, match=r"b\.weight"):
         MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
     arrays["layout"] = np.frombuffer(ModelLayout.of(changed).to_bytes(), np.uint8)
     with pytest.raises(RecordError, match="train the model that was agreed"):
@@ -594,6 +595,31 @@ def test_messages_hold_vectors_as_arrays() -> None:
     made = records({"round": 1, "head": b"x"}, {"vector": np.arange(5, dtype=np.uint64), "one": np.array(3)})
     assert made["quorumark.arrays"]["vector"].numpy().dtype == np.uint64
     assert made["quorumark.arrays"]["one"].shape == ()
+
+
+def test_a_reply_that_never_ends_holds_up_nobody(world: Consortium) -> None:
+    """Flower waits minutes for the rest of a reply whose node died while it sent it."""
+    released = threading.Event()
+
+    class Stuck(LocalGrid):
+        def pull_messages(self, names: Any) -> list[Any]:
+            if "3" in names:
+                released.wait(60)
+            return super().pull_messages(names)
+
+    grid = Stuck(app_for(world.folder), 5)
+    content = RecordDict({"arrays": records_of(world.model)})
+    began = time.monotonic()
+    replies = exchange(grid, [Message(content, node, "evaluate") for node in grid.apps], 1.0)
+    assert set(replies) == {101, 102, 104, 105}
+    assert time.monotonic() - began < 10
+    # a node that was silent before is waited for only a little longer than the others
+    began = time.monotonic()
+    grid = Stuck(app_for(world.folder), 5)
+    replies = exchange(grid, [Message(content, node, "evaluate") for node in grid.apps], 50.0, {103})
+    assert set(replies) == {101, 102, 104, 105}
+    assert time.monotonic() - began < 20
+    released.set()
 
 
 def test_a_node_config_names_the_member(world: Consortium) -> None:

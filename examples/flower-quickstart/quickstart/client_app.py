@@ -3,10 +3,10 @@
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+
 from quickstart.task import Net, load_data
 from quickstart.task import test as test_fn
 from quickstart.task import train as train_fn
-
 from quorumark.flower import quorumark_mod
 
 app = ClientApp(mods=[quorumark_mod])

@@ -4,8 +4,8 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-from quickstart.task import Net
 
+from quickstart.task import Net
 from quorumark.flower import watermarked
 
 app = ServerApp()
