@@ -87,6 +87,7 @@ def verify(grid: Grid, context: Context, folder: Path) -> None:
             reference,
             str(context.run_config["suspect"]),
             anchor=folder / "anchor.safetensors",
+            stage_timeout=float(context.run_config["stage-timeout"]),
             note=notes.append,
         )
         write_shared(folder / "certificate.json", certificate.to_bytes())

@@ -116,7 +116,10 @@ def verify_model(
         content = flwr.RecordDict(records(config, vectors))
         made = [flwr.Message(content, node, f"query.{QUERY}") for node in to]
         found = {}
-        for node, reply in exchange(grid, made, stage_timeout).items():
+        replies = exchange(grid, made, stage_timeout)
+        for node in set(to) - replies.keys():
+            note(f"node {node}: no reply in {stage_timeout:.0f} s")
+        for node, reply in replies.items():
             try:
                 found[node] = bytes(_accepted(reply)[name])
             except (QuorumarkError, KeyError, TypeError) as error:
