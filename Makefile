@@ -35,6 +35,7 @@ bench: setup
 	$(BIN)/quorumark bench dkg --json benchmarks/results/dkg.json
 	$(BIN)/quorumark bench dealer --json benchmarks/results/dealer.json
 	$(BIN)/quorumark bench round --json benchmarks/results/round.json
+	$(BIN)/quorumark bench verify --json benchmarks/results/verify.json
 	$(BIN)/quorumark bench plot
 
 # against Flower's own functions

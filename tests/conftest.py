@@ -25,7 +25,7 @@ def root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """For commands: plain output of a known width."""
     return {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}

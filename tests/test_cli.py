@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +38,34 @@ def test_demo_tells_its_story(environment: dict[str, str], tmp_path: Path) -> No
     events = [json.loads(line) for line in (tmp_path / "out" / "marked" / "events.jsonl").read_text().splitlines()]
     assert [event["round"] for event in events] == list(range(1, 21))
     assert events[6]["attempts"] == 2
+    assert summary["verdicts"] == ["PASSED", "FAILED", "FAILED"]
+    assert summary["corroboration"] == ["uncorroborated", "corroborated"]
+    ours, text_z, code_z = summary["z_by_statistic"].values()
+    assert ours == pytest.approx(summary["z_marked"], abs=1e-5)
+    assert ours > text_z > code_z
+    _check_elsewhere(environment, tmp_path)
     again = run(environment, "demo", "--out", str(tmp_path / "out"))
     assert again.returncode == 2
     assert "must be a new or empty folder" in again.stderr
+
+
+def _check_elsewhere(environment: dict[str, str], tmp_path: Path) -> None:
+    """The certificate checks out in another place, from the files that the demo names."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("certificate.json", "consortium.json", "layout.json", "anchor.safetensors", "suspect.safetensors"):
+        shutil.copy(tmp_path / "out" / name, elsewhere / name)
+    files = [str(elsewhere / name) for name in ("certificate.json", "consortium.json", "suspect.safetensors")]
+    command = ["verify", "check", files[0], "--manifest", files[1], "--suspect", files[2], "--json"]
+    done = run(environment, *command)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["verdict"], len(said["checked"]), said["not_checked"]) == ("PASSED", 5, [])
+    assert len(list((tmp_path / "out" / "partials").glob("*.json"))) == 5
+    assert "carries the mark of" in (tmp_path / "out" / "report.html").read_text()
+    assert {p.name for p in (tmp_path / "out" / "members").glob("*.key")} == {
+        f"{name}.key" for name in ("Avon", "Birch", "Cedar", "Delta", "Elm")
+    }
 
 
 SETUP_KEYS = [

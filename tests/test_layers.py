@@ -33,6 +33,8 @@ ORDER = [
     "quorumark.engine",
     "quorumark.flower",
     "quorumark.research",
+    "quorumark.lab",
+    "quorumark.attacks",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",
@@ -49,6 +51,17 @@ CORE = {
     "securesystemslib",
     "typer",
 }
+WHOLE = {  # modules that are about such a package, and import it at the top: others import them inside functions only
+    "quorumark.field._triton",
+    "quorumark.lab._kernels",
+    "quorumark.lab.augment",
+    "quorumark.lab.fleet",
+    "quorumark.lab.loop",
+    "quorumark.lab.mark",
+    "quorumark.lab.masked",
+    "quorumark.lab.models",
+    "quorumark.lab.timing",
+}
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {
         "quorumark.field._triton",
@@ -57,16 +70,31 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.federation",
         "quorumark.training",
         "quorumark.verify._sources",
+        "quorumark.verify.graph",
+        "quorumark.attacks.base",
         "quorumark.demo",
         "quorumark.bench.dealer",
         "quorumark.bench.dkg",
         "quorumark.bench.field",
         "quorumark.bench.peers",
+        "quorumark.lab.augment",
+        "quorumark.lab.data",
+        "quorumark.lab.fleet",
+        "quorumark.lab.known_key",
+        "quorumark.lab.loop",
+        "quorumark.lab.mark",
+        "quorumark.lab.masked",
+        "quorumark.lab.models",
+        "quorumark.lab.results",
+        "quorumark.lab.timing",
+        "quorumark.cli.lab",
     },
-    "triton": {"quorumark.field._triton"},
-    "sklearn": {"quorumark.demo"},
+    "triton": {"quorumark.field._triton", "quorumark.lab._kernels"},
+    "PIL": {"quorumark.lab.data"},
+    "torchvision": {"quorumark.lab.data"},
+    "sklearn": {"quorumark.demo", "quorumark.lab.data"},
     "galois": {"quorumark.bench.peers"},
-    "matplotlib": {"quorumark.bench.plot"},
+    "matplotlib": {"quorumark.bench.plot", "quorumark.lab.plot", "quorumark.report.calibration"},
     "flwr": {"quorumark.bench.secagg", "quorumark.flower.server", "quorumark.flower.wire"},
 }
 
@@ -84,12 +112,13 @@ def _modules(root: Path) -> dict[str, Path]:
 
 
 def _imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether at the top level) for every import statement."""
+    """(module, whether at the top level) for every import statement; what is for type checkers only is not."""
     tree = ast.parse(path.read_text())
     nested = {
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for inner in ast.walk(node)
     }
     found = []
@@ -127,7 +156,17 @@ def test_packages_outside_the_core_are_where_they_belong(root: Path) -> None:
             package = name.partition(".")[0]
             if package in standard or package in CORE or package == "quorumark":
                 continue
-            if module not in OPTIONAL.get(package, set()) or (at_top and module != "quorumark.field._triton"):
+            if module not in OPTIONAL.get(package, set()) or (at_top and module not in WHOLE):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_nothing_imports_a_whole_package_by_the_way(root: Path) -> None:
+    """Torch stays away until a command of the lab runs: only these modules import each other at the top."""
+    wrong = []
+    for module, path in _modules(root).items():
+        for name, at_top in _imports(path):
+            if at_top and module not in WHOLE and any(name == w or name.startswith(w + ".") for w in WHOLE):
                 wrong.append(f"{module} imports {name}")
     assert not wrong
 
@@ -152,6 +191,27 @@ def test_the_mathematics_imports_without_cryptography_torch_or_flower(module: st
         "try: field.random(3)\n"
         "except errors.MissingDependencyError as error: assert 'cryptography' in str(error)\n"
         "else: raise SystemExit('random numbers from nowhere')\n"
+    )
+
+
+def test_the_lab_runs_without_cryptography(tmp_path: Path) -> None:
+    """The GPU path needs numpy, numba, torch and typer only."""
+    config = tmp_path / "mini.toml"
+    config.write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "mlp"\nstrength = "rho:0.05"\n'
+        "members = 2\nrounds = 3\nglobal_batch = 240\n"
+    )
+    _python(
+        "import sys\n"
+        "for name in ('cryptography', 'flwr', 'safetensors', 'PIL', 'sklearn', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch\n"
+        "torch.set_num_threads(1)\n"
+        "from typer.testing import CliRunner\n"
+        "from quorumark.cli import app\n"
+        f"words = ['lab', 'run', {str(config)!r}, '--results', {str(tmp_path)!r}, '--runs', {str(tmp_path)!r}]\n"
+        "done = CliRunner().invoke(app, words, catch_exceptions=False)\n"
+        "assert '3 rounds' in done.output, done.output\n"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import quorumark
 from quorumark import (
+    attacks,
     codec,
     embed,
     errors,
@@ -18,7 +19,20 @@ from quorumark import (
     training,
 )
 from quorumark.engine import member, server, signer
-from quorumark.verify import calibration, certificate, coalition, evidence, null, reference, statistic, suspect
+from quorumark.verify import (
+    align,
+    audit,
+    calibration,
+    certificate,
+    coalition,
+    evidence,
+    graph,
+    ledger,
+    null,
+    reference,
+    statistic,
+    suspect,
+)
 
 PUBLIC = {
     field: "KEY_BYTES P Stream Vector add axpy check check_output check_scalar chunks derive_key dot from_signed inv "
@@ -39,12 +53,18 @@ PUBLIC = {
     certificate: "Certificate PAYLOAD_TYPE PREDICATE_TYPE STATEMENT_TYPE verify_signatures",
     report: "certificate_page write_page",
     research: "KnownKey TensorsInMemory random_key",
+    audit: "PROOF AuditResult Burns Challenge KeyOpening ShareOpening burnt_by challenge check_audit check_challenge "
+    "genesis_digest leaves_needed open_leaves",
+    ledger: "Ledger Policy budget check_query least_effective read_policy reconcile",
     calibration: "Calibration calibrate",
     coalition: "Prepared answer answer_with check_certificate combine prepare sign",
     evidence: "CORROBORATION VERDICTS Finding Partial Query SuspectFile now vector_digest",
     null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
-    reference: "Reference read_chain",
-    statistic: "STATISTICS Canonical canonical_form inner_product vector_digest",
+    reference: "Reference digest_of_anchor read_chain",
+    statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
+    align: "PROCEDURE AlignedModel Alignment Group Groups Slot align assign",
+    graph: "Knob Scaling derive_groups derive_scalings",
+    attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.layout import BFLOAT16, ModelLayout, write_safetensors
-from quorumark.verify.suspect import Suspect, SuspectFile, match_layout, non_finite, read_suspect
+from quorumark.verify.evidence import SuspectFile
+from quorumark.verify.suspect import Suspect, match_layout, non_finite, read_suspect
 
 torch = pytest.importorskip("torch")
 

@@ -61,9 +61,9 @@ def test_any_three_of_five_pass_and_two_cannot(world: World, asked: tuple[Query,
     assert expected > 20
     for count, corroboration in ((4, "corroborated"), (5, "corroborated")):
         assert combine(world.manifest, query, partials[:count]).corroboration == corroboration
-    for some in itertools.combinations(partials, 2):
+    for pair in itertools.combinations(partials, 2):
         with pytest.raises(EvidenceError, match="2 partials are too few: 'hospitals' needs 3"):
-            combine(world.manifest, query, some)
+            combine(world.manifest, query, pair)
 
 
 def test_two_partials_say_nothing_about_z(world: World, asked: tuple[Query, list[Partial]]) -> None:
@@ -411,6 +411,17 @@ def test_a_certificate_checks_out_from_its_files_alone(world: World, certificate
         check_certificate(found, chain, suspect=tmp_path / "anchor.safetensors")
 
 
+def test_a_file_may_have_another_name(world: World, certificate: Certificate, tmp_path: Path) -> None:
+    renamed = tmp_path / "downloaded (1).safetensors"
+    shutil.copy(world.suspect, renamed)
+    checked, left = check_certificate(certificate, [world.manifest], suspect=renamed, reference=world.reference)
+    assert len(checked) == 5
+    assert left == []
+    query = certificate.finding.query
+    partial = answer(*world.homes[0], world.reference, renamed, query, approved=True)
+    assert partial.answer == next(p for p in certificate.finding.partials if p.point == 1).answer
+
+
 def test_a_certificate_that_does_not_follow_is_refused(
     world: World, asked: tuple[Query, list[Partial]], certificate: Certificate
 ) -> None:
@@ -431,9 +442,9 @@ def test_a_certificate_that_does_not_follow_is_refused(
         {"agreed": "5"}, {"known": {"ab" * 32: "passed"}}, {"members": 6}, {"quorum": 2},
     ):  # fmt: skip
         with pytest.raises(EvidenceError, match="says something else than the partials in it"):
-            check_certificate(signed(replace(finding, **changes)), [world.manifest])  # type: ignore[arg-type]
+            check_certificate(signed(replace(finding, **changes)), [world.manifest])
         with pytest.raises(EvidenceError, match="do not sign it"):
-            sign(*world.homes[0], Certificate.of(replace(finding, **changes)))  # type: ignore[arg-type]
+            sign(*world.homes[0], Certificate.of(replace(finding, **changes)))
     # a query about x that nobody computed from the suspect: only those who compute it again see that
     query, _ = asked
     wrong = replace(query, norm2=query.norm2 // 4)

@@ -266,7 +266,8 @@ def _verify(
         certificate, read_chain(folder / "consortium.json"), suspect=suspect, reference=hospitals.reference
     )
     signers = certificate.signers(hospitals.manifest)
-    page = certificate_page(certificate, hospitals.manifest, signers=signers, checked=checked)
+    command = "quorumark verify check certificate.json --manifest consortium.json --suspect suspect.safetensors"
+    page = certificate_page(certificate, hospitals.manifest, signers=signers, checked=checked, command=command)
     write_page(folder / "report.html", page)
     table.add_row(
         "all five answer and sign a certificate",

@@ -9,7 +9,7 @@ import sys
 import typer
 
 from quorumark import __version__
-from quorumark.cli import bench, consortium, demo, key, layout, member, setup, share, verify
+from quorumark.cli import bench, calibrate, consortium, demo, key, lab, layout, member, setup, share, verify
 from quorumark.errors import QuorumarkError
 
 app = typer.Typer(
@@ -39,9 +39,11 @@ app.add_typer(setup.app, name="setup")
 app.add_typer(share.app, name="share")
 app.add_typer(key.app, name="key")
 app.add_typer(verify.app, name="verify")
+app.command("calibrate")(calibrate.calibrate)
 app.command("demo")(demo.demo)
 app.command("layout")(layout.layout)
 app.add_typer(bench.app, name="bench")
+app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:

@@ -72,6 +72,14 @@ def plot(
     typer.echo(f"drawn: {out}")
 
 
+@app.command("verify")
+def verify(json: Json = None, quick: Quick = False) -> None:
+    """Verification: the canonical form, the inner product and the commands, for ResNet-18's weights."""
+    from quorumark.bench import verify as bench
+
+    _run("Verification", bench.rows(quick), json, with_peers=False)
+
+
 @app.command("secagg")
 def secagg(json: Json = None, quick: Quick = False) -> None:
     """Secure aggregation: a client's and the server's computation, against Flower's SecAgg+."""

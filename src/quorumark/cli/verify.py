@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quorumark.cli import audit
 from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ app = typer.Typer(
     help="Is this model ours? prepare a query, answer it (t members), combine, sign; anybody can check.",
     no_args_is_help=True,
 )
+
+app.add_typer(audit.app, name="audit")
 
 EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
 
@@ -226,7 +229,8 @@ def check(
     with _progress(json) as note:
         checked, left = check_certificate(found, chain, suspect=suspect, reference=reference, progress=note)
     if report is not None:
-        _write_report(report, found, chain[-1], checked, left)
+        names = [certificate.name, "--manifest", manifest.name, "--suspect", suspect.name if suspect else "SUSPECT"]
+        _write_report(report, found, chain[-1], checked, left, f"quorumark verify check {' '.join(names)}")
     finding = found.finding
     if json:
         typer.echo(jsonlib.dumps({"checked": checked, "not_checked": left, **_figures(finding)}))
@@ -316,12 +320,14 @@ def _certificate(path: Path) -> Certificate:
     return Certificate.from_bytes(read_file(path, "a certificate"))
 
 
-def _write_report(path: Path, certificate: Certificate, manifest: Any, checked: list[str], left: list[str]) -> None:
+def _write_report(
+    path: Path, certificate: Certificate, manifest: Any, checked: list[str], left: list[str], command: str
+) -> None:
     from quorumark.report import certificate_page, write_page
 
     signers = certificate.signers(manifest)
     texts = [*checked, *(f"not checked: {text}" for text in left)]
-    write_page(path, certificate_page(certificate, manifest, signers=signers, checked=texts))
+    write_page(path, certificate_page(certificate, manifest, signers=signers, checked=texts, command=command))
 
 
 def _points(text: str | None) -> tuple[int, ...]:

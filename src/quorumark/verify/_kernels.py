@@ -204,3 +204,57 @@ def dot_int8(x: Any, share: Any, sums: Any) -> None:
         low += np.int64(x[k]) * np.int64(share[k] & np.uint64(0xFFFFFFFF))
         high += np.int64(x[k]) * np.int64(share[k] >> np.uint64(32))
     sums[0], sums[1] = low, high
+
+
+@_kernel
+def assign(cost: Any, found: Any) -> None:
+    """Each row to a column of its own (no more rows than columns) so that the costs' sum is smallest: found[row].
+
+    Shortest augmenting paths. With prices u of rows and v of columns, cost[i, j] − u[i] − v[j] ≥ 0 everywhere, and 0
+    where i is assigned to j: first each row takes its cheapest column if that is free, then one row after the other
+    gets a column along a path of least reduced cost (the first one, where several are the least).
+    """
+    rows, columns = cost.shape
+    u, v = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
+    owner = np.full(columns, -1, np.int64)
+    for i in range(rows):
+        best = 0
+        for j in range(1, columns):
+            if cost[i, j] < cost[i, best]:
+                best = j
+        u[i] = cost[i, best]
+        found[i] = -1
+        if owner[best] < 0:
+            owner[best], found[i] = i, best
+    least, back, done = np.empty(columns, np.int64), np.empty(columns, np.int64), np.empty(columns, np.bool_)
+    for start in range(rows):
+        if found[start] >= 0:
+            continue
+        least[:] = np.int64(1) << 62
+        done[:] = False
+        row, end, distance = start, -1, np.int64(0)
+        while end < 0:
+            nearest = -1
+            base = distance - u[row]
+            for j in range(columns):
+                if not done[j]:
+                    reduced = base + cost[row, j] - v[j]
+                    if reduced < least[j]:
+                        least[j], back[j] = reduced, row
+                    if nearest < 0 or least[j] < least[nearest]:
+                        nearest = j
+            distance = least[nearest]
+            done[nearest] = True
+            if owner[nearest] < 0:
+                end = nearest
+            else:
+                row = owner[nearest]
+        for j in range(columns):
+            if done[j] and j != end:
+                u[owner[j]] += distance - least[j]
+                v[j] -= distance - least[j]
+        u[start] += distance
+        while end >= 0:
+            row = back[end]
+            owner[end] = row
+            end, found[row] = found[row], end

@@ -12,7 +12,7 @@ A member computes x from the suspect itself and takes nobody's word for it; the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -157,7 +157,7 @@ def answer(
     manifest = place.manifest()
     if manifest.digest() != reference.manifest.digest():
         raise EvidenceError("this member's manifest in force is another one than the query's: compare their digests")
-    prepared = prepare(reference, suspect, burnt=query.burnt, created=query.created, progress=progress)
+    prepared = _prepared_again(reference, suspect, query, progress)
     if prepared.query != query:
         raise EvidenceError(f"the query does not describe this suspect: {_difference(prepared.query, query)}")
     identity = home.identity(unlock)
@@ -174,6 +174,16 @@ def answer(
         # on disk before the answer leaves: a crash costs an answer, never an entry
         ledger.record_answer(query, prepared.form.x, approved_by)
     return answer_with(identity, manifest, query, value, members, history, ledger.head)
+
+
+def _prepared_again(
+    reference: Reference, suspect: Source | Suspect, query: Query, progress: Progress | None
+) -> Prepared:
+    """What a query should be for this suspect; a single file may have got another name on its way."""
+    made = prepare(reference, suspect, burnt=query.burnt, created=query.created, progress=progress)
+    if [file.sha256 for file in made.query.files] == [file.sha256 for file in query.files] and len(query.files) == 1:
+        return replace(made, query=replace(made.query, files=query.files))
+    return made
 
 
 def _difference(mine: Query, theirs: Query) -> str:
@@ -348,6 +358,7 @@ def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[i
     """Y as a signed number, whose partials are wrong, and how well it is corroborated."""
     terms = manifest.terms
     sets = {partial.members for partial in partials}
+    wrong: tuple[int, ...] = ()
     if sets != {()}:
         expected = tuple(partial.point for partial in partials)
         if sets != {expected}:
@@ -355,7 +366,7 @@ def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[i
                 "masked partials open nothing unless they come from exactly the members that they were made for: "
                 f"{' and '.join(str(list(members)) for members in sorted(sets))}, not {list(expected)}"
             )
-        value, wrong, spare = sum(partial.value for partial in partials) % P, (), 0
+        value, spare = sum(partial.value for partial in partials) % P, 0
     else:
         try:
             decoded = shamir.decode({partial.point: partial.value for partial in partials}, terms.threshold)
@@ -491,9 +502,7 @@ def check_certificate(
     if opened is None or reference is None:
         left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
     else:
-        query = prepare(
-            reference, opened, burnt=finding.query.burnt, created=finding.query.created, progress=progress
-        ).query
+        query = _prepared_again(reference, opened, finding.query, progress).query
         if query != finding.query:
             raise EvidenceError(f"the certificate's query does not follow: {_difference(query, finding.query)}")
         checked.append("the canonical form was computed again from the suspect and the anchor, and is the same")

@@ -16,10 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quorumark.errors import InputError, RecordError
+from quorumark.errors import RecordError
 from quorumark.field import P
 from quorumark.identity import Identity, verify
 from quorumark.records import Terms, canonical, digest, parse
@@ -38,15 +35,6 @@ OUTCOMES = ("passed", "failed", "open")
 def now() -> str:
     """The time in UTC, as records write it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def vector_digest(x: NDArray[np.integer[Any]]) -> str:
-    """What a query names as its x: digest("canonical form", the type's name such as "int8", little-endian bytes)."""
-    if not isinstance(x, np.ndarray) or x.ndim != 1 or not np.issubdtype(x.dtype, np.integer):
-        received = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
-        raise InputError("x", "must be a vector of whole numbers", received)
-    little = np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False)
-    return digest("canonical form", x.dtype.name.encode(), little.data.cast("B") if x.size else b"").hex()
 
 
 def _check(good: bool, what: str, rule: str) -> None:

@@ -49,7 +49,7 @@ from quorumark.home import ConsortiumFolder, read_file
 from quorumark.keystore import replacing, write_private
 from quorumark.records import Manifest, canonical, digest, parse
 from quorumark.verify.evidence import Partial, Query, now
-from quorumark.verify.statistic import vector_digest
+from quorumark.verify.statistic import norms, vector_digest
 
 __all__ = [
     "Ledger",
@@ -88,23 +88,6 @@ def _plain(x: Numbers) -> Numbers:
     if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
         raise InputError("x", "must be a flat vector of signed whole numbers", getattr(x, "dtype", type(x).__name__))
     return np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
-
-
-def _norms(x: Numbers) -> tuple[int, int, int]:
-    """Σ|x|, Σx² and Σx⁴, exactly."""
-    one = two = four = 0
-    for start in range(0, x.size, _PIECE):
-        part = x[start : start + _PIECE].astype(np.int64)
-        if part.min() <= -(1 << 31) or part.max() >= 1 << 31:
-            raise InputError("x", "must hold numbers below 2^31 in size", "a larger one")
-        one += int(np.abs(part).sum())
-        square = (part * part).astype(np.uint64)
-        # x² < 2^62 in four limbs of 16 bits: no sum of 2^16 products of two limbs overflows
-        limbs = [(square >> np.uint64(16 * i)) & np.uint64(0xFFFF) for i in range(4)]
-        two += sum(int(limb.sum()) << (16 * i) for i, limb in enumerate(limbs))
-        used = [(i, limb) for i, limb in enumerate(limbs) if limb.any()]
-        four += sum(int(a @ b) << (16 * (i + j)) for i, a in used for j, b in used)
-    return one, two, four
 
 
 class _Stored:
@@ -581,7 +564,7 @@ def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, p
 
     # 5. x rests on many coordinates: ‖x‖₂⁴/‖x‖₄⁴, from x itself.
     least = least_effective(d, terms.policy)
-    norm1, norm2, norm4 = _norms(x)
+    norm1, norm2, norm4 = norms(x)
     _require(
         (norm1, norm2, norm4) == (query.norm1, query.norm2, query.norm4),
         "the query's norms are not those of its vector x; compute the query again from the suspect",

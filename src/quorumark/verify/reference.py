@@ -15,7 +15,7 @@ from quorumark.layout import ModelLayout, Source
 from quorumark.records import Manifest, streamed_anchor_digest
 from quorumark.verify.suspect import Suspect, read_suspect
 
-__all__ = ["Reference", "read_chain"]
+__all__ = ["Reference", "digest_of_anchor", "read_chain"]
 
 LAYOUT, ANCHOR = "layout.json", "anchor.safetensors"
 
@@ -46,7 +46,7 @@ class Reference:
         if layout.digest() != terms.layout:
             raise RecordError("the layout is not the one that the manifest names: take the consortium's layout.json")
         model = anchor if isinstance(anchor, Suspect) else read_suspect(anchor)
-        if streamed_anchor_digest(layout.digest(), 8 * layout.size, _encoded(layout, model)) != terms.anchor:
+        if digest_of_anchor(layout, model) != terms.anchor:
             raise RecordError(
                 "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
                 "model if the consortium has one"
@@ -68,6 +68,11 @@ class Reference:
                 raise RecordError(f"the {what} is not at {str(path)!r}: name it with {option}")
         chain = read_chain(manifest)
         return cls.of(chain, ModelLayout.from_bytes(read_file(layout_path, "a layout")), anchor_path)
+
+
+def digest_of_anchor(layout: ModelLayout, model: Suspect) -> str:
+    """What terms name as their anchor, of a model of any size: it is read in blocks."""
+    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _encoded(layout, model))
 
 
 def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[bytes]:

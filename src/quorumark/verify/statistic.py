@@ -27,7 +27,7 @@ from quorumark.layout import ModelLayout, TensorSpec
 from quorumark.records import digest
 from quorumark.verify import _kernels
 
-__all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product", "vector_digest"]
+__all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product", "norms", "vector_digest"]
 
 _CUT = 8 * 256  # octaves that one weight may pull at its row's or column's scale
 _PASSES = 3  # over rows, then columns
@@ -47,7 +47,7 @@ class Model(Protocol):
 def vector_digest(x: NDArray[Any]) -> str:
     """Of the public vector x: its type and its little-endian bytes."""
     if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
-        raise InputError("x", "must be a flat vector of signed whole numbers", getattr(x, "dtype", type(x).__name__))
+        raise InputError("x", "must be a vector of whole numbers", getattr(x, "dtype", type(x).__name__))
     little = np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False)
     return digest("canonical form", x.dtype.name.encode(), little.tobytes()).hex()
 
@@ -65,16 +65,25 @@ class Canonical:
 
     @classmethod
     def of(cls, statistic: str, x: NDArray[Any]) -> Canonical:
-        """Σ|x|, Σx² and Σx⁴, exactly."""
-        norm1, norm2, norm4 = 0, 0, 0
-        for part in field.chunks(x.size):
-            sizes = np.abs(x[part].astype(np.int64))
-            norm1 += int(sizes.sum())
-            low, high = sizes & 0xFFFF, sizes >> 16  # |x| < 2^31: parts of 16 and 15 bits
-            a, b, c = low * low, low * high, high * high  # x² = a + 2^17·b + 2^32·c
-            norm2 += int(a.sum()) + (int(b.sum()) << 17) + (int(c.sum()) << 32)
-            norm4 += _square_sum(a + ((b & 0x7FFF) << 17), (b >> 15) + c)  # x² in units of 1 and of 2^32
-        return cls(statistic, x, vector_digest(x), norm1, norm2, norm4)
+        return cls(statistic, x, vector_digest(x), *norms(x))
+
+
+def norms(x: NDArray[Any]) -> tuple[int, int, int]:
+    """Σ|x|, Σx² and Σx⁴ of whole numbers below 2^31 in size, exactly."""
+    if x.dtype == np.int8:  # there are 129 sizes: count them
+        counts = [int(n) for n in np.bincount(np.abs(x.astype(np.int16)), minlength=129)]
+        return tuple(sum(n * size**power for size, n in enumerate(counts)) for power in (1, 2, 4))  # type: ignore
+    norm1, norm2, norm4 = 0, 0, 0
+    for start in range(0, x.size, 1 << 20):
+        sizes = np.abs(x[start : start + (1 << 20)].astype(np.int64))
+        if sizes.max() >= 1 << 31:
+            raise InputError("x", "must hold numbers below 2^31 in size", "a larger one")
+        norm1 += int(sizes.sum())
+        low, high = sizes & 0xFFFF, sizes >> 16  # parts of 16 and 15 bits
+        a, b, c = low * low, low * high, high * high  # x² = a + 2^17·b + 2^32·c
+        norm2 += int(a.sum()) + (int(b.sum()) << 17) + (int(c.sum()) << 32)
+        norm4 += _square_sum(a + ((b & 0x7FFF) << 17), (b >> 15) + c)  # x² in units of 1 and of 2^32
+    return norm1, norm2, norm4
 
 
 def _square_sum(low: NDArray[np.int64], high: NDArray[np.int64]) -> int:

@@ -98,10 +98,15 @@ class Suspect:
         return hashed.hexdigest()
 
     def digest(self) -> str:
-        """One digest for all of it, in hex: of the files' names, sizes and hashes, or of the tensors in memory."""
+        """One digest for all of it, in hex: of the files' names, sizes and hashes, or of the tensors in memory.
+
+        The name of a single file says nothing and does not count.
+        """
         if self.memory is not None:
             return digest("suspect in memory", bytes.fromhex(self.memory)).hex()
-        return digest("suspect files", canonical([[f.name, f.size, f.sha256] for f in self.files])).hex()
+        return digest(
+            "suspect files", canonical([[f.name if len(self.files) > 1 else "", f.size, f.sha256] for f in self.files])
+        ).hex()
 
     # --- its numbers ---
 

@@ -1,0 +1,155 @@
+"""What all attacks share: what the attacker has, what comes out, and modules of other sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from quorumark.errors import InputError, MissingDependencyError
+from quorumark.layout import ModelLayout
+from quorumark.verify.align import Groups
+
+Weights = dict[str, Any]
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependencyError("quorumark[torch]", "attacking a model") from None
+    return torch
+
+
+def _cross_entropy(module: Any, inputs: Any, labels: Any) -> Any:
+    return _torch().nn.functional.cross_entropy(module(inputs), labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What an attacker has.
+
+    Attributes:
+        make: gives a module of the released architecture.
+        weights: the released model.
+        data: (inputs, labels), the whole training set; attacks take their fraction of it.
+        checkpoints: the public global models θ_0 … θ_T of the training, the initial one first.
+        scales: for each round 1 … T the public amplitudes S_r, one number for each carrying coordinate.
+        own: for each round 1 … T the sum of the attacking members' own weighted updates, as a flat vector.
+        other: a second model of the architecture, for averaging.
+        loss: of (module, inputs, labels); cross-entropy of classes if not given.
+        example: an input to find groups with; one of the data if not given.
+    """
+
+    make: Callable[[], Any]
+    weights: Mapping[str, Any]
+    data: tuple[Any, Any] | None = None
+    checkpoints: Sequence[Mapping[str, Any]] = ()
+    scales: Sequence[Any] = ()
+    own: Sequence[Any] = ()
+    other: Mapping[str, Any] | None = None
+    loss: Callable[[Any, Any, Any], Any] = _cross_entropy
+    example: Any = None
+    layout: ModelLayout | None = None
+
+    def module(self, weights: Mapping[str, Any] | None = None) -> Any:
+        """A module with these weights, of whatever sizes they have."""
+        return fitted(self.make(), self.weights if weights is None else weights)
+
+    def copied(self) -> Weights:
+        return {name: tensor.detach().clone() for name, tensor in self.weights.items()}
+
+    def with_weights(self, weights: Mapping[str, Any]) -> Target:
+        return replace(self, weights=weights)
+
+    @cached_property
+    def carriers(self) -> tuple[str, ...]:
+        """The weights of its layers (matrices and kernels, no embeddings), in the module's order."""
+        layout = self.layout or ModelLayout.of(self.module())
+        chosen = {spec.name for spec in layout.tensors if spec.role == "carrier"}
+        return tuple(name for name in self.weights if name in chosen)
+
+    def one(self) -> Any:
+        if self.example is not None:
+            return self.example
+        if self.data is None:
+            raise InputError("target", "must have data or an example for this attack", "neither")
+        return self.data[0][:1]
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The coupled channels of the model as it is now."""
+        from quorumark.verify.graph import derive_groups
+
+        return derive_groups(self.module(), self.one())
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """An attacked model, and what it cost: distinct examples, steps of the optimiser, seconds."""
+
+    attack: str
+    settings: Mapping[str, Any]
+    seed: int
+    weights: Weights
+    examples: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        """What a table of results says about it."""
+        return {**self.settings, "examples": self.examples, "steps": self.steps}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way of attacking: `function(target, seed, **settings)` gives weights and a record of its costs.
+
+    `settings` is a grid of what to try; `keeps` says that the function of the model does not change at all; `needs`
+    names what a target must have.
+    """
+
+    name: str
+    function: Callable[..., tuple[Weights, dict[str, Any]]]
+    settings: tuple[Mapping[str, Any], ...] = ({},)
+    needs: tuple[str, ...] = ()
+    keeps: bool = False
+
+
+_SIZES = {
+    "Linear": ("out_features", "in_features"),
+    "Conv1d": ("out_channels", "in_channels"),
+    "Conv2d": ("out_channels", "in_channels"),
+    "Conv1D": (None, "nf"),
+    "BatchNorm1d": ("num_features",),
+    "BatchNorm2d": ("num_features",),
+}  # a layer's own record of its sizes, by the axes of its weight
+
+
+def fitted(module: Any, weights: Mapping[str, Any]) -> Any:
+    """The module with these weights; layers whose sizes changed are changed likewise."""
+    torch = _torch()
+    module = copy.deepcopy(module)
+    state = module.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if name not in state or tuple(state[name].shape) == tuple(tensor.shape):
+            continue
+        path, _, leaf = name.rpartition(".")
+        layer = module.get_submodule(path)
+        kind = type(layer).__name__
+        if kind not in _SIZES:
+            raise InputError(
+                f"tensor {name!r}", f"must keep its shape: a {kind} cannot be resized", tuple(tensor.shape)
+            )
+        values = tensor.detach().clone()
+        setattr(layer, leaf, torch.nn.Parameter(values) if leaf in layer._parameters else values)
+        if leaf == "weight":
+            for size, attribute in zip(tensor.shape, _SIZES[kind], strict=False):
+                if attribute is not None:
+                    setattr(layer, attribute, int(size))
+    module.load_state_dict(dict(weights))
+    return module

@@ -1,0 +1,156 @@
+"""`quorumark verify audit …`: for a stranger who trusts no member."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
+
+if TYPE_CHECKING:
+    from quorumark.verify.certificate import Certificate
+
+app = typer.Typer(
+    help="The spot audit: a proof that trusts no member. challenge, open (each member), check.", no_args_is_help=True
+)
+
+CertificateFile = Annotated[Path, typer.Option("--certificate", help="The certificate that is audited.")]
+
+
+@app.command("challenge")
+def challenge(
+    certificate: Annotated[Path, typer.Argument(help="The certificate that is audited.")],
+    manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
+    out: Annotated[Path, typer.Option(help="Where to write the challenge.")] = Path("challenge.json"),
+    seed: Annotated[
+        str | None, typer.Option(help="32 bytes in hex, of a public coin; by default fresh random ones.")
+    ] = None,
+    source: Annotated[str, typer.Option(help="Who drew the seed, or which public coin it is from.")] = "challenger",
+    json: Json = False,
+) -> None:
+    """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
+    from quorumark.errors import InputError
+    from quorumark.keystore import write_shared
+    from quorumark.verify.audit import challenge as draw
+    from quorumark.verify.reference import read_chain
+
+    finding = _certificate(certificate).finding
+    try:
+        raw = None if seed is None else bytes.fromhex(seed)
+    except ValueError:
+        raise InputError("--seed", "must be 32 bytes in hex", repr(seed)) from None
+    current = read_chain(manifest)[-1]
+    made = draw(finding.query, current, finding.z, raw, source)
+    write_shared(out, made.to_bytes())
+    total = -(-current.terms.coordinates // current.terms.leaf)
+    if json:
+        body = {"challenge": str(out), "digest": made.digest(), "leaves": list(made.leaves), "of": total}
+        typer.echo(jsonlib.dumps(body))
+        return
+    typer.echo(
+        f"{len(made.leaves)} of {total} leaves ({100 * len(made.leaves) / total:.2f} %) are to be opened, and burnt"
+        f"\nwritten to {out}; each member answers with: quorumark verify audit open {out.name}"
+    )
+
+
+@app.command("open")
+def open_(
+    challenge: Annotated[Path, typer.Argument(help="The challenge.")],
+    certificate: CertificateFile,
+    out: Annotated[Path | None, typer.Option(help="Where to write it; by default opening-NAME.json.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    json: Json = False,
+) -> None:
+    """Open the pieces of this member's share that a challenge asks for. They are public then, and burnt for ever.
+
+    Only for a query that this member answered, and only so many in a consortium's life.
+    """
+    from quorumark.cli.verify import _file_name
+    from quorumark.home import Home, read_file
+    from quorumark.keystore import write_shared
+    from quorumark.verify.audit import Challenge, open_leaves
+    from quorumark.verify.ledger import Ledger
+
+    member = Home(home)
+    place = member.only_consortium(consortium)
+    asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
+    query = _certificate(certificate).finding.query
+    ledger = Ledger.open(place, place.manifest())
+    opened = unlock(key_file, passphrase_file)
+    with ledger.exclusive():
+        answered = query.x in ledger.answered()
+        data = open_leaves(member, place, opened, asked, query, answered=answered, burns=ledger)
+    name = member.card().name
+    target = out or Path(f"opening-{_file_name(name)}.json")
+    write_shared(target, data)
+    if json:
+        typer.echo(jsonlib.dumps({"opening": str(target), "leaves": len(asked.leaves)}))
+    else:
+        typer.echo(f"opened {len(asked.leaves)} leaves as {name}: {target}, {len(data):,} bytes; they are burnt now")
+
+
+@app.command("check")
+def check(
+    challenge: Annotated[Path, typer.Argument(help="The challenge.")],
+    openings: Annotated[list[Path], typer.Argument(help="The members' openings.")],
+    certificate: CertificateFile,
+    suspect: Annotated[Path, typer.Option(help="The model that was tested.")],
+    manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
+    layout: Annotated[Path | None, typer.Option(help="layout.json; by default the one beside the manifest.")] = None,
+    anchor: Annotated[
+        Path | None, typer.Option(help="The public anchor model; by default beside the manifest.")
+    ] = None,
+    archive: Annotated[
+        list[Path] | None, typer.Option(help="After a resharing: the members' archive.bin; may be repeated.")
+    ] = None,
+    earlier: Annotated[
+        list[Path] | None, typer.Option(help="Challenges of earlier audits, which burnt leaves; may be repeated.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check an audit: with nobody's word for anything but that the manifest is older than the suspect.
+
+    Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
+    """
+    from quorumark.cli.verify import EXIT_CODES
+    from quorumark.home import read_file
+    from quorumark.verify.audit import Challenge, check_audit
+    from quorumark.verify.coalition import prepare
+    from quorumark.verify.reference import Reference
+
+    finding = _certificate(certificate).finding
+    asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
+    reference = Reference.read(manifest, layout, anchor)
+    prepared = prepare(reference, suspect, burnt=finding.query.burnt, created=finding.query.created)
+    result = check_audit(
+        asked,
+        prepared.query,
+        prepared.form.x,
+        reference.chain,
+        [read_file(path, "an opening") for path in openings],
+        archives=archive or (),
+        earlier=[Challenge.from_bytes(read_file(path, "a challenge")) for path in earlier or ()],
+    )
+    if json:
+        typer.echo(jsonlib.dumps(result.as_dict()))
+    else:
+        shown = (
+            f"z = {result.z} on the opened part, {result.predicted} ± {result.tolerance} expected" if result.z else ""
+        )
+        typer.echo(f"{result.verdict}: {shown}")
+        for text in (*result.reasons, *result.faults):
+            typer.echo(f"- {text}")
+    raise typer.Exit(EXIT_CODES[result.verdict])
+
+
+def _certificate(path: Path) -> Certificate:
+    from quorumark.home import read_file
+    from quorumark.verify.certificate import Certificate
+
+    return Certificate.from_bytes(read_file(path, "a certificate"))

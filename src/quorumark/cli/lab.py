@@ -1,0 +1,223 @@
+"""`quorumark lab …`"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quorumark.lab.config import Settings
+    from quorumark.lab.data import ImageSet
+    from quorumark.lab.fleet import Fleet
+
+_LEAST = 10.0  # seconds that it takes to begin a run: with less it is left for another time
+app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
+
+Results = Annotated[Path, typer.Option("--results", help="The folder with the results.")]
+Data = Annotated[Path, typer.Option("--data", help="The folder with the data sets.")]
+Only = Annotated[
+    str, typer.Option("--only", help="Only runs whose id matches one of these globs (with commas), in their order.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda if there is one.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Only this seed.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Another number of rounds.")]
+
+
+@app.command("list")
+def list_(results: Results = Path("results")) -> None:
+    """The configurations, and how many of their runs have results."""
+    from quorumark.lab.config import configurations, read
+    from quorumark.lab.results import read_all
+
+    done = read_all(results)
+    for name in configurations():
+        configuration = read(name)
+        full = sum(done[r.id]["rounds"] >= r.rounds for r in configuration.runs if r.id in done)
+        shorter = sum(r.id in done for r in configuration.runs) - full
+        typer.echo(f"{name}: {configuration.title}")
+        typer.echo(f"    {len(configuration.runs)} runs, {full} in full, {shorter} shorter")
+
+
+@app.command("run")
+def run(
+    configuration: Annotated[str, typer.Argument(help="A configuration's name, or a TOML file.")],
+    only: Only = "*",
+    seed: Seed = None,
+    rounds: Rounds = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Validate every so many rounds.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after so long, and keep what there is.")] = None,
+    device: Device = "auto",
+    data: Data = Path("data"),
+    results: Results = Path("results"),
+    runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
+    streams: Annotated[int, typer.Option(help="Members in flight at once on a GPU.")] = 8,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
+    masked: Annotated[
+        int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
+    ] = 0,
+) -> None:
+    """Run a configuration's runs, or go on with them; those that are done are left out."""
+    from quorumark.lab import data as sets
+    from quorumark.lab.results import read_all
+
+    start, loaded, fleet = time.monotonic(), {}, None
+    for settings in _chosen(configuration, only, seed, rounds, evaluate_every):
+        if settings.dataset not in loaded:
+            loaded = {settings.dataset: sets.load(settings.dataset, data)}  # one at a time in memory
+        images = loaded[settings.dataset]
+        if masked:
+            _masked(settings, images, masked)
+            continue
+        done = read_all(results).get(settings.id)
+        if done is not None and done["rounds"] >= settings.rounds:
+            typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
+            continue
+        left = None if seconds is None else seconds - (time.monotonic() - start)
+        if left is not None and left < _LEAST:
+            typer.echo(f"{settings.id}: no time left")
+            continue
+        fleet = _one(settings, images, _device(device), left, results, runs / settings.id, streams, compiled, fleet)
+
+
+@app.command("table")
+def table(
+    results: Results = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("docs/results.md"),
+    check: Annotated[bool, typer.Option("--check", help="Fail if the page is not what the results say.")] = False,
+) -> None:
+    """Make docs/results.md from the result files."""
+    from quorumark.errors import RecordError
+    from quorumark.lab.config import configurations, read
+    from quorumark.lab.results import page, read_all, replace_text
+
+    text = page([read(name) for name in configurations()], read_all(results))
+    if check:
+        if not out.exists() or out.read_text() != text:
+            raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")
+        typer.echo(f"{out} is what the result files say")
+        return
+    replace_text(out, text)
+    typer.echo(f"written: {out}")
+
+
+@app.command("plot")
+def plot(
+    configuration: Annotated[str, typer.Argument(help="clients or strength.")] = "clients",
+    results: Results = Path("results"),
+    out: Annotated[Path | None, typer.Option(help="Where the SVG goes: docs/figures/lab-NAME.svg.")] = None,
+) -> None:
+    """Draw z against the number of members, or against the strength: needs the extra `report`."""
+    from quorumark.lab.config import read
+    from quorumark.lab.plot import draw
+    from quorumark.lab.results import read_all
+
+    found = read(configuration)
+    target = out or Path(f"docs/figures/lab-{found.name}.svg")
+    typer.echo(f"drawn: {target}, {draw(found, read_all(results), target)} points")
+
+
+@app.command("time")
+def time_(
+    members: Annotated[str, typer.Option(help="Numbers of members.")] = "8,32,128",
+    streams: Annotated[str, typer.Option(help="Numbers of streams.")] = "8",
+    ways: Annotated[str, typer.Option(help="compiled, plain, or both with a comma.")] = "compiled",
+    strength: Annotated[str, typer.Option(help="The mark.")] = "rho:0.05",
+    model: Annotated[str, typer.Option(help="The network.")] = "resnet18",
+    rounds: Annotated[int, typer.Option(help="Rounds to time.")] = 4,
+    profile: Annotated[bool, typer.Option("--profile", help="Also the longest kernels of each case.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Seconds a round on this machine, with images of noise of CIFAR's size and number."""
+    from quorumark.lab.config import Settings
+    from quorumark.lab.timing import kernels, timings
+
+    steps = ("crop", "flip", "autoaugment")
+    settings = Settings("noise", strength, model=model, augment=steps)
+    cases = [
+        (int(k), int(s), way == "compiled")
+        for k in members.split(",")
+        for way in ways.split(",")
+        for s in streams.split(",")
+    ]
+    for t in timings(cases, settings, _device(device), rounds):
+        what = f"K={t.members} streams={t.streams} {'compiled' if t.compiled else 'plain'}"
+        numbers = f"{t.round:.3f} s a round ({t.training:.3f} s training), first {t.first:.1f} s, {t.gigabytes:.1f} GB"
+        typer.echo(f"{what}: {t.error or numbers}")
+        if profile and not t.error:
+            typer.echo("\n".join(kernels(t.members, t.streams, t.compiled, settings, _device(device))))
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _chosen(
+    configuration: str, only: str, seed: int | None, rounds: int | None, evaluate_every: int | None
+) -> list[Settings]:
+    from dataclasses import replace
+    from fnmatch import fnmatchcase
+
+    from quorumark.errors import InputError
+    from quorumark.lab.config import read
+
+    runs = [settings for settings in read(configuration).runs if seed in (None, settings.seed)]
+    found = {s.id: s for glob in only.split(",") for s in runs if fnmatchcase(s.id, glob)}
+    if not found:
+        raise InputError("--only and --seed", "must leave some runs of the configuration", "none")
+    return [
+        replace(s, rounds=rounds or s.rounds, evaluate_every=evaluate_every or s.evaluate_every) for s in found.values()
+    ]
+
+
+def _one(
+    settings: Settings,
+    images: ImageSet,
+    device: str,
+    seconds: float | None,
+    results: Path,
+    folder: Path,
+    streams: int,
+    compiled: bool,
+    fleet: Fleet | None,
+) -> Fleet:
+    """One run; its fleet, for the next one."""
+    from quorumark.lab.loop import RoundLog, Run
+    from quorumark.lab.results import record, write
+
+    begun = time.monotonic()
+    run = Run(settings, images, device, streams=streams, compiled=compiled, fleet=fleet)
+    checkpoint = folder / "checkpoint.pt"
+    if checkpoint.exists():
+        run.restore(checkpoint)
+
+    def tell(entry: RoundLog) -> None:
+        if entry.round <= 3 or entry.round % 25 == 0 or entry.round == settings.rounds:
+            shown = "" if entry.accuracy is None else f", validation {100 * entry.accuracy:.2f} %"
+            typer.echo(f"{settings.id}: round {entry.round}, loss {entry.loss:.3f}{shown}, {entry.seconds:.2f} s")
+
+    left = None if seconds is None else seconds - (time.monotonic() - begun)
+    run.train(seconds=left, checkpoint=checkpoint, tell=tell)
+    if run.round_no:
+        body = record(run)
+        written = write(body, results)
+        run.export(folder / "released.safetensors")
+        z, accuracy = body["z"]["released"]["balanced-anchor/v1"], 100 * body["accuracy"]["released"]
+        typer.echo(
+            f"{settings.id}: {run.round_no} rounds, test {accuracy:.2f} %, z {z:.1f}, "
+            f"{body['seconds_per_round']} s a round; {written or 'a longer run is there already'}"
+        )
+    run.close()
+    return run.fleet
+
+
+def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
+    from quorumark.lab.masked import compare
+
+    for r in compare(settings, images, rounds):
+        mark = f"the mark's largest part {r.largest:.2e}" if r.marked else "no mark yet"
+        typer.echo(f"{settings.id}: round {r.round}, {r.different} weights differ, {mark}, {r.seconds:.1f} s")

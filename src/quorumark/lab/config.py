@@ -1,0 +1,149 @@
+"""Configurations: what a run is, and the paper's tables and figures as lists of runs.
+
+A configuration is a TOML file: a title, settings for all of its runs under `[run]`, and the values that vary under
+`[[grid]]`, every combination of which is a run. Two configurations may have the same run: a run is known by its `id`,
+and done once. `[[paper]]` holds the paper's figures: settings that they are about, and `accuracy` and `z` by strength.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from quorumark.errors import InputError
+
+__all__ = ["Configuration", "Settings", "configurations", "read", "strength_settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. What is not given is as in the paper, where the paper says it."""
+
+    dataset: str
+    strength: str = "none"
+    members: int = 32
+    rounds: int = 300
+    seed: int = 0
+    model: str = "resnet18"
+    partition: str = "iid"  # or dirichlet:γ
+    global_batch: int = 2048
+    lr: float = 1e-3
+    decay: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    validation: float = 0.2
+    evaluate_every: int = 1
+    augment: tuple[str, ...] = ()
+    null_keys: int = 0  # other keys that the released model is tested with
+
+    def __post_init__(self) -> None:
+        strength_settings(self.strength)
+        if self.gamma is not None and not self.gamma > 0:
+            raise InputError("partition", "must be iid or dirichlet:GAMMA", repr(self.partition))
+        for name in ("members", "rounds", "global_batch", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise InputError(name, "must be 1 or more", getattr(self, name))
+
+    @property
+    def gamma(self) -> float | None:
+        """The concentration of a Dirichlet partition; None if it is IID."""
+        kind, _, number = self.partition.partition(":")
+        if self.partition == "iid":
+            return None
+        try:
+            return float(number) if kind == "dirichlet" else 0.0
+        except ValueError:
+            return 0.0
+
+    @property
+    def per_client(self) -> bool:
+        """Whether this is the baseline in which each member has a key of its own."""
+        return self.strength.startswith("per-client")
+
+    @property
+    def id(self) -> str:
+        """The run's name, without its length: a longer run of the same settings takes a shorter one's place."""
+        parts = [self.dataset, self.model, f"k{self.members}", self.partition, self.strength, f"s{self.seed}"]
+        return "-".join(parts).replace(":", "")
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def strength_settings(text: str) -> dict[str, str] | None:
+    """A strength as docs/strength.md has it, from its short form: none, rho:0.05, paper:0.025, per-client:0.1, …"""
+    rule, _, number = text.partition(":")
+    names = {"rho": "rho", "target": "z", "relative": "c", "paper": "c", "per-client": "c"}
+    if text == "none":
+        return None
+    if rule not in names or not number:
+        raise InputError("strength", f"must be none or one of {', '.join(names)} with a number", repr(text))
+    return {"rule": "paper" if rule == "per-client" else rule, names[rule]: number}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A table or a figure: its runs, and how `lab table` shows them."""
+
+    name: str
+    title: str
+    runs: tuple[Settings, ...]
+    notes: tuple[str, ...]
+    paper: tuple[dict[str, Any], ...]
+    plot: str  # what its figure is drawn against: members, strength or nothing
+
+    def figure(self, what: str, run: Settings) -> str:
+        """The paper's accuracy or z for a run's settings, as it prints it; nothing if it has none."""
+        for entry in self.paper:
+            if all(getattr(run, key) == value for key, value in entry.items() if key not in ("accuracy", "z")):
+                return str(entry.get(what, {}).get(run.strength, ""))
+        return ""
+
+
+def configurations() -> list[str]:
+    """The names of the configurations that come with the lab."""
+    folder = resources.files("quorumark.lab") / "configs"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read(name: str | os.PathLike[str]) -> Configuration:
+    """A configuration by its name, or from a TOML file."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        if not path.exists():
+            raise InputError("configuration", "must be a file that exists", str(path))
+        return _parsed(path.stem, path.read_text())
+    if str(name) not in configurations():
+        raise InputError("configuration", f"must be a TOML file or one of {', '.join(configurations())}", repr(name))
+    file = resources.files("quorumark.lab") / "configs" / f"{name}.toml"
+    return _parsed(str(name), file.read_text())
+
+
+def _parsed(name: str, text: str) -> Configuration:
+    body = tomllib.loads(text)
+    known = {f.name for f in fields(Settings)}
+    base = body.get("run", {})
+    unknown = (set(base) | {key for grid in body.get("grid", []) for key in grid}) - known
+    if unknown:
+        raise InputError("configuration", f"must have settings of {', '.join(sorted(known))}", repr(min(unknown)))
+    runs: dict[str, Settings] = {}
+    for grid in body.get("grid", [{}]):
+        for run in _combinations(base, grid):
+            runs[run.id] = run
+    notes, paper = tuple(body.get("notes", [])), tuple(body.get("paper", []))
+    return Configuration(name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""))
+
+
+def _combinations(base: dict[str, Any], grid: dict[str, Any]) -> Iterator[Settings]:
+    """Every combination of the grid's lists; what is no list is for all."""
+    lists = {key: value if isinstance(value, list) and key != "augment" else [value] for key, value in grid.items()}
+    for values in itertools.product(*lists.values()):
+        chosen = {**base, **dict(zip(lists, values, strict=True))}
+        chosen["augment"] = tuple(chosen.get("augment", ()))
+        yield Settings(**chosen)

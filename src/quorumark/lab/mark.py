@@ -1,0 +1,295 @@
+"""The mark as the ideal functionality, in whole numbers on the device: bit for bit what the real protocol opens.
+
+    θ_new = decode(Σ E(a_k·θ_k) + S ⊙ τ)          E(w) = round(2^40·w), as in `quorumark.codec`
+
+The amplitudes S are those of `quorumark.embed`: its `MarkState` follows the run on the CPU, in a thread, while the next
+round trains. What it needs of the members' updates (the paper's ‖Δ_k‖; norms by rows, columns and taps) is summed here
+in whole numbers as well, in parts that 64 bits hold.
+
+The key is known here. That is for research: whoever runs the lab could remove the mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quorumark import field
+from quorumark.embed import Amplitudes, MarkState, PaperScale, Strength, paper_amplitudes
+from quorumark.errors import InputError
+from quorumark.lab.known_key import KnownKey
+from quorumark.layout import ModelLayout
+
+__all__ = ["Mark", "decoded", "encoded", "square_sum", "weighted_sum"]
+
+_SCALE = float(1 << 40)
+_ONE = 1 << 32
+
+
+# --- fixed point on the device ----------------------------------------------------------------------------
+
+
+def encoded(vector: Tensor, weight: float = 1.0) -> Tensor:
+    """E(weight·vector) as int64: rounded once, to the nearest, ties to even."""
+    return torch.round(vector.double() * (weight * _SCALE)).to(torch.int64)
+
+
+def decoded(total: Tensor) -> Tensor:
+    """The float32 numbers that 2^-40·total stands for, rounded once."""
+    return total.to(torch.float32) * (1 / _SCALE)
+
+
+def weighted_sum(models: Tensor, weights: Sequence[Fraction]) -> Tensor:
+    """Σ E(a_k·θ_k) over the rows of models."""
+    total = torch.zeros(models.shape[1], dtype=torch.int64, device=models.device)
+    for row, weight in zip(models, weights, strict=True):
+        total += encoded(row, float(weight))
+    return total
+
+
+def _products(difference: Tensor) -> tuple[list[Tensor], Tensor]:
+    """For |D| = low + 2^22·high: low², low·high and high², below 2^44 each; and the largest high, to be checked."""
+    size = difference.abs()
+    low, high = size & 0x3FFFFF, size >> 22
+    return [low * low, low * high, high * high], high.max()
+
+
+def _check_high(largest: int) -> None:
+    if largest >> 22:
+        raise InputError("a member's update", "must be below 16 in each weight", "a larger one")
+
+
+_BLOCK = 1 << 18  # so many products of 44 bits, added up, stay within 63
+
+
+def square_sum(difference: Tensor) -> int:
+    """Σ D², exactly."""
+    products, largest = _products(difference)
+    rest = -difference.numel() % _BLOCK
+    sums = [torch.nn.functional.pad(p, (0, rest)).view(-1, _BLOCK).sum(1) for p in products]
+    *parts, top = torch.stack([*sums, largest.expand_as(sums[0])]).cpu().tolist()
+    _check_high(top[0])
+    low, middle, high = map(sum, parts)
+    return int(low + (middle << 23) + (high << 44))
+
+
+# --- what each member's update looks like -----------------------------------------------------------------
+
+
+def _axes_of(layout: ModelLayout) -> list[tuple[slice, tuple[int, int, int]]]:
+    """The carriers' places, as rows × columns × taps."""
+    found = []
+    for spec, place in layout.spans("carrier"):
+        if spec.size:
+            rows, columns = spec.shape[:2]
+            found.append((place, (rows, columns, spec.size // (rows * columns))))
+    return found
+
+
+def axis_norms(difference: Tensor, weight: Fraction, layout: ModelLayout) -> NDArray[np.int64]:
+    """⌊a_k·‖D_k‖⌋ in 2^-40 for each row, column and tap of the carriers that can carry, tensor by tensor."""
+    products, largest = _products(difference)
+    found: list[Tensor] = []
+    for place, shape in _axes_of(layout):
+        size = shape[0] * shape[1] * shape[2]
+        if size <= max(shape):
+            continue  # a row, column or tap of one weight: it carries nothing
+        if size // min(n for n in shape if n > 1) > 2 * _BLOCK:
+            raise InputError("a tensor", f"must have up to {2 * _BLOCK} weights in each row, column and tap", size)
+        cubes = torch.stack([p[place].view(shape) for p in products])
+        planes = cubes.sum(3)
+        found += [planes.sum(2), planes.sum(1)]
+        if shape[2] > 1:
+            found.append(cubes.sum((1, 2)))
+    sums = torch.cat([*found, largest.expand(3, 1)], dim=1).cpu().numpy()
+    _check_high(int(sums[0, -1]))
+    return _weighted_roots(sums[:, :-1], weight)
+
+
+def _weighted_roots(sums: NDArray[np.int64], weight: Fraction) -> NDArray[np.int64]:
+    """⌊√(a²·Σ)⌋ for Σ = sums[0] + 2^23·sums[1] + 2^44·sums[2]: in float64 where that is certain, else exactly."""
+    about = np.sqrt(sums[0] + sums[1] * 2.0**23 + sums[2] * 2.0**44) * float(weight)
+    whole: NDArray[np.int64] = np.floor(about).astype(np.int64)
+    gap = np.abs(about - np.round(about))
+    for i in np.flatnonzero((gap < 1e-3) | (about > 2.0**40)):  # float64 is right to 2^-51: 2^-11 at 2^40
+        square = int(sums[0, i]) + (int(sums[1, i]) << 23) + (int(sums[2, i]) << 44)
+        whole[i] = isqrt(weight.numerator**2 * square // weight.denominator**2)
+    return whole
+
+
+# --- the mark of a run ------------------------------------------------------------------------------------
+
+
+class Mark:
+    """What is added in each round of a run, and the state that decides it.
+
+    `settings` are the strength's (docs/strength.md). With several keys this is the baseline in which every member has
+    its own: each adds a_k·S ⊙ τ_k.
+    """
+
+    def __init__(
+        self, settings: dict[str, str], layout: ModelLayout, initial: Tensor, keys: Sequence[KnownKey], device: Any
+    ) -> None:
+        """`initial` is θ_0 in the layout's order."""
+        if layout.coordinates != layout.carrier_size:
+            raise InputError("layout", "must carry in all carriers' weights in the lab", "a sample")
+        self.layout, self.device, self.keys = layout, device, list(keys)
+        self.strength = Strength.of(settings, layout.coordinates)
+        self.state = MarkState(self.strength, layout, "rademacher", _field(encoded(initial)))
+        self._signs = keys[0].signs(device) if len(keys) == 1 else None
+        self._averages: list[list[int] | None] = []
+        self._worker = ThreadPoolExecutor(1)
+        self._next: Future[Amplitudes] | None = None
+        self._host: Tensor | None = None  # where models arrive for the worker
+
+    @property
+    def needs_updates(self) -> bool:
+        """Whether single members' updates are looked at."""
+        return self.strength.rule == "paper" or self._needs_norms
+
+    @property
+    def _needs_norms(self) -> bool:
+        return bool(getattr(self.strength, "needs_norms", False))
+
+    @property
+    def rho(self) -> float:
+        """What the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers."""
+        self._wait()
+        return self.state.rho / _ONE
+
+    def apply(
+        self, round_no: int, before: Tensor, total: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]
+    ) -> tuple[Tensor, float]:
+        """The round's global model, and its c. `total` is Σ E(a_k·θ_k), which gets the mark; `model(k)` is θ_k.
+
+        All in the layout's order; `before` is the global model that the members started from.
+        """
+        scales, norms = self._members(before, weights, model) if self.needs_updates else ([], None)
+        self._wait()
+        if self.strength.rule == "paper":
+            opened = field.from_signed(np.array([sum(scales)], np.int64))
+            members = len(weights)
+            amplitudes = paper_amplitudes(self.strength, self.layout, "rademacher", round_no, opened, members)
+        else:
+            amplitudes = self._next.result() if self._next is not None else self.state.amplitudes(round_no)
+        embedded = amplitudes if amplitudes.marks else None
+        if embedded is not None:
+            self._add(total, embedded, weights)
+        after = decoded(total)
+        self._advance(round_no, encoded(after), embedded, norms)
+        return after, 0.0 if embedded is None else embedded.c / _ONE
+
+    def _members(
+        self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]
+    ) -> tuple[list[int], NDArray[np.int64] | None]:
+        """What the rule needs of each member's update: the paper's scales, or the sum of the norms."""
+        end = self.layout.carrier_size
+        origin = encoded(before[:end])
+        scales: list[int] = []
+        norms: NDArray[np.int64] | None = None
+        for k, weight in enumerate(weights):
+            difference = encoded(model(k)[:end]) - origin
+            if self.strength.rule == "paper":
+                scales.append(self._scale(k, difference))
+            else:
+                found = axis_norms(difference, weight, self.layout)
+                norms = found if norms is None else norms + found
+        return scales, norms
+
+    def _advance(
+        self, round_no: int, model: Tensor, embedded: Amplitudes | None, norms: NDArray[np.int64] | None
+    ) -> None:
+        """The only place where the state moves on: in the worker, which also makes the next round's amplitudes.
+
+        `model` is E(θ) on the device; its copy is on its way to the host when the worker starts.
+        """
+        told: tuple[Any, ...] = () if norms is None else (norms.astype(np.uint64),)
+        on_gpu = model.is_cuda
+        host = torch.empty(model.shape, dtype=torch.int64, pin_memory=on_gpu) if self._host is None else self._host
+        self._host = host
+        host.copy_(model, non_blocking=True)
+        arrived = torch.cuda.Event() if on_gpu else None
+        if arrived is not None:
+            arrived.record()
+
+        def work() -> Amplitudes:
+            if arrived is not None:
+                arrived.synchronize()
+            self.state.advance(round_no, field.from_signed(host.numpy()), embedded, *told)
+            return self.state.amplitudes(round_no + 1)
+
+        self._next = self._worker.submit(work)
+
+    def _wait(self) -> None:
+        if self._next is not None:
+            self._next.result()
+
+    def amplitude_vector(self, amplitudes: Amplitudes) -> Tensor:
+        """`Amplitudes.vector` on the device: for each weight the least of its row's, column's and tap's."""
+        out = torch.empty(self.layout.coordinates, dtype=torch.int64, device=self.device)
+        for (place, shape), axes in zip(_axes_of(self.layout), amplitudes.scales, strict=True):
+            rows, columns, *taps = (torch.tensor(values, dtype=torch.int64).to(self.device) for values in axes)
+            least = torch.minimum(rows[:, None], columns[None, :])[:, :, None]
+            if taps:
+                least = torch.minimum(least, taps[0])
+            out[place].view(shape).copy_(least.expand(shape))
+        return out
+
+    def _add(self, total: Tensor, amplitudes: Amplitudes, weights: Sequence[Fraction]) -> None:
+        """total += S ⊙ τ, or the members' own marks, as `federation` rounds them."""
+        vector, target = self.amplitude_vector(amplitudes), total[: self.layout.coordinates]
+        if self._signs is not None:
+            target += vector * self._signs
+            return
+        for key, weight in zip(self.keys, weights, strict=True):
+            target += torch.round(vector.double() * float(weight)).to(torch.int64) * key.signs(self.device)
+
+    def _scale(self, k: int, difference: Tensor) -> int:
+        """The paper's scale of member k, as `embed.PaperScale` has it: c·‖Δ_k‖·EMA_k."""
+        while len(self._averages) <= k:
+            self._averages.append(None)
+        scale = PaperScale(self.strength, self.layout)
+        scale._ema = self._averages[k]
+        found = _paper_scale(scale, isqrt(square_sum(difference)))
+        self._averages[k] = scale._ema
+        return found
+
+    # --- keeping it ---
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        self._wait()
+        anchor = field.to_signed(self.state.anchor) if self.strength.warmup_rounds else None
+        return {"state": self.state.to_bytes(), "averages": self._averages, "anchor": anchor}
+
+    def restore(self, saved: dict[str, Any], model: Tensor) -> None:
+        """Goes on from a checkpoint; `model` is the last global one."""
+        anchor = self.state.anchor if saved["anchor"] is None else field.from_signed(saved["anchor"])
+        self.state = MarkState.from_bytes(
+            saved["state"], self.strength, self.layout, "rademacher", _field(encoded(model)), anchor
+        )
+        self._averages, self._next = saved["averages"], None
+
+    def close(self) -> None:
+        self._wait()
+        self._worker.shutdown()
+
+
+def _paper_scale(scale: PaperScale, norm: int) -> int:
+    """`PaperScale.scale` from a norm that is known: the average moves on, and c·‖Δ‖·EMA comes back, in 2^-40."""
+    ema = norm if scale._ema is None else (9 * scale._ema[0] + norm) // 10
+    scale._ema = [ema]
+    return scale._strength.c * norm * ema >> 72
+
+
+def _field(signed: Tensor) -> Any:
+    """Field elements on the CPU."""
+    return field.from_signed(signed.cpu().numpy())

@@ -1,0 +1,283 @@
+"""The file that a run leaves, and docs/results.md from all of them.
+
+A result is written by a run and by nothing else: `record` takes the run itself. `page` makes the tables: for every
+configuration each group of runs that differ only in the seed, the paper's figure beside ours, and how strong the
+evidence is: run in full as the paper did, run shorter, or not run. `check` says whether a page is what the files say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quorumark.errors import RecordError
+from quorumark.lab.config import Configuration, Settings
+
+if TYPE_CHECKING:
+    from quorumark.lab.loop import Run
+
+__all__ = ["FORMAT", "best_evidence", "groups", "page", "read_all", "record", "replace_text", "write"]
+
+FORMAT = "quorumark-lab-result/v1"
+BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
+_POINTS = 60  # of an accuracy curve
+
+
+# --- from a run -------------------------------------------------------------------------------------------
+
+
+def record(run: Run) -> dict[str, Any]:
+    """What there is to say about a run: on the test images, the released model is the one that validated best."""
+    settings, log = run.settings, run.log
+    if not log:
+        raise RecordError("a run without a round has no result")
+    released = run.best.model if run.best.model is not None else run.model
+    measured = [(entry.round, round(entry.accuracy, 4)) for entry in log if entry.accuracy is not None]
+    step = -(-len(measured) // _POINTS)
+    taken = [entry.seconds for entry in log]
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "id": settings.id,
+        "settings": {**settings.asdict(), "augment": list(settings.augment)},
+        "rounds": run.round_no,
+        "data": {
+            "train": run._x.shape[0],
+            "validation": len(run.validation[1]),
+            "test": len(run.test[1]),
+            "note": run.note,
+        },
+        "parameters": run.layout.size,
+        "coordinates": run.layout.coordinates,
+        "accuracy": {
+            "released": round(run.fleet.accuracy(released, *run.test), 5),
+            "final": round(run.fleet.accuracy(run.model, *run.test), 5),
+            "validation": round(run.best.accuracy, 5),
+            "released_round": run.best.round,
+        },
+        "curve": measured[:: max(1, step)],
+        "loss": round(log[-1].loss, 4),
+        "rho": None if run.mark is None else round(run.mark.rho, 5),
+        "z": {"released": (z := _z(run, released)), "final": z if released is run.model else _z(run, run.model)},
+        "null": _null(run, released) if settings.null_keys else None,
+        "seconds": round(sum(taken), 1),
+        "seconds_per_round": round(statistics.median(taken), 3),
+        **_where(run),
+    }
+    return body
+
+
+def _z(run: Run, model: Any) -> dict[str, Any]:
+    """By each statistic; with a key for each member their mean, least and largest."""
+    from quorumark.lab.known_key import z_scores
+
+    keys = {str(number): key for number, key in enumerate(run.keys)}
+    found = z_scores(run.layout, model.cpu().numpy(), run.initial.cpu().numpy(), keys, run.device)
+    out: dict[str, Any] = {}
+    for statistic, each in found.items():
+        values = list(each.values())
+        out[statistic] = round(statistics.fmean(values), 3)
+        if len(values) > 1:
+            out[f"{statistic} least"], out[f"{statistic} largest"] = round(min(values), 3), round(max(values), 3)
+    return out
+
+
+def _null(run: Run, model: Any) -> dict[str, Any]:
+    """z of keys that the model never saw, by the default statistic."""
+    from quorumark.lab.known_key import null_scores
+
+    z = null_scores(run.layout, model.cpu().numpy(), run.initial.cpu().numpy(), run.settings.null_keys, run.device)
+    mean, deviation = statistics.fmean(z), statistics.stdev(z)
+    return {
+        "keys": len(z),
+        "mean": round(mean, 4),
+        "deviation": round(deviation, 4),
+        "largest": round(max(z), 3),
+        "excess kurtosis": round(statistics.fmean(((v - mean) / deviation) ** 4 for v in z) - 3, 3),
+    }
+
+
+def _where(run: Run) -> dict[str, Any]:
+    import torch
+
+    hardware = torch.cuda.get_device_name() if run.device.type == "cuda" else f"CPU ({platform.machine()})"
+    return {"commit": _commit(), "hardware": hardware, "torch": torch.__version__}
+
+
+def _commit() -> str:
+    """Of the code that ran; "+" behind it if there were changes that are not committed.
+
+    A machine that got the files without their history is told by QUORUMARK_COMMIT.
+    """
+    told = os.environ.get("QUORUMARK_COMMIT")
+    if told:
+        return told
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=folder)  # noqa: S603, S607
+
+    try:
+        found = git("rev-parse", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", ".").returncode != 0
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() + ("+" if changed else "") if found.returncode == 0 else "unknown"
+
+
+def write(body: dict[str, Any], folder: Path) -> Path | None:
+    """Into the folder, unless a longer run of the same settings is there already."""
+    path = folder / f"{body['id']}.json"
+    if path.exists() and json.loads(path.read_text())["rounds"] > body["rounds"]:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in body.items()]
+    replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The whole file, or the old one stays."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# --- to a page --------------------------------------------------------------------------------------------
+
+
+def read_all(folder: Path) -> dict[str, dict[str, Any]]:
+    """All results, by their runs' ids."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            body = json.loads(path.read_text())
+        except ValueError:
+            raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
+        if body.get("format") != FORMAT or body.get("id") != path.stem:
+            raise RecordError(f"{str(path)!r} is not the result of the run that it is named after")
+        found[body["id"]] = body
+    return found
+
+
+def groups(configuration: Configuration) -> list[list[Settings]]:
+    """The runs that differ in the seed only, together."""
+    found: dict[Settings, list[Settings]] = {}
+    for run in configuration.runs:
+        found.setdefault(replace(run, seed=0), []).append(run)
+    return list(found.values())
+
+
+def best_evidence(runs: Iterable[Settings], results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of a group: those of the longest length that there is."""
+    there = [results[run.id] for run in runs if run.id in results]
+    longest = max((body["rounds"] for body in there), default=0)
+    return [body for body in there if body["rounds"] == longest]
+
+
+_HEAD = """# Results
+
+Made by `quorumark lab table` from the files in `results/`, each of which a run has written; `quorumark lab table
+--check` fails where this page is not what they say. docs/lab.md says how to run them.
+
+Accuracy is on the test images, in percent, of the model with the highest validation accuracy; ± is the standard
+deviation over seeds. *Δ* is the difference to the same runs without the mark, in points. z is of the same model:
+*balanced* is the project's statistic, *cosine* the paper's text (the whole model's cosine with the key), *mean cosine*
+the paper's code (the mean of the tensors' cosines). ρ is the mark's share of the distance from the initial model.
+*Evidence*: **full** is as many rounds as the paper ran, **shorter** fewer, **not run** none.
+"""
+
+
+def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]]) -> str:
+    """docs/results.md."""
+    parts = [_HEAD]
+    for configuration in configurations:
+        parts.append(f"## {configuration.title}\n\n`quorumark lab run {configuration.name}`\n")
+        parts += [f"{note}\n" for note in configuration.notes]
+        rows = [_row(configuration, runs, results) for runs in groups(configuration)]
+        heads = ["data", "K", "partition", "strength", "paper", "accuracy", "Δ", "paper's z", "z balanced", "z cosine",
+                 "z mean cosine", "ρ", "evidence"]  # fmt: skip
+        parts.append(_table(heads, rows))
+        nulls = [row for runs in groups(configuration) for row in _null_rows(runs, results)]
+        if nulls:
+            parts.append("z of keys that the unmarked models never saw:\n")
+            parts.append(_table(["run", "keys", "mean", "deviation", "excess kurtosis", "largest"], nulls))
+    machines = sorted({(b["hardware"], b["torch"]) for b in results.values()})
+    if machines:
+        parts.append("## Where they were run\n")
+        parts.append("\n".join(f"- {hardware}, PyTorch {torch}" for hardware, torch in machines) + "\n")
+        parts.append(_table(["run", "rounds", "seconds", "seconds a round", "commit"], _runs(results)))
+    return "\n".join(parts)
+
+
+def _row(configuration: Configuration, runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[str]:
+    first, found = runs[0], best_evidence(runs, results)
+    accuracies = [100 * body["accuracy"]["released"] for body in found]
+    zs = {name: [body["z"]["released"][name] for body in found] for name in (BALANCED, GLOBAL, MEAN)}
+    rhos = [body["rho"] for body in found if body["rho"] is not None]
+    return [
+        first.dataset,
+        str(first.members),
+        first.partition,
+        first.strength,
+        configuration.figure("accuracy", first),
+        _mean(accuracies, 2),
+        _difference(runs, results),
+        configuration.figure("z", first),
+        *(_mean(zs[name], 1) for name in (BALANCED, GLOBAL, MEAN)),
+        f"{statistics.fmean(rhos):.4f}" if rhos else "",
+        _evidence(runs, found),
+    ]
+
+
+def _difference(runs: list[Settings], results: dict[str, dict[str, Any]]) -> str:
+    """Against the unmarked runs of the same seeds and length."""
+    pairs = []
+    for run in runs:
+        ours, plain = results.get(run.id), results.get(replace(run, strength="none").id)
+        if run.strength != "none" and ours and plain and ours["rounds"] == plain["rounds"]:
+            pairs.append(100 * (ours["accuracy"]["released"] - plain["accuracy"]["released"]))
+    return f"{statistics.fmean(pairs):+.2f}" if pairs else ""
+
+
+def _evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str:
+    if not found:
+        return "not run"
+    rounds, note = found[0]["rounds"], found[0]["data"]["note"]
+    kind = f"full ({rounds} rounds" if rounds >= runs[0].rounds else f"shorter ({rounds} rounds"
+    seeds = f"{len(found)} of {len(runs)} seeds"
+    return f"{kind}, {seeds})" + (f"; {note}" if "not comparable" in note else "")
+
+
+def _mean(values: list[float], digits: int) -> str:
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def _null_rows(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    found = [results[run.id] for run in runs if run.null_keys and run.id in results]
+    names = ("keys", "mean", "deviation", "excess kurtosis", "largest")
+    return [[body["id"], *(str(body["null"][name]) for name in names)] for body in found if body["null"]]
+
+
+def _runs(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    return [
+        [b["id"], str(b["rounds"]), f"{b['seconds']:.0f}", f"{b['seconds_per_round']:.2f}", b["commit"][:12]]
+        for b in results.values()
+    ]
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -1,0 +1,634 @@
+"""Alignment: a suspect's channels put back where the anchor has them (docs/alignment.md).
+
+The channels of a layer can be permuted, with everything that reads them, and the model computes the same: so can the
+heads of an attention layer, the channels within a head, the neurons of a block. `Groups` says which places move
+together; it is found once from the model's graph (`quorumark.verify.graph`), and a verifier needs it, not the model's
+code. `align` then matches the suspect to the anchor, group by group, until nothing changes.
+
+It is matched to the anchor only. The released model contains the key: a match to it picks, among the permutations of an
+innocent model, one that correlates with the key, and the null does not hold any more (up to z = 9 was seen).
+
+The procedure is one, fixed and in whole numbers, so that every machine finds the same assignment: balanced weights
+(the scales of rows and columns are taken out, as in the canonical form) are rounded to 8 bits; the similarity of two
+channels is the inner product of all their weights, summed exactly; the assignment of the largest total is found by
+shortest augmenting paths on 64-bit integers in a fixed order, ties included. A suspect with fewer channels leaves
+places of the anchor empty (zeros), one with more has some that nobody takes.
+
+Not undone: rotations that mix channels, such as an orthogonal map within a head's queries and keys; and a suspect that
+was made wider can hold decoys (docs/alignment.md, "Limits").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.errors import InconclusiveError, LayoutError
+from quorumark.layout import ModelLayout, TensorSpec
+from quorumark.records import _check, _is_count, _take, canonical, digest, parse
+from quorumark.verify import _kernels, statistic
+from quorumark.verify.statistic import _BLOCK, Model
+
+__all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Slot", "align", "assign"]
+
+PROCEDURE = "anchor-assignment/v1"
+_SWEEPS = 20  # a suspect that is the model in disguise needs 2 or 3
+_GROWTH = 8  # a suspect with more than so many times the channels is not matched: the work grows with them
+_FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
+_SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
+
+Places = NDArray[np.int64]
+Axis = tuple[str, int]
+
+
+# --- groups -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """Where a group's elements lie on an axis of a tensor.
+
+    Element i has the places offset + i·stride + j·step for j < count.
+    A layer's rows are (offset 0, stride 1, count 1); a flattened image of 16 places gives each channel 16 columns
+    (stride 16, count 16, step 1).
+    """
+
+    tensor: str
+    axis: int
+    offset: int
+    stride: int
+    count: int
+    step: int
+
+    def places(self, size: int) -> Places:
+        """size × count places."""
+        return self.offset + np.arange(size)[:, None] * self.stride + np.arange(self.count) * self.step
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` elements that may be permuted; `within` names a group and the element of it that these are parts of."""
+
+    size: int
+    slots: tuple[Slot, ...]
+    within: tuple[int, int] | None = None
+
+    def axes(self) -> dict[Axis, Places]:
+        """The places of every element on each axis: size × as many as each element has there."""
+        found: dict[Axis, list[Places]] = {}
+        for slot in self.slots:
+            found.setdefault((slot.tensor, slot.axis), []).append(slot.places(self.size))
+        return {axis: np.concatenate(parts, axis=1) for axis, parts in found.items()}
+
+    def segments(self, axis: Axis) -> list[tuple[int, int, int]] | None:
+        """Runs in which all elements follow each other on an axis: (start, first column in `axes`, places of each).
+
+        None if the elements interlace in another way; then the axis cannot get longer or shorter.
+        """
+        column = 0
+        found: list[tuple[int, int, int]] = []
+        for slot in self.slots:
+            if (slot.tensor, slot.axis) != axis:
+                continue
+            if slot.stride == slot.count and (slot.step == 1 or slot.count == 1):  # one element after the other
+                found.append((slot.offset, column, slot.count))
+            elif slot.stride == 1 and slot.step >= self.size:  # all first places, then all second ones
+                found += [(slot.offset + j * slot.step, column + j, 1) for j in range(slot.count)]
+            else:
+                return None
+            column += slot.count
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All coupled groups of a model; a group comes before the groups within it."""
+
+    FORMAT: ClassVar[str] = "quorumark-groups/v1"
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        for number, group in enumerate(self.groups):
+            what = f"group {number}"
+            _check(_is_count(group.size, 2) and group.size < 1 << 31, what, "must have two elements or more")
+            _check(bool(group.slots), what, "must have a slot")
+            for slot in group.slots:
+                sound = isinstance(slot.tensor, str) and all(
+                    _is_count(n) and n < 1 << 31 for n in (slot.axis, slot.offset, slot.stride, slot.count, slot.step)
+                )
+                _check(sound and slot.count > 0 and slot.stride > 0 and slot.step > 0, what, "has a slot that is none")
+            if group.within is not None:
+                sound = isinstance(group.within, tuple) and len(group.within) == 2 and all(map(_is_count, group.within))
+                sound = sound and group.within[0] < number and group.within[1] < self.groups[group.within[0]].size
+                sound = sound and self.groups[group.within[0]].within is None
+                _check(sound, what, "must lie within an element of an earlier group that lies within none")
+
+    def check(self, layout: ModelLayout) -> None:
+        """Whether the groups are a model's of this layout: every place is there, and in one group of each level."""
+        shapes = {spec.name: spec.shape for spec in layout.tensors}
+        taken: set[tuple[str, int, int, bool]] = set()
+        for group in self.groups:
+            own: set[tuple[str, int, int, bool]] = set()
+            for slot in group.slots:
+                shape = shapes.get(slot.tensor)
+                if shape is None or slot.axis >= len(shape):
+                    raise LayoutError(f"the groups name {slot.tensor!r}, axis {slot.axis}, which the layout has not")
+                last = slot.offset + (group.size - 1) * slot.stride + (slot.count - 1) * slot.step
+                if last >= shape[slot.axis] or group.size * slot.count > shape[slot.axis]:
+                    raise LayoutError(f"the groups go beyond tensor {slot.tensor!r} of shape {shape}")
+                for place in slot.places(group.size).reshape(-1).tolist():
+                    own.add((slot.tensor, slot.axis, place, group.within is None))
+            if len(own) != sum(group.size * slot.count for slot in group.slots):
+                raise LayoutError("a group has the same place twice")
+            if group.within is None and own & taken:
+                raise LayoutError("two groups have the same place")
+            taken |= own
+
+    def places(self, shapes: Mapping[str, Sequence[int]], orders: Sequence[NDArray[Any]]) -> dict[Axis, Places]:
+        """What a permutation of every group does: for each axis, which old place comes where.
+
+        orders[g][i] is the element of group g that comes to i; an outer group moves first, with all that is within.
+        """
+        found: dict[Axis, Places] = {}
+        for group, order in zip(self.groups, orders, strict=True):
+            for (tensor, axis), index in group.axes().items():
+                if tensor in shapes:
+                    now = found.setdefault((tensor, axis), np.arange(shapes[tensor][axis]))
+                    now[index] = now[index[order]]
+        return found
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON; `from_bytes` reads it back."""
+        body = [
+            {
+                "size": g.size,
+                "slots": [[s.tensor, s.axis, s.offset, s.stride, s.count, s.step] for s in g.slots],
+                "within": None if g.within is None else list(g.within),
+            }
+            for g in self.groups
+        ]
+        return canonical({"format": self.FORMAT, "groups": body})
+
+    def digest(self) -> str:
+        return digest("groups", self.to_bytes()).hex()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        what = "a model's groups"
+        listed = _take(parse(data, cls.FORMAT, what), ["groups"], what)["groups"]
+        _check(isinstance(listed, list), what, "must be a list")
+        groups = []
+        for entry in listed:
+            taken = _take(entry, ["size", "slots", "within"], "a group")
+            slots, within = taken["slots"], taken["within"]
+            sound = isinstance(slots, list) and all(isinstance(s, list) and len(s) == 6 for s in slots)
+            _check(sound and (within is None or isinstance(within, list)), "a group", "has the wrong shape")
+            groups.append(
+                Group(taken["size"], tuple(Slot(*s) for s in slots), None if within is None else tuple(within))
+            )
+        return cls(tuple(groups))
+
+
+# --- the assignment ---------------------------------------------------------------------------------------
+
+
+def assign(value: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows to different columns so that Σ value[i, column i] is largest: the columns, −1 for rows that get none.
+
+    Whole numbers below 2^50, so that nothing is rounded; among equal totals the result is still always the same, since
+    the steps are. O(n²·m) for n rows and m columns at worst.
+    """
+    rows, columns = value.shape
+    if rows <= columns:
+        found = np.empty(rows, np.int64)
+        _kernels.assign(np.ascontiguousarray(-value), found)
+        return found
+    mirrored = np.empty(columns, np.int64)
+    _kernels.assign(np.ascontiguousarray(-value.T), mirrored)
+    found = np.full(rows, -1, np.int64)
+    found[mirrored] = np.arange(columns)
+    return found
+
+
+# --- the result -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """How a suspect was aligned.
+
+    Attributes:
+        groups: the digest of the groups.
+        sizes: for each group, its elements in the anchor, in the suspect, and how many of them were matched.
+        moved: for each group, how many matched elements did not lie where the anchor has them.
+        sweeps: how often all groups were gone through; `stable` says whether the last one changed nothing.
+        places: for each axis, which of the suspect's places comes where; −1 for none.
+    """
+
+    procedure: str
+    groups: str
+    sizes: tuple[tuple[int, int, int], ...]
+    moved: tuple[int, ...]
+    sweeps: int
+    stable: bool
+    places: Mapping[Axis, Places]
+
+    @property
+    def surplus(self) -> int:
+        """How many of the suspect's elements nobody took. If there are any, a small z does not clear the suspect."""
+        return sum(theirs - matched for _, theirs, matched in self.sizes)
+
+    def digest(self) -> str:
+        """Of every place."""
+        parts = [
+            canonical([tensor, axis]) + self.places[tensor, axis].astype("<i8").tobytes()
+            for tensor, axis in sorted(self.places)
+        ]
+        return digest("alignment", *parts).hex()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a certificate says about it."""
+        return {
+            "procedure": self.procedure,
+            "groups": self.groups,
+            "sizes": [list(sizes) for sizes in self.sizes],
+            "moved": list(self.moved),
+            "surplus": self.surplus,
+            "sweeps": self.sweeps,
+            "stable": self.stable,
+            "places": self.digest(),
+        }
+
+    def model(self, suspect: Model, names: Mapping[str, str] | None = None) -> AlignedModel:
+        """The suspect as the anchor has it, under the layout's names."""
+        return AlignedModel(suspect, self, names)
+
+
+class AlignedModel:
+    """A suspect that is read in the anchor's order: what `canonical_form` takes, under the layout's names."""
+
+    def __init__(self, suspect: Model, alignment: Alignment, names: Mapping[str, str] | None = None) -> None:
+        self._suspect, self._alignment, self._names = suspect, alignment, names
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """A tensor whole, with zeros where the suspect has nothing."""
+        values = _whole(self._suspect, name if self._names is None else self._names[name])
+        for axis in range(values.ndim):
+            places = self._alignment.places.get((name, axis))
+            if places is not None:
+                values = _gathered(values, axis, places)
+        return values
+
+    def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Some rows of a tensor at a time."""
+        values = self.tensor(name)
+        if values.ndim == 0:
+            values = values.reshape(1)
+        step = max(1, limit // max(1, prod(values.shape[1:])))
+        for begin in range(0, values.shape[0], step):
+            yield begin, values[begin : begin + step]
+
+
+def _whole(model: Model, name: str) -> NDArray[Any]:
+    parts = [values for _, values in model.blocks(name, _BLOCK)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _gathered(values: NDArray[Any], axis: int, places: Places) -> NDArray[Any]:
+    """Places along an axis in a new order, zeros for −1."""
+    taken = np.take(values, np.maximum(places, 0), axis=axis)
+    if (places < 0).any():
+        shape = [1] * values.ndim
+        shape[axis] = places.size
+        taken = np.where((places >= 0).reshape(shape), taken, taken.dtype.type(0))
+    return taken
+
+
+# --- matching ---------------------------------------------------------------------------------------------
+
+
+def align(
+    suspect: Model,
+    anchor: Model,
+    layout: ModelLayout,
+    groups: Groups,
+    names: Mapping[str, str] | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> Alignment:
+    """Matches a suspect's channels to the anchor's.
+
+    `names` maps tensors of the layout to the suspect's names for them: those that are not named are not there. All
+    tensors of two dimensions or more are looked at, embeddings included. A suspect whose sizes do not fit any number
+    of channels is an InconclusiveError.
+    """
+    groups.check(layout)
+    specs = {s.name: s for s in layout.tensors if s.role in ("carrier", "plain") and len(s.shape) >= 2 and s.size}
+    if names is not None:
+        specs = {name: spec for name, spec in specs.items() if name in names}
+    used = sorted({slot.tensor for group in groups.groups for slot in group.slots} & specs.keys())
+    if not used:
+        raise InconclusiveError("none of the tensors that could be aligned is in the suspect")
+    ours, theirs = {}, {}
+    for name in used:
+        if progress is not None:
+            progress(name)
+        ours[name] = _features(anchor, name, specs[name])
+        theirs[name] = _features(suspect, name if names is None else names[name], None)
+        if theirs[name].ndim != ours[name].ndim:
+            raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
+    shapes = {spec.name: spec.shape for spec in layout.tensors}
+    return _Matching(groups, shapes, ours, theirs, progress).run()
+
+
+def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.int8]:
+    """A tensor's balanced weights in 8 bits."""
+    values = np.ascontiguousarray(_whole(model, name))
+    if spec is not None and values.shape != spec.shape:
+        raise LayoutError(f"tensor {name!r} of the anchor must have the shape {spec.shape}")
+    if values.ndim < 2:
+        raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
+    shape = values.shape
+    rows, columns, taps = shape[0], shape[1], prod(shape[2:])
+    bits = statistic._bits(values)
+    by_row, by_column = statistic._scales(lambda: iter([(0, bits)]), rows, columns, taps)
+    balanced = np.empty(bits.size, np.int32)
+    _kernels.balance(bits, columns * taps, taps, by_row, by_column, balanced, _kernels.POWERS)
+    rounded: NDArray[np.int8] = np.clip((balanced + (1 << (_SHIFT - 1))) >> _SHIFT, -127, 127).astype(np.int8)
+    return rounded.reshape(shape)
+
+
+class _Matching:
+    """The state of a matching: which place of the suspect comes where, on every axis that groups touch.
+
+    `shapes` are the anchor's, of every tensor; `ours` and `theirs` are the weights that are compared.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        shapes: Mapping[str, tuple[int, ...]],
+        ours: Mapping[str, NDArray[np.int8]],
+        theirs: Mapping[str, NDArray[np.int8]],
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        self.all, self.ours, self.theirs, self.progress = groups, ours, theirs, progress
+        self.shapes = shapes
+        self.index = [g.axes() for g in groups.groups]
+        self.inner: dict[int, list[list[int]]] = {}
+        self.touching: dict[Axis, set[int]] = {}
+        for number, group in enumerate(groups.groups):
+            if group.within is not None:
+                outer, element = group.within
+                self.inner.setdefault(outer, [[] for _ in range(groups.groups[outer].size)])[element].append(number)
+            for axis in self.index[number]:
+                self.touching.setdefault(axis, set()).add(number)
+        self.sizes = self._suspect_sizes()
+        self.theirs_at = [self._suspect_places(number) for number in range(len(groups.groups))]
+        self.places: dict[Axis, Places] = {}
+        self.found: list[NDArray[np.int64]] = []
+        self._begin()
+
+    def _compared(self, number: int) -> list[Axis]:
+        """The axes of a group whose weights are there to be compared."""
+        return [axis for axis in self.index[number] if axis[0] in self.ours]
+
+    def _outer(self, axis: Axis) -> list[int]:
+        return sorted(g for g in self.touching[axis] if self.all.groups[g].within is None)
+
+    # --- sizes ---
+
+    def _suspect_sizes(self) -> list[int]:
+        """How many elements of each outer group the suspect has, from the axes that only it makes up."""
+        sizes: list[int] = []
+        for number, group in enumerate(self.all.groups):
+            size = group.size
+            for axis in self._compared(number) if group.within is None else ():
+                if self._outer(axis) == [number]:
+                    index, length = self.index[number][axis], self.ours[axis[0]].shape[axis[1]]
+                    size = (self.theirs[axis[0]].shape[axis[1]] - (length - index.size)) // index.shape[1]
+                    break
+            sizes.append(size)
+            if size > _GROWTH * group.size:
+                name = self._compared(number)[0][0]
+                raise InconclusiveError(
+                    f"tensor {name!r} of the suspect has more than {_GROWTH} times as many channels"
+                )
+        for name, tensor in self.ours.items():
+            for a in range(tensor.ndim):
+                touched = (name, a) in self.touching
+                length = self._length((name, a), sizes) if touched else tensor.shape[a]
+                if length != self.theirs[name].shape[a] or (
+                    touched and min(sizes[g] for g in self.touching[name, a]) < 1
+                ):
+                    raise InconclusiveError(f"the suspect's sizes around tensor {name!r} fit no number of channels")
+        return sizes
+
+    def _length(self, axis: Axis, sizes: Sequence[int]) -> int:
+        """How long an axis of the suspect is."""
+        grown = ((sizes[g] - self.all.groups[g].size) * self.index[g][axis].shape[1] for g in self._outer(axis))
+        return int(self.shapes[axis[0]][axis[1]] + sum(grown))
+
+    def _suspect_places(self, number: int) -> dict[Axis, Places]:
+        """Where the suspect's elements lie: as the anchor's do, after what lies before them has grown or shrunk."""
+        found = {}
+        for axis, index in self.index[number].items() if self.all.groups[number].within is None else ():
+            outer = self._outer(axis)
+            if all(self.sizes[g] == self.all.groups[g].size for g in outer):
+                found[axis] = index
+                continue
+            columns: dict[int, Places] = {}
+            shift = 0
+            segments = sorted(piece for g in outer for piece in self._segments(g, axis))
+            for start, g, column, width in segments:
+                if g == number:
+                    for j in range(width):
+                        columns[column + j] = start + shift + j + np.arange(self.sizes[g]) * width
+                shift += (self.sizes[g] - self.all.groups[g].size) * width
+            found[axis] = np.stack([columns[j] for j in range(index.shape[1])], axis=1)
+        return found
+
+    def _segments(self, number: int, axis: Axis) -> list[tuple[int, int, int, int]]:
+        """Runs of a group's elements on an axis: (start, group, first column, places of each element)."""
+        found = self.all.groups[number].segments(axis)
+        if found is None:
+            raise InconclusiveError(f"the suspect's tensor {axis[0]!r} has another size, and its channels interlace")
+        return [(start, number, column, width) for start, column, width in found]
+
+    def _begin(self) -> None:
+        """As if every channel lay where the anchor has it, as far as there are so many."""
+        for axis, touching in self.touching.items():
+            rigid = np.ones(self.shapes[axis[0]][axis[1]], np.bool_)
+            taken = np.zeros(self._length(axis, self.sizes), np.bool_)
+            for g in touching:
+                rigid[self.index[g][axis]] = False
+            # what is in no outer group keeps its order between the parts of those that are
+            for g in self._outer(axis):
+                taken[self.theirs_at[g][axis]] = True
+            if not self._outer(axis):
+                rigid[:] = True
+            self.places[axis] = np.full(rigid.size, -1, np.int64)
+            self.places[axis][rigid] = np.flatnonzero(~taken)
+        self.found = [np.arange(group.size) for group in self.all.groups]
+        for number, group in enumerate(self.all.groups):
+            if group.within is None:
+                self._put(number, np.where(self.found[number] < self.sizes[number], self.found[number], -1))
+
+    def _put(self, number: int, order: NDArray[np.int64]) -> None:
+        """Element i of the anchor is the suspect's element order[i], with what is within it as it lies there."""
+        for axis, index in self.index[number].items():
+            at = self.theirs_at[number][axis]
+            self.places[axis][index] = np.where((order >= 0)[:, None], at[np.maximum(order, 0)], -1)
+        self.found[number] = order
+        for parts in self.inner.get(number, []):
+            for part in parts:
+                self.found[part] = np.arange(self.all.groups[part].size)
+
+    # --- similarities ---
+
+    def _rows(self, tensor: str, axis: int, places: Places, *, anchor: bool) -> NDArray[np.int8]:
+        """Elements × features: the weights at the places of each element, other axes in the anchor's order."""
+        taken = _gathered((self.ours if anchor else self.theirs)[tensor], axis, places.reshape(-1))
+        for other in range(taken.ndim) if not anchor else ():
+            if other != axis and (tensor, other) in self.places:
+                taken = _gathered(taken, other, self.places[tensor, other])
+        return np.ascontiguousarray(np.moveaxis(taken, axis, 0)).reshape(places.shape[0], -1)
+
+    def _similarity(self, axis: Axis, ours: Places, theirs: Places) -> NDArray[np.int64]:
+        """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor."""
+        one, two = self._rows(*axis, ours, anchor=True), self._rows(*axis, theirs, anchor=False)
+        total = np.zeros((one.shape[0], two.shape[0]), np.int64)
+        for begin in range(0, one.shape[1], _FEATURES):
+            part = slice(begin, begin + _FEATURES)
+            total += (one[:, part].astype(np.float32) @ two[:, part].astype(np.float32).T).astype(np.int64)
+        return total
+
+    def _value(self, number: int, axes: Sequence[Axis]) -> NDArray[np.int64]:
+        """The similarity of a group's elements to the suspect's, over some axes."""
+        group, index = self.all.groups[number], self.index[number]
+        total = np.zeros((group.size, self.sizes[number]), np.int64)
+        if group.within is not None:
+            for axis in axes:
+                total += self._similarity(axis, index[axis], self.places[axis][index[axis]])
+            return total
+        parts = self.inner.get(number)
+        for axis in axes:
+            free = self._free_columns(number, axis)
+            if free.any():
+                total += self._similarity(axis, index[axis][:, free], self.theirs_at[number][axis][:, free])
+        for k in range(len(parts[0]) if parts else 0):
+            total += self._best_inner(number, k, axes)
+        return total
+
+    def _columns(self, number: int, axis: Axis, element: int, part: int) -> Places:
+        """Which columns of an element's places a group within it has."""
+        row = self.index[number][axis][element]
+        order = np.argsort(row, kind="stable")
+        return order[np.searchsorted(row[order], self.index[part][axis])]
+
+    def _free_columns(self, number: int, axis: Axis) -> NDArray[np.bool_]:
+        """Places of an element that no group within it permutes."""
+        free = np.ones(self.index[number][axis].shape[1], np.bool_)
+        parts = self.inner.get(number)
+        for part in parts[0] if parts else []:
+            if axis in self.index[part]:
+                free[self._columns(number, axis, 0, part)] = False
+        return free
+
+    def _best_inner(self, number: int, k: int, axes: Sequence[Axis]) -> NDArray[np.int64]:
+        """For heads whose channels may be permuted: the best total over such permutations, for each pair of heads.
+
+        Axes where a second group within the head permutes the same places are left out if there are others.
+        """
+        group, parts, count = self.all.groups[number], self.inner[number], self.sizes[number]
+        part, size = parts[0][k], self.all.groups[parts[0][k]].size
+        mine = [axis for axis in axes if axis in self.index[part]]
+        alone = [a for a in mine if not any(self._meet(a, part, other) for other in parts[0] if other != part)]
+        value = np.zeros((group.size * size, count * size), np.int64)
+        for axis in alone or mine:
+            ours = np.concatenate([self.index[parts[i][k]][axis] for i in range(group.size)])
+            columns = self._columns(number, axis, 0, part)
+            theirs = np.concatenate([self.theirs_at[number][axis][j][columns] for j in range(count)])
+            value += self._similarity(axis, ours, theirs)
+        total = np.empty((group.size, count), np.int64)
+        for i in range(group.size):
+            for j in range(count):
+                block = value[i * size : (i + 1) * size, j * size : (j + 1) * size]
+                total[i, j] = block[np.arange(size), assign(block)].sum()
+        return total
+
+    def _meet(self, axis: Axis, one: int, two: int) -> bool:
+        return axis in self.index[two] and bool(np.intersect1d(self.index[one][axis], self.index[two][axis]).size)
+
+    # --- the loop ---
+
+    def _match(self, number: int, axes: Sequence[Axis]) -> None:
+        if self.all.groups[number].within is None:
+            self._put(number, assign(self._value(number, axes)))
+            return
+        outer, element = self.all.groups[number].within or (0, 0)
+        if self.found[outer][element] < 0:  # the suspect has no such head
+            return
+        order = assign(self._value(number, axes))
+        self.found[number] = self.found[number][order]
+        for axis, index in self.index[number].items():
+            self.places[axis][index] = self.places[axis][index[order]]
+
+    def _usable(self, number: int, known: set[int]) -> list[Axis]:
+        """The axes of a group whose tensors are in order everywhere else."""
+        return [
+            (tensor, axis)
+            for tensor, axis in self._compared(number)
+            if all(
+                self.touching.get((tensor, other), set()) - {number} <= known
+                for other in range(self.ours[tensor].ndim)
+                if other != axis
+            )
+        ]
+
+    def _first_sweep(self) -> list[int]:
+        """From what is in order by itself (inputs, outputs, words) inwards: always the group that most is known of."""
+        known: set[int] = set()
+        order: list[int] = []
+        waiting = [n for n in range(len(self.index)) if self._compared(n)]
+        while waiting:
+            best, most = waiting[0], -1
+            for n in waiting:
+                within = self.all.groups[n].within
+                if within is not None and within[0] not in known:
+                    continue
+                weights = (self.ours[t].size // self.ours[t].shape[a] * self.index[n][t, a].shape[1]
+                           for t, a in self._usable(n, known))  # fmt: skip
+                if (weight := sum(weights)) > most:
+                    best, most = n, weight
+            self._match(best, self._usable(best, known) or self._compared(best))
+            known.add(best)
+            waiting.remove(best)
+            order.append(best)
+        # from now on heads are followed by their channels, which moving the heads has put back as they were
+        tops = [n for n in order if self.all.groups[n].within is None]
+        return [m for n in tops for m in [n, *(m for m in order if (self.all.groups[m].within or (-1,))[0] == n)]]
+
+    def run(self) -> Alignment:
+        order = self._first_sweep()
+        sweeps, stable = 1, False
+        while not stable and sweeps < _SWEEPS:
+            if self.progress is not None:
+                self.progress(f"sweep {sweeps + 1}")
+            before = {axis: places.copy() for axis, places in self.places.items()}
+            for number in order:
+                self._match(number, self._compared(number))
+            sweeps += 1
+            stable = all(np.array_equal(before[axis], places) for axis, places in self.places.items())
+        sizes = tuple(
+            (group.size, size, int((found >= 0).sum()))
+            for group, size, found in zip(self.all.groups, self.sizes, self.found, strict=True)
+        )
+        moved = tuple(int(((f >= 0) & (f != np.arange(f.size))).sum()) for f in self.found)
+        return Alignment(PROCEDURE, self.all.digest(), sizes, moved, sweeps, stable, self.places)

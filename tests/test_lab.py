@@ -1,0 +1,689 @@
+"""The lab: data, augmentation, networks, the loop and its mark, results. Miniatures on the CPU."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+from dataclasses import replace
+from fractions import Fraction
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from quorumark import codec, embed, field
+from quorumark.cli import app
+from quorumark.errors import InputError, RecordError
+from quorumark.lab import data
+from quorumark.lab.config import Settings, configurations, read
+from quorumark.layout import ModelLayout, read_safetensors
+
+torch = pytest.importorskip("torch")
+from quorumark.lab import augment, models  # noqa: E402
+from quorumark.lab.fleet import Fleet  # noqa: E402
+from quorumark.lab.known_key import KnownKey, null_scores, z_scores  # noqa: E402
+from quorumark.lab.loop import Run  # noqa: E402
+from quorumark.lab.mark import Mark, axis_norms, square_sum, weighted_sum  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+MINI = Settings("shapes", members=4, rounds=4, model="cnn", global_batch=128, augment=("flip",))
+
+
+# --- data -------------------------------------------------------------------------------------------------
+
+
+def test_a_split_is_a_fifth_and_hangs_on_the_seed() -> None:
+    labels = np.arange(1000) % 10
+    train, held_out = data.split(labels, 0.2, 0)
+    assert (len(train), len(held_out)) == (800, 200)
+    assert sorted([*train, *held_out]) == list(range(1000))
+    assert np.array_equal(train, data.split(labels, 0.2, 0)[0])
+    assert not np.array_equal(train, data.split(labels, 0.2, 1)[0])
+
+
+@pytest.mark.parametrize("members", [1, 3, 32])
+@pytest.mark.parametrize("gamma", [None, 0.25, 1.0])
+def test_partitions_give_every_image_to_one_member_in_equal_shares(members: int, gamma: float | None) -> None:
+    labels = np.repeat(np.arange(10), 97)
+    parts = (
+        data.iid_partition(labels, members, 0) if gamma is None else data.dirichlet_partition(labels, members, gamma, 0)
+    )
+    assert sorted(np.concatenate(parts)) == list(range(970))
+    sizes = {len(part) for part in parts}
+    assert len(parts) == members
+    assert max(sizes) - min(sizes) <= 1
+
+
+def _effective_classes(labels: Any, parts: list[Any]) -> float:
+    """exp of the mean entropy of the members' classes: 100 if all are alike, 1 if each has one class."""
+    entropies = []
+    for part in parts:
+        p = np.bincount(labels[part], minlength=100) / len(part)
+        entropies.append(float(-(p[p > 0] * np.log(p[p > 0])).sum()))
+    return float(np.exp(np.mean(entropies)))
+
+
+def test_label_skew_is_as_strong_as_the_dirichlet_distribution_says() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 400))
+    found = {gamma: _effective_classes(labels, data.dirichlet_partition(labels, 32, gamma, 0)) for gamma in (0.25, 1.0)}
+    for gamma, classes in found.items():
+        drawn = np.random.default_rng(1).dirichlet([gamma] * 100, 2000)
+        expected = np.exp(-(drawn * np.log(np.maximum(drawn, 1e-300))).sum(1).mean())
+        assert classes == pytest.approx(expected, rel=0.1)
+    assert _effective_classes(labels, data.iid_partition(labels, 32, 0)) > 90
+
+
+def test_partitions_refuse_nonsense() -> None:
+    with pytest.raises(InputError, match="members"):
+        data.iid_partition(np.zeros(3, np.int64), 4, 0)
+    with pytest.raises(InputError, match="gamma"):
+        data.dirichlet_partition(np.zeros(3, np.int64), 2, 0.0, 0)
+
+
+def test_cifar_in_its_ordinary_form(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        batch = {b"data": rng.integers(0, 256, (4, 3072), dtype=np.uint8), b"labels": rng.integers(0, 10, 4).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    last = batch
+    found = data.load("cifar10", tmp_path)
+    assert found.train_x.shape == (20, 32, 32, 3)
+    assert found.test_y.tolist() == last[b"labels"]
+    assert np.array_equal(found.test_x[1, :, :, 2].reshape(-1), last[b"data"][1, 2048:])  # blue is the third plane
+    hundred = tmp_path / "cifar-100-python"
+    hundred.mkdir()
+    for name in ("train", "test"):
+        batch = {b"data": last[b"data"], b"fine_labels": [3, 99, 0, 7], b"coarse_labels": [0, 1, 2, 3]}
+        (hundred / name).write_bytes(pickle.dumps(batch))
+    assert data.load("cifar100", tmp_path).classes == 100
+
+
+def _jpeg(pixels: Any) -> Any:
+    image = pytest.importorskip("PIL.Image")
+    buffer = io.BytesIO()
+    image.fromarray(pixels).save(buffer, "JPEG", quality=95, subsampling=0)
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def test_packed_mosaics(tmp_path: Path) -> None:
+    """70 flat images in two mosaic rows come back in their order."""
+    colours = np.random.default_rng(0).integers(0, 256, (70, 3), dtype=np.uint8)
+    tiles = np.zeros((128, 32, 32, 3), np.uint8)
+    tiles[:70] = colours[:, None, None, :]
+    mosaic = tiles.reshape(2, 64, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(64, 2048, 3)
+    packed, labels = _jpeg(mosaic), np.arange(70) % 10
+    meta = np.array(json.dumps({"train": [70, 32], "test": [70, 32]}))
+    np.savez(
+        tmp_path / "cifar10.npz", meta=meta, train_m000=packed, test_m000=packed, train_y=labels, test_y=labels
+    )  # fmt: skip
+    found = data.load("cifar10", tmp_path)
+    assert found.train_x.shape == (70, 32, 32, 3)
+    assert np.abs(found.train_x[:, 16, 16].astype(int) - colours).max() <= 4
+
+
+def test_tiny_imagenet_both_ways(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (64, 64, 3), dtype=np.uint8), rng.integers(0, 256, (64, 64), dtype=np.uint8)]
+    files = [_jpeg(pixels).tobytes() for pixels in images]  # the second is grey
+    offsets = np.cumsum([0, *map(len, files)])
+    both: dict[str, Any] = {f"{kind}_jpeg": np.frombuffer(b"".join(files), np.uint8) for kind in ("train", "val")}
+    both |= {f"{kind}_off": offsets for kind in ("train", "val")}
+    np.savez(tmp_path / "tiny_imagenet_50.npz", **both, train_y=np.array([8, 4]), val_y=np.array([4, 8]))
+    packed = data.load("tiny-imagenet", tmp_path)
+    assert (packed.train_y.tolist(), packed.test_y.tolist()) == ([1, 0], [0, 1])
+    assert "not comparable" in packed.note
+    plain = tmp_path / "tiny-imagenet-200"
+    for name, file in zip(("n02", "n01"), files, strict=True):
+        (plain / "train" / name / "images").mkdir(parents=True)
+        (plain / "train" / name / "images" / f"{name}_0.JPEG").write_bytes(file)
+    (plain / "val" / "images").mkdir(parents=True)
+    (plain / "val" / "images" / "val_0.JPEG").write_bytes(files[0])
+    (plain / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn02\t0\t0\t62\t62\n")
+    (plain / "wnids.txt").write_text("n02\nn01\n")
+    ordinary = data.load("tiny-imagenet", tmp_path)
+    assert (ordinary.train_y.tolist(), ordinary.test_y.tolist(), ordinary.note) == ([0, 1], [1], "")
+    assert np.array_equal(ordinary.test_x[0], packed.train_x[0])
+
+
+def test_fashion_mnist_from_idx_files(tmp_path: Path) -> None:
+    pixels = np.arange(3 * 784).astype(np.uint8)
+    for kind in ("train", "t10k"):
+        (tmp_path / f"{kind}-images-idx3-ubyte").write_bytes(bytes(16) + pixels.tobytes())
+        (tmp_path / f"{kind}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + bytes([1, 2, 0])))
+    found = data.load("fashion-mnist", tmp_path)
+    assert found.train_x.shape == (3, 28, 28, 1)
+    assert found.test_y.tolist() == [1, 2, 0]
+    assert found.train_x[1, 0, 0, 0] == 784 % 256
+
+
+def test_digits_and_what_is_not_there(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    found = data.load("digits")
+    assert found.train_x.shape == (1437, 8, 8, 1)
+    assert found.train_x.max() == 255
+    means, spreads = found.spread()
+    assert means[0] == pytest.approx(found.train_x.mean() / 255)
+    assert spreads[0] == pytest.approx(found.train_x.std() / 255)
+    with pytest.raises(InputError, match="cifar-10-batches-py"):
+        data.load("cifar10", tmp_path)
+    with pytest.raises(InputError, match="must be one of"):
+        data.load("mnist", tmp_path)
+
+
+# --- augmentation -----------------------------------------------------------------------------------------
+
+
+def _pictures(count: int = 12) -> Any:
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    small = [image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)) for _ in range(count)]
+    return np.stack([np.asarray(one.resize((32, 32), image.Resampling.BILINEAR)) for one in small])
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("Invert", 0.0),
+        ("Equalize", 0.0),
+        ("AutoContrast", 0.0),
+        ("Posterize", 5.0),
+        ("Solarize", 128.0),
+        ("Brightness", 0.5),
+        ("Color", -0.7),
+        ("Contrast", 0.6),
+        ("Sharpness", 0.9),
+        ("TranslateX", 5.0),
+        ("TranslateY", -3.0),
+        ("ShearX", 0.23),
+        ("ShearY", -0.23),
+        ("Rotate", 20.0),
+    ],
+)
+def test_operations_are_pils(name: str, size: float) -> None:
+    """Within one grey level, but for a few edge pixels of the warps."""
+    image, ops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
+    enhance = pytest.importorskip("PIL.ImageEnhance")
+
+    def affine(*matrix: float) -> Any:
+        return lambda one: one.transform(one.size, image.Transform.AFFINE, matrix)
+
+    theirs = {
+        "Invert": ops.invert,
+        "Equalize": ops.equalize,
+        "AutoContrast": ops.autocontrast,
+        "Posterize": lambda one: ops.posterize(one, 5),
+        "Solarize": lambda one: ops.solarize(one, 128),
+        "TranslateX": affine(1, 0, -size, 0, 1, 0),
+        "TranslateY": affine(1, 0, 0, 0, 1, -size),
+        "ShearX": affine(1, size, 0, 0, 1, 0),
+        "ShearY": affine(1, 0, 0, size, 1, 0),
+        "Rotate": lambda one: one.rotate(size),
+    }.get(name) or (lambda one: getattr(enhance, name)(one).enhance(1 + size))
+    pictures = _pictures()
+    ours = augment._OPERATIONS[name][0](torch.from_numpy(pictures).float(), torch.full((len(pictures),), size))
+    expected = np.stack([np.asarray(theirs(image.fromarray(one))) for one in pictures]).astype(int)
+    off = np.abs(ours.to(torch.uint8).numpy().astype(int) - expected)
+    assert (off > 1).mean() < 0.002
+    assert np.abs(expected - pictures.astype(int)).mean() > 0.5  # it does something
+
+
+def test_autoaugment_has_the_paper_s_25_policies_and_repeats_itself() -> None:
+    assert len(augment.POLICY) == 25
+    assert {name for pair in augment.POLICY for name, _, _ in pair} <= set(augment._OPERATIONS)
+    x = torch.from_numpy(_pictures(40))
+
+    def once(seed: int) -> Any:
+        return augment.apply(("crop", "flip", "autoaugment"), x, torch.Generator().manual_seed(seed))
+
+    one = once(1)
+    assert (one.dtype, one.shape) == (torch.uint8, x.shape)
+    assert torch.equal(one, once(1))
+    assert not torch.equal(one, once(2))
+    changed = (one != x).flatten(1).any(1).float().mean()
+    assert changed > 0.9
+    with pytest.raises(InputError, match="augment"):
+        augment.apply(("cutout",), x, torch.Generator())
+
+
+def test_crop_and_flip_only_move_pixels() -> None:
+    x = torch.arange(1, 65, dtype=torch.uint8).view(1, 8, 8, 1).expand(200, 8, 8, 1)
+    generator = torch.Generator().manual_seed(0)
+    mirrored = (augment.flip(x, generator) == x.flip(2)).flatten(1).all(1)
+    assert 70 < int(mirrored.sum()) < 130  # of 200, half: 4.2 deviations either way
+    cut = augment.crop(x, generator)
+    row, column = divmod(int(cut[0].max()) - 1, 8)  # the last pixel that is still there
+    there = cut[0][cut[0] > 0].numel()
+    assert there >= 16
+    assert row >= 3
+    assert column >= 3
+
+
+def test_tiny_imagenet_s_augmentation_keeps_images_alike() -> None:
+    x = torch.from_numpy(_pictures(40))
+    out = augment.apply(("flip", "rotate", "jitter"), x, torch.Generator().manual_seed(0))
+    assert (out.dtype, out.shape) == (torch.uint8, x.shape)
+    off = (out.float() - x.float()).abs().mean()
+    assert 5 < off < 60
+    still = augment._turn_hue(x.float(), torch.zeros(len(x)))
+    assert (still - x.float()).abs().max() <= 1
+
+
+# --- networks and members ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet18-tiny", "vgg11", "cnn", "mlp"])
+def test_members_train_like_pytorch(name: str) -> None:
+    """Three steps of two members, against torch's own modules and AdamW."""
+    size = 32 if name == "vgg11" else 16
+    module = models.make(name, 10, 3, size, 0)
+    layout = ModelLayout.of(module)
+    start = torch.from_numpy(layout.flatten(module))
+    fleet = Fleet(models.make(name, 10, 3, size, 0), layout, 2, 8, (size, size, 3), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 8, size, size, 3, generator=generator)
+    y = torch.randint(0, 10, (3, 2, 8), generator=generator)
+    for _ in range(2):  # the second round begins anew
+        fleet.load(start)
+        assert torch.equal(fleet.model(1), start)
+        fleet.train(x, y)
+    module.train()
+    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=1e-4)
+    for images, labels in zip(x[:, 1], y[:, 1], strict=True):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(module(images.permute(0, 3, 1, 2)), labels).backward()
+        optimiser.step()
+    expected = torch.from_numpy(layout.flatten(module))
+    moved = (expected - start).abs().max()
+    assert (fleet.model(1) - expected).abs().max() < 1e-3 * moved
+    module.eval()
+    with torch.no_grad():
+        logits = module(x[0, 0].permute(0, 3, 1, 2))
+    assert torch.allclose(fleet.logits(expected, x[0, 0]), logits, atol=1e-5)
+
+
+def test_resnet18_is_the_paper_s() -> None:
+    layout = ModelLayout.of(models.make("resnet18", 10, 3, 32, 0))
+    assert layout.coordinates == 11_164_352
+    assert layout.size == 11_164_352 + 10 + 4 * 4800  # a bias; BatchNorm's scales, shifts, means and variances
+    with pytest.raises(InputError, match="model"):
+        models.make("resnet50", 10, 3, 32, 0)
+
+
+# --- the mark ---------------------------------------------------------------------------------------------
+
+
+def test_sums_of_squares_are_exact() -> None:
+    numbers = torch.randint(-(2**44) + 1, 2**44, (300_000,), generator=torch.Generator().manual_seed(0))
+    assert square_sum(numbers) == sum(n * n for n in numbers.tolist())
+    with pytest.raises(InputError, match="below 16"):
+        square_sum(torch.tensor([1 << 44]))
+
+
+def test_norms_by_rows_columns_and_taps_are_exact() -> None:
+    layout = ModelLayout.of({"a": np.zeros((3, 4, 5), np.float32), "b": np.zeros((6, 7), np.float32)})
+    generator = torch.Generator().manual_seed(0)
+    for size, weight in ((2**30, Fraction(1, 3)), (2**44, Fraction(5, 7)), (3, Fraction(1, 2))):
+        d = torch.randint(-size + 1, size, (layout.size,), generator=generator)
+        exact = []
+        for cube in (d[:60].view(3, 4, 5), d[60:].view(6, 7)):
+            for axis in range(cube.dim()):
+                for part in cube.unbind(axis):
+                    square = sum(n * n for n in part.reshape(-1).tolist())
+                    exact.append(isqrt(weight.numerator**2 * square // weight.denominator**2))
+        assert axis_norms(d, weight, layout).tolist() == exact
+
+
+SETTINGS = (
+    {"rule": "rho", "rho": "0.05", "c_max": "0.2"},
+    {"rule": "target", "z": "20"},
+    {"rule": "relative", "c": "0.02"},
+    {"rule": "paper", "c": "0.025"},
+)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["rule"])
+def test_the_ideal_mark_is_embed_s_bit_for_bit(settings: dict[str, str]) -> None:
+    """Amplitudes, mark, sum and rounding on the device against `embed` and `codec` on the same local results."""
+    module = models.make("resnet18-tiny", 10, 3, 16, 0)
+    layout, rng = ModelLayout.of(module), np.random.default_rng(0)
+    model = layout.flatten(module)
+    key, shares = KnownKey(layout.coordinates, 0), [Fraction(3, 7), Fraction(4, 7)]
+    mark = Mark(settings, layout, torch.from_numpy(model.copy()), [key], "cpu")
+    strength = embed.Strength.of(settings, layout.coordinates)
+    state = embed.MarkState(strength, layout, "rademacher", codec.encode(model))
+    scales = [embed.PaperScale(strength, layout) for _ in shares] if settings["rule"] == "paper" else []
+    marked = 0
+    for number in range(1, 6):
+        local = [model + np.float32(0.01) * rng.standard_normal(model.size, np.float32) for _ in shares]
+        rows = torch.from_numpy(np.stack(local))
+        total = weighted_sum(rows, shares)
+        ours, _ = mark.apply(number, torch.from_numpy(model), total, shares, rows.__getitem__)
+        y = field.add(*(codec.encode(one, float(a)) for one, a in zip(local, shares, strict=True)))
+        if scales:
+            each = [s.scale(codec.encode(model), codec.encode(one)) for s, one in zip(scales, local, strict=True)]
+            amplitudes = embed.paper_amplitudes(strength, layout, "rademacher", number, field.add(*each), 2)
+        else:
+            amplitudes = state.amplitudes(number)
+        if amplitudes.marks:
+            embed.ideal_mark(y, amplitudes, key.numpy().astype(np.int64))
+            assert np.array_equal(mark.amplitude_vector(amplitudes).numpy(), amplitudes.vector.astype(np.int64))
+            marked += 1
+        theirs = codec.decode(y)
+        assert np.array_equal(ours.numpy(), theirs)
+        _advanced(state, number, theirs, model, local, shares, amplitudes)
+        assert mark.rho == state.rho / (1 << 32)
+        model = theirs
+    assert marked >= 3
+    mark.close()
+
+
+def _advanced(
+    state: Any, number: int, after: Any, before: Any, local: list[Any], shares: list[Fraction], amplitudes: Any
+) -> None:
+    embedded, extra = amplitudes if amplitudes.marks else None, ()
+    if getattr(state.strength, "needs_norms", False):
+        results = {x: codec.encode(one) for x, one in enumerate(local)}
+        extra = (embed.ideal_norms(state.layout, codec.encode(before), results, dict(enumerate(shares))),)  # type: ignore[attr-defined, unused-ignore, assignment]
+    state.advance(number, codec.encode(after), embedded, *extra)
+
+
+def test_a_known_key_is_the_same_everywhere_and_hidden() -> None:
+    key = KnownKey(1001, 7)
+    assert np.array_equal(key.numpy(), key.signs("cpu").numpy())
+    assert abs(int(key.numpy().astype(int).sum())) < 160  # five deviations
+    assert not np.array_equal(key.numpy(), KnownKey(1001, 7, 1).numpy())
+    assert np.array_equal(KnownKey.of_signs(key.numpy()).numpy(), key.numpy())
+    assert "hidden" in repr(key)
+
+
+def test_z_finds_the_key_that_was_embedded_and_no_other() -> None:
+    module = models.make("resnet18-tiny", 10, 3, 16, 0)
+    layout = ModelLayout.of(module)
+    start = layout.flatten(module)
+    key = KnownKey(layout.coordinates, 0)
+    end = start + np.float32(0.01) * np.random.default_rng(0).standard_normal(start.size, np.float32)
+    end[: layout.coordinates] += np.float32(0.001) * key.numpy()
+    found = z_scores(layout, end, start, {"right": key, "wrong": KnownKey(layout.coordinates, 1)})
+    balanced = found["balanced-anchor/v1"]
+    assert balanced["right"] > 20  # about 0.1·√d = 42
+    for each in found.values():
+        assert abs(each["wrong"]) < 5
+    null = null_scores(layout, end, start, 200)
+    assert abs(float(np.mean(null))) < 5 / 200**0.5
+    assert 0.75 < float(np.std(null)) < 1.25  # five deviations of a standard deviation from 200
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1"])
+def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> None:
+    settings, images = replace(MINI, strength=strength), data.load("shapes")
+    whole = Run(settings, images)
+    assert whole.train()
+    first = Run(settings, images)
+    assert not first.train(seconds=-1.0, checkpoint=tmp_path / "c.pt")  # no time at all: saved before the first round
+    first.round()
+    first.round()
+    first.round()
+    first.save(tmp_path / "c.pt")
+    second = Run(settings, images)
+    second.restore(tmp_path / "c.pt")
+    assert second.train(checkpoint=tmp_path / "c.pt")
+    assert torch.equal(second.model, whole.model)
+    assert [(e.loss, e.accuracy, e.c) for e in second.log] == [(e.loss, e.accuracy, e.c) for e in whole.log]
+    assert second.best.round == whole.best.round
+    with pytest.raises(RecordError, match="other settings"):
+        Run(replace(settings, seed=1), images).restore(tmp_path / "c.pt")
+    for run in (whole, first, second):
+        run.close()
+
+
+def test_members_learn_and_the_mark_shows() -> None:
+    run = Run(replace(MINI, strength="relative:0.1", rounds=12, lr=3e-3), data.load("shapes"))
+    run.train()
+    assert run.best.accuracy > 0.6  # of four kinds
+    found = z_scores(run.layout, run.model.numpy(), run.initial.numpy(), {"key": run.keys[0]})
+    assert found["balanced-anchor/v1"]["key"] > 5
+    run.close()
+
+
+@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1"])
+def test_the_real_protocol_gives_the_same_bits(strength: str) -> None:
+    pytest.importorskip("cryptography")
+    from quorumark.lab.masked import compare
+
+    found = compare(replace(MINI, strength=strength), data.load("shapes"), 4)
+    assert [r.different for r in found] == [0] * 4
+    assert found[-1].marked == (strength != "none")
+    assert (found[-1].largest > 0) == (strength != "none")
+
+
+def test_batches_are_an_epoch_of_each_member_s_own_images() -> None:
+    run = Run(replace(MINI, members=3, global_batch=90, augment=()), data.load("shapes"))
+    x, y = run.batches(1)
+    assert (run.steps, run.batch) == (6, 30)  # 160 images each: the last batch is filled up
+    assert x.shape == (6, 3, 30, 16, 16, 3)
+    for k in range(3):
+        own = {run._x[i].numpy().tobytes() for i in run._own[k].tolist()}
+        mean, spread = run._spread
+        back = torch.round((x[:, k] * torch.tensor(spread) + torch.tensor(mean)) * 255).to(torch.uint8)
+        assert {one.numpy().tobytes() for one in back.reshape(-1, 16, 16, 3)} == own
+    assert not torch.equal(run.batches(2)[1], y)
+    assert torch.equal(run.batches(1)[0], x)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool) -> None:
+    """Up to bfloat16: the same losses, and updates in the same direction; each member on its own images."""
+    module = models.make("cnn", 10, 3, 16, 0)
+    layout = ModelLayout.of(module)
+    start = torch.from_numpy(layout.flatten(module))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 64, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 10, (5, 3, 64), generator=generator)
+    x[..., 0] += 0.3 * y[..., None, None]
+    updates, losses = {}, {}
+    for device in ("cpu", "cuda"):
+        own = models.make("cnn", 10, 3, 16, 0)
+        fleet = Fleet(own, layout, 3, 64, (16, 16, 3), torch.device(device), streams=2, compiled=compiled)
+        for _ in range(2):  # the second time from the graph alone
+            fleet.load(start.to(device))
+            losses[device] = float(fleet.train(x.to(device, fleet.kind), y.to(device)))
+        updates[device] = torch.stack([fleet.model(k).cpu() - start for k in range(3)])[:, : layout.carrier_size]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
+    for k in range(3):
+        assert torch.cosine_similarity(updates["cpu"][k], updates["cuda"][k], dim=0) > 0.8
+    assert not torch.allclose(updates["cuda"][0], updates["cuda"][1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s["rule"])
+def test_the_mark_on_a_gpu_is_the_same_bits(settings: dict[str, str]) -> None:
+    module = models.make("resnet18-tiny", 10, 3, 16, 0)
+    layout, shares = ModelLayout.of(module), [Fraction(3, 7), Fraction(4, 7)]
+    model = torch.from_numpy(layout.flatten(module))
+    key = KnownKey(layout.coordinates, 0)
+    marks = {device: Mark(settings, layout, model.to(device), [key], device) for device in ("cpu", "cuda")}
+    generator = torch.Generator().manual_seed(0)
+    for number in range(1, 6):
+        local = model + 0.01 * torch.randn(2, model.numel(), generator=generator)
+        found = {}
+        for device, mark in marks.items():
+            rows = local.to(device)
+            total = weighted_sum(rows, shares)
+            found[device] = mark.apply(number, model.to(device), total, shares, rows.__getitem__)[0].cpu()
+        assert torch.equal(found["cpu"], found["cuda"])
+        model = found["cpu"]
+    assert marks["cuda"].rho > 0
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_learns() -> None:
+    steps = ("crop", "flip", "autoaugment")
+    run = Run(replace(MINI, strength="relative:0.1", rounds=12, lr=3e-3, augment=steps), data.load("shapes"), "cuda")
+    run.train()
+    assert run.log[-1].loss < 0.8 * run.log[0].loss
+    found = z_scores(run.layout, run.model.cpu().numpy(), run.initial.cpu().numpy(), {"key": run.keys[0]}, "cuda")
+    assert found["balanced-anchor/v1"]["key"] > 5
+
+
+# --- configurations and results ---------------------------------------------------------------------------
+
+
+def test_settings_are_checked() -> None:
+    for wrong in ({"strength": "rho"}, {"strength": "loud:1"}, {"partition": "dirichlet:x"}, {"rounds": 0}):
+        with pytest.raises(InputError):
+            replace(MINI, **wrong)
+    assert replace(MINI, partition="dirichlet:0.5").gamma == 0.5
+    with pytest.raises(InputError, match="one of"):
+        read("table9")
+
+
+def test_the_paper_s_cells_have_their_configurations() -> None:
+    runs = {name: {run.id for run in read(name).runs} for name in configurations()}
+    assert set(runs) == {"clients", "null", "robustness", "strength", "table1", "table2"}
+    for strength in ("none", "rho0.05", "paper0.025", "paper0.05", "paper0.075", "paper0.1"):
+        for dataset in ("cifar10", "cifar100", "tiny-imagenet"):
+            assert {f"{dataset}-resnet18-k32-iid-{strength}-s{seed}" for seed in (0, 1, 2)} <= runs["table1"]
+    assert {f"cifar100-resnet18-k32-dirichlet{g}-none-s0" for g in ("0.25", "0.5", "0.75", "1.0")} <= runs["table2"]
+    assert {f"cifar10-resnet18-k{k}-iid-per-client0.1-s0" for k in (4, 8, 16, 32, 64, 128)} <= runs["clients"]
+    first = read("table1").runs[0]
+    assert (first.rounds, first.global_batch, first.lr, first.decay) == (300, 2048, 1e-3, 1e-4)
+    assert read("table1").figure("accuracy", first) == "88.08 ± 0.53"
+
+
+def _miniature(name: str, path: Path) -> int:
+    """A configuration with every kind of run that it has, small: one seed, few members, images of noise with bars."""
+    lines, seen = ['title = "miniature"', f'plot = "{read(name).plot}"'], set()
+    for run in read(name).runs:
+        chosen = (run.strength, run.partition, 4 if run.members <= 32 else 6, run.augment, bool(run.null_keys))
+        if run.seed or chosen in seen:
+            continue
+        seen.add(chosen)
+        model = "cnn" if "autoaugment" in run.augment else "mlp"  # told apart by their ids
+        lines += [
+            "[[grid]]", 'dataset = "shapes"', f'model = "{model}"', "rounds = 3", "global_batch = 192",
+            f'strength = "{run.strength}"', f'partition = "{run.partition}"', f"members = {chosen[2]}",
+            f"augment = {json.dumps(run.augment)}", f"null_keys = {20 if run.null_keys else 0}",
+        ]  # fmt: skip
+    path.write_text("\n".join(lines))
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_a_miniature_of_every_configuration(name: str, tmp_path: Path) -> None:
+    count = _miniature(name, tmp_path / "mini.toml")
+    folders = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    words = ["lab", "run", str(tmp_path / "mini.toml"), *folders, "--device", "cpu"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    files = sorted((tmp_path / "results").glob("*.json"))
+    assert len(files) == count
+    for file in files:
+        body = json.loads(file.read_text())
+        assert body["rounds"] == 3
+        assert set(body["z"]["released"]) >= {"balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"}
+        assert (body["rho"] is None) == (body["settings"]["strength"] == "none")
+        released = tmp_path / "runs" / body["id"] / "released.safetensors"
+        assert sum(t.size for n, t in read_safetensors(released).items() if "tracked" not in n) == body["parameters"]
+    again = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert again.output.count("done (3 rounds)") == count
+
+
+def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    config = tmp_path / "mini.toml"
+    config.write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "mlp"\nmembers = 2\nrounds = 2\nglobal_batch = 480\n'
+        '[[grid]]\nstrength = ["none", "relative:0.1"]\n'
+    )
+    runs = ["--results", str(results), "--runs", str(tmp_path / "runs")]
+    CliRunner().invoke(app, ["lab", "run", str(config), *runs, "--rounds", "1"], catch_exceptions=False)
+    CliRunner().invoke(app, ["lab", "run", str(config), *runs], catch_exceptions=False)  # goes on to the second round
+    bodies = [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]
+    assert [body["rounds"] for body in bodies] == [2, 2]
+    for body in bodies:  # as if they were of table 1
+        strength = {"none": "none", "relative:0.1": "rho:0.05"}[body["settings"]["strength"]]
+        body["id"] = replace(read("table1").runs[0], strength=strength).id
+        (results / f"{body['id']}.json").write_text(json.dumps(body))
+    for file in results.glob("shapes*.json"):
+        file.unlink()
+    words = ["lab", "table", "--results", str(results), "--out", str(page)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    text = page.read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| cifar10 | 32 | iid | none | 88.08"))
+    assert f"{100 * bodies[0]['accuracy']['released']:.2f}" in row
+    assert "shorter (2 rounds, 1 of 3 seeds)" in row
+    assert "| cifar10 | 32 | iid | paper:0.1 | 86.89 ± 0.32 |  |" in text
+    assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
+    page.write_text(text.replace("88.08", "88.09"))
+    assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)
+    (results / "forged.json").write_text("{}")
+    with pytest.raises(RecordError, match="named after"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_the_page_in_docs_is_what_the_results_say(root: Path) -> None:
+    words = ["lab", "table", "--check", "--results", str(root / "results"), "--out", str(root / "docs" / "results.md")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.exception
+
+
+def test_only_chooses_runs_and_their_order(tmp_path: Path) -> None:
+    config = tmp_path / "mini.toml"
+    config.write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "mlp"\nmembers = 2\nrounds = 1\nglobal_batch = 480\n'
+        '[[grid]]\nstrength = ["none", "rho:0.02", "rho:0.05"]\nseed = [0, 1]\n'
+    )
+    words = ["lab", "run", str(config), "--results", str(tmp_path), "--runs", str(tmp_path)]
+    late = CliRunner().invoke(app, [*words, "--seconds", "1"], catch_exceptions=False)
+    assert late.output.count("no time left") == 6
+    done = CliRunner().invoke(app, [*words, "--only", "*rho0.05*,*none*", "--seed", "1"], catch_exceptions=False)
+    ends = [line.split(":")[0] for line in done.output.splitlines() if "1 rounds, test" in line]
+    assert ends == ["shapes-mlp-k2-iid-rho0.05-s1", "shapes-mlp-k2-iid-none-s1"]
+    with pytest.raises(InputError, match="must leave some"):
+        CliRunner().invoke(app, [*words, "--only", "cifar*"], catch_exceptions=False)
+
+
+def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> None:
+    from quorumark.lab.results import write
+
+    body = {"id": "a", "rounds": 3}
+    assert write(body, tmp_path) is not None
+    assert write({"id": "a", "rounds": 2}, tmp_path) is None
+    assert json.loads((tmp_path / "a.json").read_text())["rounds"] == 3
+
+
+def test_figures_and_timings(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "f.svg"
+    words = ["lab", "plot", "clients", "--results", str(tmp_path), "--out", str(out)]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "0 points" in done.output
+    assert out.read_text().startswith("<?xml")
+    words = ["lab", "time", "--members", "2", "--model", "cnn", "--rounds", "1", "--device", "cpu"]
+    shown = CliRunner().invoke(app, [*words, "--profile"], catch_exceptions=False).output
+    assert "s a round" in shown
+    assert "µs in all" in shown

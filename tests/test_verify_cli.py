@@ -1,0 +1,225 @@
+"""`quorumark verify …` as people use it: from their own homes, with files that are e-mailed about."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quorumark.layout import write_safetensors
+from quorumark.verify.certificate import Certificate
+from tests.consortium import World, anchor_model, make_world, trained_from
+from tests.test_cli import run
+
+
+class Desk:
+    """A folder to work in, and the commands of all members."""
+
+    def __init__(self, world: World, folder: Path, environment: dict[str, str]) -> None:
+        self.world, self.folder, self.environment = world, folder, environment
+        names = ("consortium.json", "layout.json", "anchor.safetensors")
+        self.reference = [
+            str(x)
+            for option, name in zip(("--manifest", "--layout", "--anchor"), names, strict=True)
+            for x in (option, world.folder / name)
+        ]
+
+    def __call__(self, *arguments: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = run(self.environment, "verify", *map(str, arguments))
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return done
+
+    def home(self, point: int) -> list[str]:
+        home = self.world.homes[point - 1][0].path
+        return ["--home", str(home), "--key-file", f"{home}.key"]
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def prepare(self, suspect: Path, name: str = "query.json") -> str:
+        nobody = ["--home", self.path("nobody")]
+        self("prepare", suspect, "--out", self.path(name), *self.reference, *nobody)
+        return self.path(name)
+
+    def partial(self, query: str, suspect: Path, point: int, *more: str, code: int = 0) -> str:
+        out = self.path(f"p{point}-{Path(query).name}")
+        self("partial", query, "--suspect", suspect, "--out", out, *self.reference, *self.home(point), *more, code=code)
+        return out
+
+    def combine(self, query: str, partials: list[str], out: str = "certificate.json", code: int = 0) -> Any:
+        nobody = ["--home", self.path("nobody")]
+        done = self(
+            "combine", query, *partials, "--manifest", self.world.folder / "consortium.json", "--out", self.path(out),
+            "--json", *nobody, code=code,
+        )  # fmt: skip
+        return json.loads(done.stdout) if done.stdout else done.stderr
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Desk:
+    world = make_world(tmp_path_factory.mktemp("world"), rho=0.35)
+    return Desk(world, tmp_path_factory.mktemp("desk"), environment)
+
+
+def test_from_the_question_to_the_report(desk: Desk) -> None:
+    suspect = desk.world.suspect
+    query = desk.prepare(suspect)
+    partials = [desk.partial(query, suspect, point, "--approve") for point in (2, 3, 5)]
+    assert all(len(Path(path).read_bytes()) < 1000 for path in partials)
+    two = desk.combine(query, partials[:2], code=2)
+    assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3\n"
+    found = desk.combine(query, partials)
+    assert (found["verdict"], found["corroboration"]) == ("PASSED", "uncorroborated")
+    assert found["members"] == ["Birch", "Cedar", "Elm"]
+    certificate = desk.path("certificate.json")
+    check = ["check", certificate, "--manifest", desk.world.folder / "consortium.json"]
+    assert "nobody has signed the certificate" in desk(*check, code=2).stderr
+    for point in (2, 3, 5):
+        said = desk("sign", certificate, *desk.home(point), "--json")
+    assert json.loads(said.stdout)["signed_by"] == ["Birch", "Cedar", "Elm"]
+    done = desk(*check, "--suspect", suspect, "--report", desk.path("report.html"))
+    assert done.stdout.startswith("PASSED: z = ")
+    assert done.stdout.count("checked: ") == 5
+    assert "This model carries the mark of" in Path(desk.path("report.html")).read_text()
+    # without the suspect less can be said, and is
+    assert desk(*check).stdout.count("NOT checked: ") == 2
+    # a certificate that somebody improved
+    body = Certificate.from_bytes(Path(certificate).read_bytes()).to_bytes()
+    envelope = json.loads(body)
+    for spoil in (lambda e: e.update(payload=e["payload"][:-8]), lambda e: e.update(signatures=[])):
+        copy = json.loads(json.dumps(envelope))
+        spoil(copy)
+        Path(desk.path("spoilt.json")).write_text(json.dumps(copy))
+        error = desk("check", desk.path("spoilt.json"), "--manifest", check[-1], code=2).stderr
+        assert error.startswith("quorumark: ")
+        assert error.count("\n") == 1
+
+
+def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:
+    innocent = desk.world.save(trained_from(anchor_model(), 77), "innocent.safetensors")
+    query = desk.prepare(innocent, "innocent.json")
+    partials = [desk.partial(query, innocent, point, "--approve") for point in (1, 2, 4)]
+    found = desk.combine(query, partials, "innocent-certificate.json", code=1)
+    assert found["verdict"] == "FAILED"
+    for point in (1, 2, 4):
+        desk("sign", desk.path("innocent-certificate.json"), *desk.home(point))
+    manifest = desk.world.folder / "consortium.json"
+    desk("check", desk.path("innocent-certificate.json"), "--manifest", manifest, "--suspect", innocent, code=1)
+    other = tmp_path / "other.safetensors"
+    write_safetensors({"w": np.ones((4, 4), np.float32)}, other)
+    nobody = ["--home", desk.path("nobody")]
+    done = desk("prepare", other, "--out", desk.path("x.json"), *desk.reference, *nobody, "--json", code=2)
+    assert json.loads(done.stdout)["verdict"] == "INCONCLUSIVE"
+    done = desk("prepare", other, "--out", desk.path("x.json"), *desk.reference, *nobody, code=2)
+    assert done.stderr.startswith("quorumark: the suspect does not fit the consortium's model: 0 of")
+    assert not Path(desk.path("x.json")).exists()
+
+
+def test_approval_policy_and_ledger(desk: Desk) -> None:
+    suspect = desk.world.save(trained_from(anchor_model(), 78), "another.safetensors")
+    query = desk.prepare(suspect, "another.json")
+    done = desk(
+        "partial", query, "--suspect", suspect, "--out", desk.path("no.json"), *desk.reference, *desk.home(3), code=2
+    )
+    assert "nobody has approved this query here" in done.stderr
+    assert not Path(desk.path("no.json")).exists()
+    home = desk.world.homes[2][0].path
+    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 100}
+    (home / "policy.json").write_text(json.dumps(policy))
+    try:
+        desk.partial(query, suspect, 3)
+    finally:
+        (home / "policy.json").unlink()
+    said = json.loads(desk("ledger", "--home", home, "--json").stdout)
+    kinds = [entry["kind"] for entry in said["entries"]]
+    assert kinds[-2:] == ["refused", "answered"]
+    assert said["entries"][-1]["approved_by"] == "policy"
+    assert said["budget"] == 16
+    assert "of 16 in the consortium's life" in desk("ledger", "--home", home).stdout
+    # a ledger that was cut is noticed before anything is answered
+    ledger = next(home.glob("consortia/*/ledger.jsonl"))
+    whole = ledger.read_bytes()
+    ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    try:
+        done = desk(
+            "partial", query, "--suspect", suspect, "--out", desk.path("no.json"), "--approve", *desk.reference,
+            *desk.home(3), code=2,
+        )  # fmt: skip
+        assert "ledger" in done.stderr
+    finally:
+        ledger.write_bytes(whole)
+
+
+def test_the_papers_variant(desk: Desk) -> None:
+    suspect = desk.world.suspect
+    query = desk.prepare(suspect, "masked.json")
+    partials = [desk.partial(query, suspect, point, "--approve", "--masked", "1,4,5") for point in (1, 4, 5)]
+    found = desk.combine(query, partials, "masked-certificate.json")
+    assert (found["verdict"], found["corroboration"]) == ("PASSED", "uncorroborated")
+    assert "must be points like 1,3,4" in desk(
+        "partial", query, "--suspect", suspect, "--out", desk.path("no.json"), "--approve", "--masked", "a,b",
+        *desk.reference, *desk.home(1), code=2,
+    ).stderr  # fmt: skip
+
+
+def test_a_thief_of_files_and_bad_usage(desk: Desk, tmp_path: Path) -> None:
+    query = desk.prepare(desk.world.suspect, "usage.json")
+    nobody = ["--home", str(tmp_path / "nobody")]
+    manifest = str(desk.world.folder / "consortium.json")
+    for arguments, text in (
+        (["prepare", "nowhere.safetensors", *desk.reference, *nobody], "nowhere.safetensors"),
+        (["prepare", str(desk.world.suspect), *nobody], "holds no consortium yet"),
+        (["combine", query, query, "--manifest", manifest, *nobody], "is refused: this is not a partial"),
+        (["check", query, "--manifest", manifest], "certificate"),
+        (["combine", "nothing.json", query, "--manifest", manifest, *nobody], "there is no such file"),
+    ):
+        done = desk(*arguments, code=2)
+        assert text in done.stderr
+        assert done.stderr.count("\n") == 1
+    # somebody else's share file in one's own home opens nothing
+    home = tmp_path / "thief"
+    shutil.copytree(desk.world.homes[0][0].path, home)
+    done = desk(
+        "partial", query, "--suspect", desk.world.suspect, "--approve", "--out", desk.path("no.json"),
+        *desk.reference, "--home", home, "--key-file", f"{desk.world.homes[1][0].path}.key", code=2,
+    )  # fmt: skip
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
+    """The model has z ≈ 47, so a tenth of the leaves is a proof. They are burnt, and left out of the next query."""
+    suspect = desk.world.suspect
+    query = desk.prepare(suspect, "audited.json")
+    partials = [desk.partial(query, suspect, point, "--approve") for point in range(1, 6)]
+    found = desk.combine(query, partials, "audited-certificate.json")
+    assert float(found["z"]) > 40
+    certificate, challenge = desk.path("audited-certificate.json"), desk.path("challenge.json")
+    manifest = desk.world.folder / "consortium.json"
+    said = desk("audit", "challenge", certificate, "--manifest", manifest, "--out", challenge, "--json")
+    asked = json.loads(said.stdout)
+    assert 0.05 < len(asked["leaves"]) / asked["of"] < 0.25
+    openings = []
+    for point in range(1, 6):
+        openings.append(desk.path(f"opening{point}.json"))
+        desk("audit", "open", challenge, "--certificate", certificate, "--out", openings[-1], *desk.home(point))
+    check = ["--certificate", certificate, "--suspect", suspect, *desk.reference]
+    result = json.loads(desk("audit", "check", challenge, *openings, *check, "--json").stdout)
+    assert result["verdict"] == "PASSED"
+    assert result["agrees"]
+    assert float(result["z"]) >= 12
+    desk("audit", "check", challenge, openings[0], *check, code=2)
+    # the next query leaves the burnt leaves out, and members insist on it
+    later = desk.path("later.json")
+    home = desk.home(1)[:2]
+    prepared = json.loads(desk("prepare", suspect, "--out", later, *desk.reference, *home, "--json").stdout)
+    assert prepared["burnt"] == asked["leaves"]
+    partials = [desk.partial(later, suspect, point, "--approve") for point in (1, 2, 3)]
+    found = desk.combine(later, partials, "later-certificate.json")
+    assert found["verdict"] == "PASSED"
+    stale = desk.prepare(suspect, "stale.json")
+    desk.partial(stale, suspect, 4, "--approve", code=2)
