@@ -44,6 +44,7 @@ _REASONS = {
     "DifferentialPrivacyClientSideAdaptiveClipping": "it reads every member's own norm bit; use a fixed clipping norm "
     "(DifferentialPrivacyClientSideFixedClipping with fixedclipping_mod)",
 }
+_ADAPTIVE = ("FedAdam", "FedYogi", "FedAdagrad")
 _NOISY = "DifferentialPrivacyClientSideFixedClipping"
 
 
@@ -67,6 +68,10 @@ def watermarked(
     your own: that what it makes of the replies hangs on their weighted average alone. `seed` is for research.
     """
     _check_strategy(strategy, linear)
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _ADAPTIVE and kind.__module__.startswith("flwr."):
+            text = "quorumark: %s divides every weight's step by its own size, and may leave little of the mark"
+            _log()(WARNING, text + ": measure z before you rely on it (docs/flower.md)", kind.__name__)
     return Watermarked(
         strategy, Path(consortium), layout, folder=folder, after=after, seed=seed, stage_timeout=stage_timeout
     )
