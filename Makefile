@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check format bench bench-secagg setup clean
+.PHONY: demo test test-slow flower-test deploy-test check format bench bench-secagg setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -11,7 +11,15 @@ test: setup
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not deploy"
+
+# Flower in simulation, which brings along Ray: what `make test` skips where they are not installed
+flower-test: .venv/.flower
+	$(BIN)/python -m pytest -m "not slow" tests/test_flower.py tests/test_flower_examples.py
+
+# Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
+deploy-test: .venv/.flower
+	$(BIN)/python -m pytest -m deploy -s tests/test_deploy.py
 
 # what must be tidy before anything is tested
 check: setup
@@ -34,9 +42,8 @@ bench: setup
 	$(BIN)/quorumark bench verify --json benchmarks/results/verify.json
 	$(BIN)/quorumark bench plot
 
-# against Flower's own functions: needs flwr, which nothing else here does
-bench-secagg: setup
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt flwr
+# against Flower's own functions
+bench-secagg: .venv/.flower
 	$(BIN)/quorumark bench secagg --json benchmarks/results/secagg.json
 
 setup: .venv/.ready
@@ -46,6 +53,10 @@ setup: .venv/.ready
 		|| { echo "quorumark needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev]"
+	@touch $@
+
+.venv/.flower: .venv/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[flower]"
 	@touch $@
 
 clean:

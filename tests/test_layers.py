@@ -31,6 +31,8 @@ ORDER = [
     "quorumark.usercode",
     "quorumark.verify",
     "quorumark.report",
+    "quorumark.engine",
+    "quorumark.flower",
     "quorumark.research",
     "quorumark.lab",
     "quorumark.attacks",
@@ -100,7 +102,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.report.attacks",
         "quorumark.report.calibration",
     },
-    "flwr": {"quorumark.bench.secagg"},
+    "flwr": {"quorumark.bench.secagg", "quorumark.flower.server", "quorumark.flower.wire"},
 }
 
 

@@ -10,6 +10,7 @@ from quorumark import (
     errors,
     federation,
     field,
+    flower,
     layout,
     report,
     research,
@@ -17,6 +18,7 @@ from quorumark import (
     shamir,
     training,
 )
+from quorumark.engine import member, server, signer
 from quorumark.verify import (
     align,
     audit,
@@ -41,7 +43,11 @@ PUBLIC = {
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
     embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark ideal_norms marked_vector "
     "model_digest norm_count paper_amplitudes update_norms weights",
-    federation: "Federation FederationMember History Losses RoundReport group_of watch",
+    federation: "Federation FederationMember History Losses RoundReport group_of research_seed watch",
+    member: "Config MODEL MemberNode RESULT create_memory introduction named refusal",
+    server: "CeremonyServer RoundServer introduced",
+    signer: "SignerClient SignerServer",
+    flower: "Watermarked make_key quorumark_mod serve_queries verify_model watermark_mod watermarked",
     training: "torch_evaluate torch_train",
     suspect: "Match Suspect TensorInfo match_layout non_finite read_suspect",
     certificate: "Certificate PAYLOAD_TYPE PREDICATE_TYPE STATEMENT_TYPE verify_signatures",

@@ -143,7 +143,7 @@ def test_a_long_row_of_cut_weights_does_not_overflow() -> None:
 def test_the_paper_statistics_are_scaled_by_the_weight_in_the_middle() -> None:
     """2^10 times the power of two of the middle one: of three weights that is the second, of four too."""
     for weights, unit in (([1, 2, 4], 2), ([1, 2, 4, 8], 2), ([4, 4, 1], 4), ([0, 0, 8], 8)):
-        w = {"w": np.float32([weights])}
+        w: Tensors = {"w": np.array([weights], np.float32)}
         form = _form(w, w, statistic="global-cosine/v1")
         assert form.x.tolist() == [1024 * v // unit for v in weights]
 

@@ -60,7 +60,16 @@ from quorumark.records import Manifest, anchor_digest, canonical, digest, parse
 from quorumark.secagg import Group, MemoryState, SecAggMember, SecAggServer, State, Upload
 from quorumark.shares import ShareFile, ShareInfo
 
-__all__ = ["Federation", "FederationMember", "History", "Losses", "RoundReport", "group_of", "watch"]
+__all__ = [
+    "Federation",
+    "FederationMember",
+    "History",
+    "Losses",
+    "RoundReport",
+    "group_of",
+    "research_seed",
+    "watch",
+]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
@@ -80,6 +89,11 @@ def group_of(manifest: Manifest) -> Group:
             raise InputError(f"policy {name!r}", "must be a whole number", repr(policy[name]))
     cohort = int(policy["cohort"]) if "cohort" in policy else None
     return Group.of_manifest(manifest, attempts=int(policy.get("attempts", DEFAULT_ATTEMPTS)), cohort_size=cohort)
+
+
+def research_seed(seed: int, round_no: int, point: int) -> int:
+    """What a member's training is seeded with in a run that can be repeated."""
+    return int.from_bytes(digest("research seed", *(n.to_bytes(8, "big") for n in (seed, round_no, point)))[:8], "big")
 
 
 # --- what is public ---------------------------------------------------------------------------------------
@@ -554,10 +568,7 @@ class Federation:
         return total, server.plan.members
 
     def _seed_for(self, round_no: int, point: int) -> int | None:
-        if self._seed is None:
-            return None
-        parts = (self._seed, round_no, point)
-        return int.from_bytes(digest("research seed", *(n.to_bytes(8, "big") for n in parts))[:8], "big")
+        return None if self._seed is None else research_seed(self._seed, round_no, point)
 
     # --- a run's folder ---
 

@@ -276,8 +276,8 @@ def read_subject(plan: Plan) -> Subject:
 def _anchor(reference: Reference) -> dict[str, Any]:
     """The anchor's tensors, whole."""
     return {
-        name: np.concatenate([rows for _, rows in reference.anchor.blocks(name)]).reshape(info.shape)
-        for name, info in reference.anchor.tensors.items()
+        name: np.concatenate([rows for _, rows in reference.anchor.model.blocks(name)]).reshape(info.shape)
+        for name, info in reference.anchor.model.tensors.items()
     }
 
 

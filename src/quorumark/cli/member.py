@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, unlock
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, unlock
 
 app = typer.Typer(help="This member's identity: keys, card, backup.", no_args_is_help=True)
 
@@ -55,3 +55,50 @@ def restore(
     from quorumark.home import Home
 
     typer.echo(f"{Home.restore(backup, home).card().name} restored to {home}")
+
+
+@app.command("rounds")
+def rounds(
+    after: Annotated[int, typer.Option(help="The last round that this member may have taken part in; 0 if none.")],
+    home: HomeOption = DEFAULT_HOME,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    which: Which = None,
+) -> None:
+    """Make this member's memory of rounds, without which an engine's rounds are refused. Once; a lost one made anew
+    must not begin before a round that this member took part in."""
+    from quorumark.engine.member import create_memory
+    from quorumark.home import Home
+
+    member = Home(home)
+    create_memory(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)), after)
+    typer.echo(f"{member.card().name} takes part in rounds after {after}")
+
+
+@app.command("serve")
+def serve(
+    socket: Annotated[Path, typer.Option(help="Where the engine's node finds this member: a Unix socket.")],
+    home: HomeOption = DEFAULT_HOME,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    which: Which = None,
+    terms: Annotated[str | None, typer.Option(help="The digest of the terms that a key may be made for.")] = None,
+    manifest: Annotated[
+        str | None, typer.Option(help="The digest of the manifest that is served, and no other.")
+    ] = None,
+) -> None:
+    """Hold the share in this process, and take part in rounds, ceremonies and verifications for an engine's node that
+    runs as another user."""
+    import signal
+    import threading
+
+    from quorumark.engine.member import MemberNode
+    from quorumark.engine.signer import SignerServer
+    from quorumark.home import Home
+
+    node = MemberNode(Home(home), unlock(key_file, passphrase_file), terms=terms, manifest=manifest, consortium=which)
+    server = SignerServer(node, socket)
+    # shutdown waits for the loop that the signal interrupts, so it must not run inside it
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
+    typer.echo(f"{Home(home).card().name} is served at {socket}")
+    server.serve()

@@ -1,0 +1,1 @@
+"""Five hospitals, as a Flower app."""

@@ -1,0 +1,95 @@
+"""The server's side: a phase for the key, one for training, one for verification."""
+
+from __future__ import annotations
+
+import json
+from logging import INFO
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from hospitals import task
+from quorumark.flower import make_key, verify_model, watermarked
+from quorumark.keystore import write_shared
+from quorumark.layout import write_safetensors
+from quorumark.records import Terms
+from quorumark.verify.reference import Reference
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """The phase that the run config names."""
+    folder = Path(str(context.run_config["consortium"]))
+    {"setup": setup, "train": train, "verify": verify}[str(context.run_config["phase"])](grid, context, folder)
+
+
+def train(grid: Grid, context: Context, folder: Path) -> None:
+    """As in every Flower app; the strategy is wrapped."""
+    config = context.run_config
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
+    strategy = watermarked(strategy, folder / "consortium.json", stage_timeout=float(config["stage-timeout"]))
+    test_data = task.load_data(None)
+
+    def evaluate(_: int, arrays: ArrayRecord) -> MetricRecord:
+        model = task.Net()
+        model.load_state_dict(arrays.to_torch_state_dict())
+        loss, accuracy = task.test(model, test_data)
+        return MetricRecord({"loss": loss, "accuracy": accuracy})
+
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(task.initial_model().state_dict()),
+        num_rounds=int(config["num-server-rounds"]),
+        timeout=float(config["train-timeout"]),
+        evaluate_fn=evaluate,
+    )
+    write_safetensors({name: array.numpy() for name, array in result.arrays.items()}, folder / "model.safetensors")
+    rounds = [
+        {
+            "round": report.round,
+            "members": report.members,
+            "attempts": report.attempts,
+            "marked": report.marked,
+            "rho": report.rho,
+            "seconds": report.seconds,
+            "bytes_up": report.metrics.get("bytes-up", 0),
+            "bytes_down": report.metrics.get("bytes-down", 0),
+            "messages": report.metrics.get("messages", 0),
+            "lost": report.lost,
+            "excluded": report.excluded,
+            "given_up": report.given_up,
+        }
+        for report in strategy.reports
+    ]
+    accuracy = {number: dict(record) for number, record in result.evaluate_metrics_serverapp.items()}
+    write_shared(folder / "training.json", json.dumps({"rounds": rounds, "metrics": accuracy}, indent=1).encode())
+
+
+def setup(grid: Grid, _: Context, folder: Path) -> None:
+    """All hospitals make the key; nobody sees it. Their operators pinned the digest of these terms."""
+    terms = Terms.from_bytes((folder / "terms.json").read_bytes())
+    manifest = make_key(grid, terms, note=lambda text: log(INFO, text))
+    write_shared(folder / "consortium.json", manifest.to_bytes())
+
+
+def verify(grid: Grid, context: Context, folder: Path) -> None:
+    """Asks the hospitals whether a model is theirs. Each answers under its own policy."""
+    reference = Reference.read(folder / "consortium.json")
+    notes: list[str] = []
+    try:
+        certificate = verify_model(
+            grid,
+            reference,
+            str(context.run_config["suspect"]),
+            anchor=folder / "anchor.safetensors",
+            stage_timeout=float(context.run_config["stage-timeout"]),
+            note=notes.append,
+        )
+        write_shared(folder / "certificate.json", certificate.to_bytes())
+    finally:
+        write_shared(folder / "notes.json", json.dumps(notes).encode())

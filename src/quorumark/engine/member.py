@@ -1,0 +1,464 @@
+"""A member on its own machine, as an engine sees it: stages with texts, numbers and arrays in and out.
+
+    node = MemberNode(home, unlock, terms=PINNED)
+    config, arrays = node.handle("join", config, arrays)
+
+    stage    what comes                                         what goes
+    join     round, run, the history so far, model:…            rate, seed: what to train with
+    ready    examples, result:…                                 a key for the round, signed (secagg)
+    upload   an announcement                                    the masked vector, its head
+    unmask   a request                                          shares of the seeds
+    setup    terms, messages of the others                      this member's messages; at the end the manifest
+    answer   a query, the suspect, the anchor, the layout       this member's partial, if its policy allows
+    sign     a certificate                                      the certificate with this member's signature
+
+An engine may start a new process for every message, so everything between two of them lies on disk, in the member's
+folder (HOME/consortia/ID/rounds/GROUP/). A QuorumarkError is a refusal; `refusal` gives its text without anything that
+only this member may know.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.embed import MarkState, Strength, model_digest
+from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.federation import FederationMember, History, group_of, research_seed
+from quorumark.field import Vector
+from quorumark.home import ConsortiumFolder, Home
+from quorumark.identity import Header, Identity
+from quorumark.keystore import Unlock, replacing, write_private
+from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
+from quorumark.records import Manifest, Terms, anchor_digest, canonical, digest, parse
+from quorumark.secagg import FolderState, Group, SecAggMember
+from quorumark.setup.folder import advance
+from quorumark.shares import ShareInfo
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.coalition import answer, sign
+from quorumark.verify.evidence import Query
+from quorumark.verify.reference import Reference
+
+__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "named", "refusal"]
+
+Config = dict[str, Any]
+Arrays = Mapping[str, NDArray[Any]]
+Reply = tuple[Config, dict[str, NDArray[Any]]]
+
+MODEL, RESULT, MESSAGE = "model:", "result:", "message:"
+"""What the names of a model's tensors, of a result's, and of a ceremony's messages begin with."""
+
+_DIARY = "quorumark-diary/v1"
+_MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
+
+
+def named(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
+    """The arrays of one kind, by their own names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def refusal(error: QuorumarkError) -> str:
+    """What others may read of a refusal: not the member's weight that caused it."""
+    return f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
+
+
+def introduction(about: bytes, run: str) -> tuple[str, str, str]:
+    """Consortium, session and step of the message in which a member says which node of a run is its own."""
+    return about.hex(), digest("engine run", run.encode()).hex(), "engine/node"
+
+
+class MemberNode:
+    """One member. `terms` and `manifest` are digests that the member's operator pinned: nothing else is served.
+
+    `terms` is needed for setup: the server brings the terms, and the digest says that they are those that the members
+    agreed on. `consortium` is the start of an id, if the home holds several.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        unlock: Unlock,
+        *,
+        terms: str | None = None,
+        manifest: str | None = None,
+        consortium: str | None = None,
+    ) -> None:
+        self._home, self._unlock = home, unlock
+        self._terms, self._manifest, self._which = terms, manifest, consortium
+        self._stages: dict[str, Callable[[Config, Arrays], Reply]] = {
+            "join": self._join,
+            "ready": self._ready,
+            "upload": self._upload,
+            "unmask": self._unmask,
+            "setup": self._setup,
+            "answer": self._answer,
+            "sign": self._sign,
+        }
+
+    def __repr__(self) -> str:
+        return f"MemberNode({str(self._home.path)!r}, secrets hidden)"
+
+    def handle(self, stage: str, config: Mapping[str, Any], arrays: Arrays) -> Reply:
+        """One stage. What a server sends is checked by type first: it may send anything."""
+        if stage not in self._stages:
+            raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
+        try:
+            return self._stages[stage](dict(config), arrays)
+        except KeyError as error:
+            raise MessageError(f"the server's message for the stage {stage!r} lacks {error}") from None
+
+    # --- a round ---
+
+    def _join(self, config: Config, arrays: Arrays) -> Reply:
+        """Before training: is this the run, the model and the round that this member may go on with?"""
+        desk = self._desk()
+        if config["manifest"] != desk.manifest.digest().hex():
+            raise RecordError(
+                f"the server runs under the manifest {str(config['manifest'])[:16]}…, and at {desk.name} "
+                f"{desk.manifest.digest().hex()[:16]}… is in force: bring both to the same one (quorumark consortium "
+                "update)"
+            )
+        round_no = _whole(config, "round")
+        if desk.point not in desk.group.cohort(round_no):
+            raise RoundError(f"{desk.name} is not drawn for round {round_no}")
+        desk.memory()  # stands, and is this group's
+        desk.check_share(self._unlock)
+        layout = desk.layout(_content(arrays["layout"]))
+        model = layout.encode(named(arrays, MODEL))
+        needs = desk.follow(config, arrays, layout, model)
+        if needs:
+            return {"needs": needs}, {}
+        strength = Strength.of(desk.manifest.terms.strength, desk.manifest.terms.coordinates)
+        told: Config = {"rate": float(strength.rate(round_no)), "point": desk.point, "round": round_no}
+        if "seed" in config:
+            told["seed"] = research_seed(_whole(config, "seed"), round_no, desk.point)
+        return told, {}
+
+    def _ready(self, config: Config, arrays: Arrays) -> Reply:
+        """After training: keeps the result, and joins the round."""
+        desk, round_no = self._desk(), _whole(config, "round")
+        member = desk.manifest.terms.member(desk.point)
+        if config["examples"] != member.examples:
+            raise RoundError(
+                f"{desk.name} trained on {config['examples']} examples, and the manifest, whose numbers weigh the sum, "
+                f"says {member.examples}: train on those, or let all members sign the new number "
+                f"(quorumark consortium amend --examples {desk.point}={config['examples']})"
+            )
+        result = named(arrays, RESULT)
+        side = desk.member(self._unlock, result, round_no)
+        write_safetensors(result, desk.result_path)
+        message = side.ready(round_no)
+        desk.note(round=round_no)
+        header = Header(*introduction(desk.manifest.digest(), str(config["run"])), desk.point)
+        node = desk.identity.write(header, str(config["node"]).encode())
+        return {"point": desk.point, "ready": message, "introduction": node}, {}
+
+    def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
+        desk, round_no = self._desk(), _whole(config, "round")
+        if desk.diary.get("round") != round_no or not desk.result_path.exists():
+            raise RoundError(f"{desk.name} has not trained in round {round_no}")
+        side = desk.member(self._unlock, read_safetensors(desk.result_path), round_no)
+        side.ready(round_no)  # as it was: who would join with anything else now is refused
+        upload = side.upload(config["announcement"])
+        return {"head": upload.head}, {"vector": upload.vector}
+
+    def _unmask(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        desk = self._desk()
+        message = SecAggMember(desk.identity, desk.group, desk.memory()).unmask(config["request"])
+        desk.result_path.unlink(missing_ok=True)
+        return {"answer": message}, {}
+
+    def _desk(self) -> _Desk:
+        place = self._home.only_consortium(self._which)
+        if not place.manifest_path.exists():
+            raise RecordError(f"{self._home.card().name!r} has no manifest yet: the key ceremony comes first")
+        manifest = place.manifest()
+        if self._manifest is not None and manifest.digest().hex() != self._manifest:
+            raise RecordError(
+                f"the manifest in force at this member is {manifest.digest().hex()[:16]}…, and its operator pinned "
+                f"{self._manifest[:16]}…: compare them, and change the pin if the new one is right"
+            )
+        return _Desk(place, manifest, self._home.identity(self._unlock))
+
+    # --- setup ---
+
+    def _setup(self, config: Config, arrays: Arrays) -> Reply:
+        """A turn in the dealer-free ceremony: takes the others' messages, does what can be done, gives its own."""
+        terms = Terms.from_bytes(_content(arrays["terms"]))
+        self._check_pinned(terms)
+        session = str(config["session"])
+        if not re.fullmatch("[0-9a-f]{32}", session):
+            raise MessageError("the ceremony's session must be 32 hexadecimal digits")
+        identity = self._home.identity(self._unlock)
+        point = terms.point_of(identity.ed25519)
+        spool = self._home.path / "ceremonies" / session
+        spool.parent.mkdir(mode=0o700, exist_ok=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
+        for name, message in named(arrays, MESSAGE).items():
+            found = _MESSAGE_NAME.fullmatch(name)
+            if found is None or int(found[2]) == point or (found[3] and int(found[3]) != point):
+                raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
+            (spool / found[1]).mkdir(mode=0o700, exist_ok=True)
+            write_private(spool / name, _content(message))
+        progress = advance(self._home, self._unlock, terms, spool)
+        have = set(json.loads(config.get("have", "[]")))
+        own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
+        fresh = {path.relative_to(spool).as_posix(): path for path in own}
+        messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
+        header = Header(*introduction(terms.digest(), str(config["run"])), point)
+        told: Config = {
+            "point": point,
+            "step": progress.step,
+            "waiting": ", ".join(progress.waiting),
+            "introduction": identity.write(header, str(config["node"]).encode()),
+        }
+        if progress.manifest is not None:
+            told["manifest"] = progress.manifest.to_bytes()
+            place = self._home.consortium(terms)
+            desk = _Desk(place, progress.manifest, identity)
+            if not desk.memory_path.exists():
+                create_memory(place, identity, 0)  # a new key: nobody has taken part in anything yet
+            if not messages:  # all of its own are on their way
+                shutil.rmtree(spool, ignore_errors=True)
+        return told, messages
+
+    def _check_pinned(self, terms: Terms) -> None:
+        name = self._home.card().name
+        if self._terms is None:
+            raise RecordError(
+                f"{name!r} has pinned no terms, and makes a key for none that a server brings: read the terms, and pin "
+                f"their digest if they are right ({terms.digest().hex()})"
+            )
+        if terms.digest().hex() != self._terms:
+            raise RecordError(
+                f"the server brings the terms {terms.digest().hex()[:16]}…, and {name!r} has pinned "
+                f"{self._terms[:16]}…: compare them"
+            )
+
+    # --- verification ---
+
+    def _answer(self, config: Config, arrays: Arrays) -> Reply:
+        """This member's partial about a suspect, if its own policy approves; nobody is asked here."""
+        place = self._desk().place
+        with tempfile.TemporaryDirectory(prefix="suspect-", dir=place.path) as folder:
+            suspect = Path(folder) / Path(str(config["name"])).name
+            suspect.write_bytes(_content(arrays["suspect"]))
+            anchor = Path(folder) / "the-anchor.safetensors"
+            anchor.write_bytes(_content(arrays["anchor"]))
+            layout = ModelLayout.from_bytes(_content(arrays["layout"]))
+            reference = Reference.of(place.chain(), layout, anchor)
+            query = Query.from_bytes(config["query"])
+            partial = answer(self._home, self._unlock, reference, suspect, query, place=place)
+        return {"partial": partial.to_bytes()}, {}
+
+    def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        place = self._desk().place
+        signed = sign(self._home, self._unlock, Certificate.from_bytes(config["certificate"]), place=place)
+        return {"certificate": signed.to_bytes()}, {}
+
+
+def _whole(config: Config, name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise MessageError(f"the server's message must give {name!r} as a whole number")
+    return value
+
+
+def _content(array: NDArray[Any]) -> bytes:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise MessageError("the server's message must hold its files as bytes")
+    return array.tobytes()
+
+
+def _array(content: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(content, np.uint8)
+
+
+def _sender(path: Path) -> int:
+    found = _MESSAGE_NAME.fullmatch(f"{path.parent.name}/{path.name}")
+    return int(found[2]) if found else 0
+
+
+# --- what lies on disk between two messages ---------------------------------------------------------------
+
+
+def create_memory(place: ConsortiumFolder, identity: Identity, after: int) -> None:
+    """The memory of rounds of a member that has not taken part in any later than `after` (docs/secagg.md)."""
+    group = group_of(place.manifest())
+    FolderState.create(_group_folder(place, group) / "memory", identity, group, after)
+
+
+def _group_folder(place: ConsortiumFolder, group: Group) -> Path:
+    folder = place.path / "rounds" / group.id.hex()[:16]
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+class _Desk:
+    """A member's papers for the rounds under one manifest."""
+
+    def __init__(self, place: ConsortiumFolder, manifest: Manifest, identity: Identity) -> None:
+        self.place, self.manifest, self.identity = place, manifest, identity
+        self.group = group_of(manifest)
+        self.point = self.group.point_of(identity.ed25519)
+        self.name = self.group.name(self.point)
+        self._folder = _group_folder(place, self.group)
+        self.memory_path = self._folder / "memory" / "rounds.sealed"
+        self.result_path = self._folder / "result.safetensors"
+        self._model_path, self._anchor_path = self._folder / "model.npy", self._folder / "anchor.npy"
+        self._layout_path, self._diary_path = self._folder / "layout.json", self._folder / "diary.json"
+        self.diary: Config = {}
+        if self._diary_path.exists():
+            self.diary = parse(self._diary_path.read_bytes(), _DIARY, "a diary of rounds")
+
+    def note(self, **entries: Any) -> None:
+        self.diary = {"format": _DIARY, **self.diary, **entries}
+        write_private(self._diary_path, canonical(self.diary))
+
+    # --- what it must not do twice ---
+
+    def memory(self) -> FolderState:
+        """The memory of rounds. Under a new manifest it goes on where that of the old one ended."""
+        if not self.memory_path.exists():
+            last = self._last_round()
+            if last is None:
+                raise KeystoreError(
+                    f"{self.name} has no memory of rounds: create it with the last round that it may have taken part "
+                    "in, 0 if none (quorumark member rounds --after 0)"
+                )
+            FolderState.create(self._folder / "memory", self.identity, self.group, last)
+        return FolderState(self._folder / "memory", self.identity)
+
+    def _last_round(self) -> int | None:
+        """The last round under earlier manifests, which are left for good."""
+        rounds = []
+        for path in self._folder.parent.glob("*/memory/rounds.sealed"):
+            with FolderState(path.parent, self.identity).edit() as memory:
+                memory.update(open=False, purposes={})
+                rounds.append(int(memory["round"]))
+        return max(rounds, default=None)
+
+    # --- the share ---
+
+    def check_share(self, unlock: Unlock) -> None:
+        """That it is there and of this epoch; its root is checked before it is used."""
+        path = self.place.share_path()
+        if not path.exists():
+            raise KeystoreError(
+                f"{self.name} has no share of epoch {self.manifest.epoch}: without it the sum would be garbage; bring "
+                "it back from a backup, or let the others recover it (quorumark share recover)"
+            )
+        share = self.place.share(unlock)
+        if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
+            raise KeystoreError(f"the share of {self.name} belongs to another consortium, member or epoch")
+
+    def member(self, unlock: Unlock, result: Mapping[str, Any], round_no: int) -> FederationMember:
+        """This member with its history and its result, as it was when it joined the round."""
+        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
+        side = FederationMember(
+            self.identity,
+            self.manifest,
+            layout,
+            lambda *_: result,
+            None,
+            self.place.share(unlock),
+            state=self.memory(),
+        )
+        side.history = self._history(layout)
+        side.train({}, round_no)
+        return side
+
+    # --- the history ---
+
+    def layout(self, data: bytes) -> ModelLayout:
+        layout = ModelLayout.from_bytes(data)
+        if layout.digest() != self.manifest.terms.layout:
+            raise RecordError(
+                f"the server's model has the layout {layout.digest()[:16]}…, and the manifest names "
+                f"{self.manifest.terms.layout[:16]}…: train the model that was agreed, or set up a consortium for this"
+            )
+        if not self._layout_path.exists():
+            write_private(self._layout_path, layout.to_bytes())
+        return layout
+
+    def _history(self, layout: ModelLayout) -> History:
+        """What this member accepted, as it was written down."""
+        try:
+            anchor, model = np.load(self._anchor_path), np.load(self._model_path)
+            state = self.diary["mark"].encode()
+        except (OSError, ValueError, KeyError) as error:
+            raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
+        return self._restored(layout, anchor, model, state)
+
+    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes) -> History:
+        history = History(self.manifest, layout, anchor)  # checks that it is the manifest's anchor
+        start = model if history.warming else anchor  # in warm-up rounds every model is the next anchor
+        key = self.manifest.terms.key
+        history.mark = MarkState.from_bytes(state, history.strength, layout, key, model, start)
+        return history
+
+    def follow(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Vector) -> str:
+        """Brings the history up to the model that the round starts from; what is missing for that, if anything.
+
+        A member that was there in the last round derives the new state itself, and it must be the server's. One that
+        missed rounds takes the server's: if that is false, its masks fit nobody's, and nothing is opened.
+        """
+        run, accepted, before = str(config["run"]), _whole(config, "accepted"), _whole(config, "before")
+        told, same_run = _content(arrays["state"]), self.diary.get("run") == run
+        own: History | None = None
+        if same_run and "mark" in self.diary:
+            own = self._history(layout)
+            if own.mark.round == before and before < accepted:
+                amplitudes = own.amplitudes(accepted)
+                own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
+            elif own.mark.round < accepted:
+                own = None  # it missed rounds
+            if own is not None and own.mark.to_bytes() != told:
+                raise RoundError(
+                    f"the server's history of this run is not the one that {self.name} has seen: it says that round "
+                    f"{accepted} was accepted, with another model or strength; start a new run"
+                )
+        if own is None:
+            anchor = model if accepted == 0 else self._anchor(arrays)
+            if anchor is None:
+                return "anchor"
+            own = self._restored(layout, anchor, model, told)
+            _keep(self._anchor_path, anchor)
+        if own.mark.model_digest != model_digest(model):
+            raise RoundError("the model that the round starts from is not the one that the server's history names")
+        if own.warming and _whole(config, "round") > own.strength.warmup_rounds:
+            raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
+        if own.strength.rule == "paper":
+            raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+        _keep(self._model_path, model)
+        self.result_path.unlink(missing_ok=True)
+        self.note(run=run, mark=own.mark.to_bytes().decode(), round=0)
+        return ""
+
+    def _anchor(self, arrays: Arrays) -> Vector | None:
+        """From what the server sent, or from disk; it is the manifest's, or none."""
+        layout_digest, wanted = self.manifest.terms.layout, self.manifest.terms.anchor
+        if "anchor" in arrays:
+            anchor = np.ascontiguousarray(arrays["anchor"], np.uint64)
+            if anchor_digest(layout_digest, anchor) != wanted:
+                raise RecordError("the anchor that the server sends is not the one that the manifest names")
+            return anchor
+        if self._anchor_path.exists():
+            kept: Vector = np.load(self._anchor_path)
+            if anchor_digest(layout_digest, kept) == wanted:
+                return kept
+        return None
+
+
+def _keep(path: Path, vector: Vector) -> None:
+    with replacing(path) as file:
+        np.save(file, vector)

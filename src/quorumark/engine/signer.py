@@ -1,0 +1,143 @@
+"""A process that holds a member's share, between an engine's code and the secrets (docs/deploy.md, "The signer").
+
+An engine's node runs code that the server ships, under the node's user. With the share in a folder that this user can
+read, that code could read it too. So another user runs `quorumark member serve`, which holds home and key file and
+answers on a Unix socket: for the manifest that is pinned, each round once, and verifications under the member's policy.
+
+A message is a head (its length in 8 bytes, big-endian, then JSON) and the arrays' bytes after it. Bytes in a config
+travel as {"hex": …}. One message and one reply for each connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.engine.member import Config, MemberNode, refusal
+from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RoundError
+
+__all__ = ["SignerClient", "SignerServer"]
+
+Arrays = Mapping[str, NDArray[Any]]
+_KINDS = {"uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool"}
+_KINDS |= {"float16", "float32", "float64"}
+_LARGEST_HEAD = 1 << 28
+_LARGEST = 1 << 36
+
+
+def _send(connection: socket.socket, config: Mapping[str, Any], arrays: Arrays) -> None:
+    plain = {n: {"hex": v.hex()} if isinstance(v, bytes) else v for n, v in config.items()}
+    about = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
+    head = json.dumps({"config": plain, "arrays": about}).encode()
+    connection.sendall(len(head).to_bytes(8, "big") + head)
+    for array in arrays.values():
+        connection.sendall(array.tobytes())
+
+
+def _receive(connection: socket.socket) -> tuple[Config, dict[str, NDArray[Any]]]:
+    size = int.from_bytes(_exactly(connection, 8), "big")
+    if size > _LARGEST_HEAD:
+        raise MessageError("a message to the signer has a head that is too long")
+    try:
+        head = json.loads(_exactly(connection, size))
+        config = {n: bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for n, v in head["config"].items()}
+        places = [(str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in head["arrays"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise MessageError("a message to the signer has a head that cannot be read") from None
+    arrays, left = {}, _LARGEST
+    for name, kind, shape in places:
+        if kind not in _KINDS or any(n < 0 for n in shape):
+            raise MessageError("a message to the signer holds an array of an unknown kind")
+        length = prod(shape) * np.dtype(kind).itemsize
+        left -= length
+        if left < 0:
+            raise MessageError("a message to the signer is too long")
+        arrays[name] = np.frombuffer(_exactly(connection, length), kind).reshape(shape)
+    return config, arrays
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    view, at = memoryview(content), 0
+    while at < size:
+        got = connection.recv_into(view[at:])
+        if not got:
+            raise MessageError("the connection to the signer ended in the middle of a message")
+        at += got
+    return content
+
+
+class SignerClient:
+    """A member behind a socket: `handle` as `MemberNode` has it."""
+
+    def __init__(self, path: str | os.PathLike[str], timeout: float = 600.0) -> None:
+        self._path, self._timeout = os.fspath(path), timeout
+
+    def handle(self, stage: str, config: Mapping[str, Any], arrays: Arrays) -> tuple[Config, dict[str, NDArray[Any]]]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(self._timeout)
+            try:
+                connection.connect(self._path)
+                _send(connection, {**config, "stage": stage}, arrays)
+                told, found = _receive(connection)
+            except OSError as error:
+                raise KeystoreError(
+                    f"this member's signer does not answer ({error.strerror or type(error).__name__}): its operator "
+                    "must start it (quorumark member serve)"
+                ) from None
+        if "refused" in told:
+            raise RoundError(str(told["refused"]))
+        return told, found
+
+
+class SignerServer:
+    """Serves one member on a Unix socket of mode 0660, one message after the other."""
+
+    def __init__(self, node: MemberNode, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        lock = threading.Lock()
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(OSError):  # whoever asked is gone
+                    try:
+                        config, arrays = _receive(self.request)
+                        with lock:
+                            reply = node.handle(str(config.pop("stage", "")), config, arrays)
+                    except QuorumarkError as error:
+                        reply = {"refused": refusal(error)}, {}
+                    _send(self.request, *reply)
+
+        if self._path.is_socket():
+            self._path.unlink()  # left behind by one that was killed
+        try:
+            before = os.umask(0o117)
+            try:
+                self._server = socketserver.ThreadingUnixStreamServer(str(self._path), Handler)
+            finally:
+                os.umask(before)
+        except OSError as error:
+            raise KeystoreError(f"cannot serve at {str(self._path)!r}: {error.strerror}") from None
+        self._server.daemon_threads = True
+
+    def serve(self) -> None:
+        """Until `stop`."""
+        try:
+            self._server.serve_forever(poll_interval=0.2)
+        finally:
+            self._server.server_close()
+            self._path.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        self._server.shutdown()

@@ -1,0 +1,170 @@
+"""The member's side in Flower: a mod around the app's own functions, and answers to queries.
+
+The app's `@app.train()` is called with the message as the strategy made it, and gets three more numbers in its config:
+`quorumark-rate` (the learning rate that the manifest has for this round, in units of the first one's: the mark relies
+on it), `quorumark-round`, and in research runs `quorumark-seed`. What it returns never leaves the node as it is: the
+mod keeps it, and the server gets the masked vector when it asks for that.
+
+Which member a node is, its operator says when it starts the node, never the server:
+
+    --node-config 'quorumark-home="/srv/quorumark" quorumark-key-file="/srv/quorumark.key"
+                   quorumark-terms="PINNED DIGEST" quorumark-manifest="PINNED DIGEST"'
+
+or `quorumark-socket`, where a process of another user holds the share (`quorumark member serve`). In a simulation all
+homes lie in one folder, which the app's run config names (`quorumark-homes`): member N is the node of partition N−1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from quorumark.engine.member import MODEL, RESULT, Config, MemberNode, refusal
+from quorumark.engine.signer import SignerClient
+from quorumark.errors import InputError, QuorumarkError, RecordError, RoundError
+from quorumark.flower.wire import flwr_app, records, split, tensors
+from quorumark.home import Home
+from quorumark.keystore import Unlock
+
+__all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
+
+QUERY = "quorumark"
+"""The action of this project's queries: messages of type `query.quorumark`."""
+
+Mod = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
+
+
+class Stages(Protocol):
+    """A member, in this process or behind a socket."""
+
+    def handle(
+        self, stage: str, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+    ) -> tuple[Config, dict[str, NDArray[Any]]]: ...
+
+
+def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
+    """A mod for `ClientApp(mods=[…])`. `member` says which member a node is, from Flower's context; by default from
+    the node config."""
+    find = member or member_of
+
+    def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+        category = message.metadata.message_type.partition(".")[0]
+        config, arrays, others = split(message.content)
+        if category != "train":
+            return call_next(message, context)
+        try:
+            if config is None:
+                raise RoundError(
+                    "this node trains for a watermarked strategy only, since another one would see its model: wrap the "
+                    "strategy with quorumark.flower.watermarked, or take the mod out of the app"
+                )
+            node = find(context)
+            if config.get("stage") != "train":
+                return _reply(message, *node.handle(str(config.get("stage")), config, arrays))
+            return _train(node, message, context, call_next, config, arrays, others)
+        except QuorumarkError as error:
+            return _reply(message, {"refused": refusal(error)}, {})
+
+    return mod
+
+
+def quorumark_mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+    """`watermark_mod()`, for `ClientApp(mods=[quorumark_mod])`."""
+    return watermark_mod()(message, context, call_next)
+
+
+def _train(
+    node: Stages,
+    message: Any,
+    context: Any,
+    call_next: Callable[[Any, Any], Any],
+    config: Config,
+    arrays: dict[str, NDArray[Any]],
+    others: dict[str, Any],
+) -> Any:
+    """Joins the round, lets the app train, keeps what it made, and says that it is ready."""
+    flwr = flwr_app()
+    plain = flwr.RecordDict(others)
+    models = list(plain.array_records.values())
+    if len(models) != 1:
+        raise RoundError(f"a training message must hold one ArrayRecord, and this one holds {len(models)}")
+    model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()}
+    told, _ = node.handle("join", config, {**arrays, **model})
+    if "needs" in told:
+        return _reply(message, told, {})
+    for record in plain.config_records.values():
+        record["quorumark-rate"], record["quorumark-round"] = told["rate"], told["round"]
+        if "seed" in told:
+            record["quorumark-seed"] = told["seed"] & (1 << 63) - 1
+    message.content = plain
+    trained = call_next(message, context)
+    if trained.has_error():
+        return trained
+    content = trained.content
+    results, metrics = list(content.array_records.values()), dict(content.metric_records)
+    key = str(config["weighted"])
+    counts = [record[key] for record in metrics.values() if key in record]
+    if len(results) != 1 or len(counts) != 1:
+        raise RoundError(f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}")
+    examples = int(counts[0]) if float(counts[0]).is_integer() else counts[0]
+    about = {**config, "examples": examples, "node": str(context.node_id)}
+    result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
+    ready, _ = node.handle("ready", about, result)
+    return _reply(message, ready, {}, metrics)
+
+
+def _reply(
+    message: Any, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], others: Mapping[str, Any] | None = None
+) -> Any:
+    flwr = flwr_app()
+    return flwr.Message(flwr.RecordDict({**records(config, arrays), **(others or {})}), reply_to=message)
+
+
+def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> None:
+    """Lets an app's nodes take part in the key ceremony and answer verifications, each under its own policy."""
+    find = member or member_of
+
+    @app.query(QUERY)  # type: ignore[untyped-decorator]
+    def query(message: Any, context: Any) -> Any:
+        config, arrays, _ = split(message.content)
+        try:
+            if config is None or config.get("stage") not in ("setup", "answer", "sign"):
+                raise RecordError("this is not a query of quorumark's")
+            about = {**config, "node": str(context.node_id)}
+            return _reply(message, *find(context).handle(str(config["stage"]), about, arrays))
+        except QuorumarkError as error:
+            return _reply(message, {"refused": refusal(error)}, {})
+
+
+def member_of(context: Any) -> Stages:
+    """The member that a node is, from its node config; in a simulation from its partition."""
+    settings = context.node_config
+    if "quorumark-socket" in settings:
+        return SignerClient(str(settings["quorumark-socket"]))
+    pins = {
+        name: str(settings[f"quorumark-{name}"])
+        for name in ("terms", "manifest", "consortium")
+        if f"quorumark-{name}" in settings
+    }
+    if "quorumark-home" in settings:
+        if "quorumark-key-file" not in settings:
+            raise InputError(
+                "node config", "must name the key file beside the home (quorumark-key-file)", "no key file"
+            )
+        unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
+        return MemberNode(Home(str(settings["quorumark-home"])), unlock, **pins)
+    homes = context.run_config.get("quorumark-homes")
+    if homes is None or "partition-id" not in settings:
+        raise InputError(
+            "node config",
+            "must name this member's folder (quorumark-home) and key file (quorumark-key-file)",
+            "neither",
+        )
+    base, number = Path(str(homes)), int(settings["partition-id"]) + 1
+    home = Home(base / f"member-{number}")
+    if "quorumark-terms" in context.run_config:
+        pins.setdefault("terms", str(context.run_config["quorumark-terms"]))
+    return MemberNode(home, Unlock.key_file(base / f"member-{number}.key"), **pins)

@@ -1,0 +1,152 @@
+"""The key ceremony and verification over Flower's `query` messages.
+
+The server relays; what is sealed to a member only that member reads. Members make a key only for terms whose digest
+their operators pinned, and answer verifications only under their own policies.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quorumark.engine.server import CeremonyServer
+from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError
+from quorumark.flower.client import QUERY
+from quorumark.flower.server import _accepted
+from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
+from quorumark.records import Manifest, Terms
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.coalition import combine, prepare
+from quorumark.verify.evidence import Partial
+from quorumark.verify.reference import Reference
+
+__all__ = ["make_key", "verify_model"]
+
+_TURNS = 60  # a ceremony takes eleven; members may come late
+
+
+def _wait_for(grid: Any, count: int, timeout: float) -> list[int]:
+    """The nodes that are there, once they are enough."""
+    end = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < count and time.monotonic() < end:
+        time.sleep(0.5)
+    return nodes
+
+
+def make_key(
+    grid: Any,
+    terms: Terms,
+    *,
+    timeout: float = 300.0,
+    stage_timeout: float = 120.0,
+    note: Callable[[str], None] = lambda _: None,
+) -> Manifest:
+    """The dealer-free ceremony: every member ends with a share in its home, and the manifest comes out.
+
+    All members must take part. A member that refuses says why; a node that is no member's is left out.
+    """
+    flwr = flwr_app()
+    server = CeremonyServer(terms, str(grid.run.run_id))
+    nodes = _wait_for(grid, terms.members, timeout)
+    points: dict[int, int] = {}
+    for _ in range(_TURNS):
+        made = []
+        for node in nodes:
+            config, arrays = server.turn(points.get(node))
+            content = flwr.RecordDict(records({**config, "stage": "setup"}, arrays))
+            made.append(flwr.Message(content, node, f"query.{QUERY}"))
+        reasons: dict[int, str] = {}
+        for node, reply in exchange(grid, made, stage_timeout).items():
+            try:
+                told = _accepted(reply)
+                point = int(told["point"])
+                if point in points.values() and points.get(node) != point:
+                    raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one")
+                server.take(point, str(node), told, arrays_of(reply.content))
+                points[node] = point
+                note(f"{terms.member(point).name}: {told['step']}")
+            except (QuorumarkError, KeyError, TypeError, ValueError) as error:
+                reasons[node] = str(error)
+        if server.finished and server.manifest is not None:
+            return server.manifest
+        failed = [f"{terms.member(points[n]).name}: {why}" for n, why in reasons.items() if n in points]
+        if failed:
+            raise CeremonyError("the ceremony stopped. " + "; ".join(failed))
+        if len(points) < terms.members:
+            absent = [member.name for member in terms.roster if member.point not in points.values()]
+            said = "".join(f"; node {node} says: {why}" for node, why in reasons.items())
+            raise CeremonyError(f"the ceremony needs all members, and {', '.join(absent)} did not take part{said}")
+        nodes = list(points)
+    raise CeremonyError("the ceremony does not end: look at the members' logs")
+
+
+def verify_model(
+    grid: Any,
+    reference: Reference,
+    suspect: str | os.PathLike[str],
+    *,
+    anchor: str | os.PathLike[str],
+    nodes: Collection[int] | None = None,
+    timeout: float = 60.0,
+    stage_timeout: float = 300.0,
+    note: Callable[[str], None] = lambda _: None,
+) -> Certificate:
+    """Asks the members whether a model (a .safetensors file) is theirs; the certificate, signed by who answered.
+
+    Each answers under its own policy or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
+    `nodes`: those to ask, by default all that are there.
+    """
+    flwr, path = flwr_app(), Path(suspect)
+    manifest = reference.manifest
+    query = prepare(reference, path).query
+    chosen = sorted(nodes) if nodes is not None else _wait_for(grid, manifest.terms.threshold, timeout)
+    arrays = {
+        "suspect": np.frombuffer(path.read_bytes(), np.uint8),
+        "anchor": np.frombuffer(Path(anchor).read_bytes(), np.uint8),
+        "layout": np.frombuffer(reference.layout.to_bytes(), np.uint8),
+    }
+    ask = {"stage": "answer", "name": path.name, "query": query.to_bytes()}
+
+    def each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
+        content = flwr.RecordDict(records(config, vectors))
+        made = [flwr.Message(content, node, f"query.{QUERY}") for node in to]
+        found = {}
+        replies = exchange(grid, made, stage_timeout)
+        for node in set(to) - replies.keys():
+            note(f"node {node}: no reply in {stage_timeout:.0f} s")
+        for node, reply in replies.items():
+            try:
+                found[node] = bytes(_accepted(reply)[name])
+            except (QuorumarkError, KeyError, TypeError) as error:
+                note(f"node {node}: {error}")
+        return found
+
+    partials: dict[int, Partial] = {}
+    answers = each(ask, arrays, chosen, "partial")
+    for node, data in answers.items():
+        try:
+            partial = Partial.from_bytes(data)
+            partial.verify(manifest.terms)
+            partials[node] = partial
+        except QuorumarkError as error:
+            note(f"node {node}: {error}")
+    if len({partial.point for partial in partials.values()}) < manifest.terms.threshold:
+        raise EvidenceError(f"{len(partials)} members answered, and {manifest.terms.threshold} must")
+    certificate = Certificate.of(combine(manifest, query, list(partials.values())))
+    signatures: dict[str, str] = {}
+    sign = {"stage": "sign", "certificate": certificate.to_bytes()}
+    for node, data in each(sign, {}, list(partials), "certificate").items():
+        try:
+            signed = Certificate.from_bytes(data)
+            if signed.payload != certificate.payload:
+                raise EvidenceError("it signed something else")
+            signed.signers(manifest)
+            signatures |= signed.signatures
+        except QuorumarkError as error:
+            note(f"node {node}: {error}")
+    return Certificate(certificate.payload, signatures)

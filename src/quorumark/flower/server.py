@@ -1,0 +1,428 @@
+"""The server's side in Flower: a strategy whose training goes through secure aggregation with the mark.
+
+`watermarked(strategy, …)` has `start`, like every strategy, and hands the strategy a Grid that looks like Flower's.
+What the strategy sends for training goes to the nodes with what the members must know; of what comes back it sees one
+reply, which holds the opened sum: the average of the members' models, by the manifest's weights, plus the mark. So any
+strategy works that is a function of that average.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from quorumark.engine.server import RoundServer, introduced
+from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
+from quorumark.federation import RoundReport
+from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
+from quorumark.home import read_file
+from quorumark.layout import ModelLayout
+from quorumark.verify.reference import LAYOUT, read_chain
+
+__all__ = ["Watermarked", "watermarked"]
+
+_LINEAR = ("FedAvg", "FedProx", "FedAvgM", "FedOpt", "FedAdam", "FedYogi", "FedAdagrad")
+_REASONS = {
+    "Krum": "it chooses among single updates",
+    "MultiKrum": "it chooses among single updates",
+    "Bulyan": "it chooses among single updates",
+    "FedMedian": "a median needs every single update",
+    "FedTrimmedAvg": "a trimmed mean needs every single update",
+    "QFedAvg": "it weighs every update by its own loss",
+    "FedXgbBagging": "it collects trees, which have no average",
+    "FedXgbCyclic": "it passes one member's trees on to the next",
+    "DifferentialPrivacyServerSideFixedClipping": "the server clips every single update; clip at the members "
+    "(DifferentialPrivacyClientSideFixedClipping with fixedclipping_mod)",
+    "DifferentialPrivacyServerSideAdaptiveClipping": "the server clips every single update; clip at the members "
+    "(DifferentialPrivacyClientSideFixedClipping with fixedclipping_mod)",
+    "DifferentialPrivacyClientSideAdaptiveClipping": "it reads every member's own norm bit; use a fixed clipping norm "
+    "(DifferentialPrivacyClientSideFixedClipping with fixedclipping_mod)",
+}
+_ADAPTIVE = ("FedAdam", "FedYogi", "FedAdagrad")
+_NOISY = "DifferentialPrivacyClientSideFixedClipping"
+
+
+def watermarked(
+    strategy: Any,
+    consortium: str | os.PathLike[str],
+    *,
+    layout: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    after: int = 0,
+    seed: int | None = None,
+    stage_timeout: float = 120.0,
+    linear: bool = False,
+) -> Watermarked:
+    """The same strategy, with secure aggregation and the consortium's mark.
+
+    `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says how the model lies in a
+    vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on;
+    `after` is the last round in which these members took part in any run. `stage_timeout` is how long a node may take
+    for an upload or an answer, in seconds; training has the strategy's own timeout. `linear` vouches for a strategy of
+    your own: that what it makes of the replies hangs on their weighted average alone. `seed` is for research.
+    """
+    _check_strategy(strategy, linear)
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _ADAPTIVE and kind.__module__.startswith("flwr."):
+            text = "quorumark: %s divides every weight's step by its own size, and may leave little of the mark"
+            _log()(WARNING, text + ": measure z before you rely on it (docs/flower.md)", kind.__name__)
+    return Watermarked(
+        strategy, Path(consortium), layout, folder=folder, after=after, seed=seed, stage_timeout=stage_timeout
+    )
+
+
+def _check_strategy(strategy: Any, linear: bool) -> None:
+    """Whether a strategy's result is a function of the members' weighted average."""
+    import flwr.serverapp.strategy as known
+
+    rule = "must work with the weighted average of the members' models alone"
+    if not isinstance(strategy, known.Strategy):
+        raise InputError("strategy", "must be one of Flower's (flwr.serverapp.strategy)", type(strategy).__name__)
+    name = type(strategy).__name__
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _REASONS and kind.__module__.startswith("flwr."):
+            raise InputError("strategy", rule, f"{name}: {_REASONS[kind.__name__]}")
+    if isinstance(strategy, getattr(known, _NOISY)):
+        if strategy.accountant is not None:
+            raise InputError(
+                "strategy", rule, f"{name} with an accountant, which checks every single reply; account outside"
+            )
+        _check_strategy(strategy.strategy, linear)
+        return
+    maker = next(kind for kind in type(strategy).__mro__ if "aggregate_train" in vars(kind))
+    if linear or (maker.__module__.startswith("flwr.") and maker.__name__ in _LINEAR):
+        return
+    raise InputError(
+        "strategy", rule, f"{name}, whose own aggregate_train nobody can check; say linear=True if it does"
+    )
+
+
+class Watermarked:
+    """A strategy's `start`, through secure aggregation. `reports` has a RoundReport for each round."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        consortium: Path,
+        layout: str | os.PathLike[str] | None,
+        *,
+        folder: str | os.PathLike[str] | None,
+        after: int,
+        seed: int | None,
+        stage_timeout: float,
+    ) -> None:
+        self.strategy, self.reports = strategy, list[RoundReport]()
+        self.manifest = read_chain(consortium)[-1]
+        beside = consortium.parent / LAYOUT
+        self._layout_path = Path(layout) if layout is not None else beside if beside.exists() else None
+        self._folder, self._after, self._seed, self._timeout = folder, after, seed, stage_timeout
+        self._inner = strategy.strategy if type(strategy).__name__ == _NOISY else strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def start(
+        self,
+        grid: Any,
+        initial_arrays: Any,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: Any = None,
+        evaluate_config: Any = None,
+        evaluate_fn: Any = None,
+    ) -> Any:
+        """As the strategy's own. Rounds that are given up leave the last model standing; `reports` says why."""
+        model = tensors(initial_arrays)
+        layout = (
+            ModelLayout.of(model)
+            if self._layout_path is None
+            else ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        )
+        if layout.digest() != self.manifest.terms.layout:
+            raise InputError(
+                "initial_arrays",
+                "must be the model that the manifest's layout describes (name its layout.json)",
+                layout.digest()[:16],
+            )
+        server = RoundServer(
+            self.manifest,
+            layout,
+            model,
+            run=str(grid.run.run_id),
+            after=self._after,
+            seed=self._seed,
+            folder=self._folder,
+        )
+        carrier = _Carrier(grid, self, server)
+        if server.resumed is not None:
+            initial_arrays = to_record(server.resumed)
+            num_rounds = max(0, num_rounds - server.round_no + self._after)
+        told = evaluate_fn and (lambda round_no, arrays: evaluate_fn(round_no, carrier.whole(arrays)))
+        metrics = self._inner.train_metrics_aggr_fn
+        self._inner.train_metrics_aggr_fn = carrier.metrics
+        carrier.gather = metrics
+        try:
+            result = self.strategy.start(
+                grid=carrier,
+                initial_arrays=initial_arrays,
+                num_rounds=num_rounds,
+                timeout=timeout,
+                train_config=train_config,
+                evaluate_config=evaluate_config,
+                evaluate_fn=told,
+            )
+        finally:
+            self._inner.train_metrics_aggr_fn = metrics
+        if result.arrays:
+            result.arrays = carrier.whole(result.arrays)
+            server.close(tensors(result.arrays))
+        return result
+
+
+class _Carrier:
+    """What the strategy takes for the Grid."""
+
+    def __init__(self, grid: Any, owner: Watermarked, server: RoundServer) -> None:
+        self._grid, self._owner, self._server = grid, owner, server
+        self._points: dict[int, int] = {}  # node → point, as members signed it
+        self._silent: set[int] = set()  # nodes that did not reply when they were last asked
+        self._contents: list[Any] = []
+        self._nodes: dict[int, int] = {}
+        self.gather: Any = None
+        self._like = server.like
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def whole(self, arrays: Any) -> Any:
+        """A strategy's model in the types that the layout has: Flower's averages turn integers into fractions, which
+        stay as they were here, and server optimisers turn float32 into float64."""
+        roles = {spec.name: spec.role for spec in self._server.layout.tensors}
+        made = {}
+        for name, tensor in tensors(arrays).items():
+            like = self._like.get(name, tensor)
+            made[name] = like if roles.get(name) == "buffer" else tensor.astype(like.dtype, copy=False)
+        return to_record(made)
+
+    def send_and_receive(self, messages: Iterable[Any], *, timeout: float | None = None) -> Iterable[Any]:
+        sent = list(messages)
+        training = [m for m in sent if m.metadata.message_type.partition(".")[0] == "train"]
+        for content in {id(m.content): m.content for m in sent}.values():
+            for name, record in list(content.array_records.items()):
+                content[name] = self.whole(record)
+        if not training:
+            return list(exchange(self._grid, sent, timeout or 3600.0).values())
+        return self._round(training, timeout or 3600.0)
+
+    # --- a round ---
+
+    def _round(self, messages: list[Any], timeout: float) -> list[Any]:
+        """All stages of a round; one reply with the sum, or none if the round is given up."""
+        log = _log()
+        server, report = self._server, RoundReport(0)
+        flwr = flwr_app()
+        self._contents = []
+        self._report = report
+        try:
+            model = tensors(next(iter(messages[0].content.array_records.values())))
+            offer, arrays = server.offer(model)
+            report.round = server.round_no
+            self._train(messages, offer, arrays, timeout, report)
+            self._sum(messages[0].metadata.message_type, report)
+            weights = server.finish()
+        except (RoundError, EncodingError) as error:
+            report.given_up = _text(error)
+            log(WARNING, "quorumark: %s; the last model stands", report.given_up)
+        self._owner.reports.append(report)
+        for point, reason in report.excluded.items():
+            log(WARNING, "quorumark: %s is out of round %s: %s", self._name(point), report.round, reason)
+        if report.given_up:
+            return []
+        report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
+        report.disputed = dict(server.disputed)
+        log(
+            INFO,
+            "quorumark: round %s of %s members, %s, attempt %s, %s bytes up",
+            report.round,
+            len(report.members),
+            "marked" if report.marked else "not marked",
+            report.attempts,
+            report.uploaded_bytes,
+        )
+        key, total = self._owner._inner.weighted_by_key, sum(self._examples(x) for x in report.members)
+        content = flwr.RecordDict({"arrays": to_record(weights), "metrics": flwr.MetricRecord({key: total})})
+        return [flwr.Message(content, reply_to=messages[0])]
+
+    def _examples(self, point: int) -> int:
+        return int(self._server.manifest.terms.member(point).examples)
+
+    def _name(self, point: int) -> str:
+        """A member, or (below 0) a node that has not shown that it is one."""
+        return self._server.group.name(point) if point > 0 else f"node {-point}"
+
+    def _train(
+        self,
+        messages: list[Any],
+        offer: dict[str, Any],
+        arrays: Mapping[str, NDArray[Any]],
+        timeout: float,
+        report: RoundReport,
+    ) -> None:
+        flwr, server = flwr_app(), self._server
+        offer = {**offer, "stage": "train", "weighted": self._owner._inner.weighted_by_key}
+        drawn = server.group.cohort(server.round_no)
+        made = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            if self._points.get(node, drawn[0]) not in drawn:
+                continue  # known, and it rests in this round
+            content = flwr.RecordDict({**message.content, **records(offer, arrays)})
+            made.append(flwr.Message(content, node, message.metadata.message_type))
+        with _timed(report, "train"):
+            replies = self._exchange(made, timeout, report)
+            late = [m for m in made if _told(replies.get(m.metadata.dst_node_id)).get("needs") == "anchor"]
+            if late:  # members who never saw the model that the run began with
+                extra = {**arrays, "anchor": server.anchor}
+                again = []
+                for message in late:
+                    others = split(message.content)[2]
+                    content = flwr.RecordDict({**others, **records(offer, extra)})
+                    again.append(flwr.Message(content, message.metadata.dst_node_id, message.metadata.message_type))
+                replies |= self._exchange(again, timeout, report)
+        self._nodes = {}
+        for node, reply in replies.items():
+            self._take_ready(node, reply, str(offer["run"]), report)
+        silent = {m.metadata.dst_node_id for m in made} - replies.keys()
+        lost = [self._points.get(node, -node) for node in silent]
+        report.lost["train"] = tuple(sorted(lost))
+
+    def _take_ready(self, node: int, reply: Any, run: str, report: RoundReport) -> None:
+        point = self._points.get(node, -node)
+        try:
+            told = _accepted(reply)
+            point = int(told["point"])
+            manifest = self._server.manifest
+            introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
+            if self._nodes.get(point, node) != node:
+                raise RoundError(f"{self._name(point)} runs two nodes: stop one")
+            self._server.take_ready(point, told["ready"])
+        except (QuorumarkError, KeyError, TypeError, ValueError) as error:
+            named = self._points.get(node, -node)
+            report.excluded[named] = _text(error)
+            return
+        self._points[node], self._nodes[point] = point, node
+        self._contents.append((point, flwr_app().RecordDict(dict(reply.content.metric_records))))
+
+    def _sum(self, message_type: str, report: RoundReport) -> None:
+        server = self._server
+        announcement = server.announce()
+        while True:
+            report.attempts = server.attempt
+            with _timed(report, "upload"):
+                told = {
+                    x: {"stage": "upload", "round": server.round_no, "announcement": announcement}
+                    for x in server.members
+                }
+                for point, reply in self._ask(told, message_type, report).items():
+                    try:
+                        config, arrays, _ = split(_content(reply))
+                        _accepted(reply)
+                        report.uploaded_bytes += server.take_upload(point, (config or {})["head"], arrays["vector"])
+                    except (QuorumarkError, KeyError, TypeError) as error:
+                        report.excluded[point] = _text(error)
+            if not server.missing:
+                break
+            silent = {x for x in server.missing if x not in report.excluded}
+            report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *silent}))
+            announcement = server.retry()
+        with _timed(report, "unmask"):
+            asked = {x: {"stage": "unmask", "request": server.request(x)} for x in server.members}
+            for point, reply in self._ask(asked, message_type, report).items():
+                try:
+                    server.take_answer(point, _accepted(reply)["answer"])
+                except (QuorumarkError, KeyError, TypeError) as error:
+                    report.excluded[point] = _text(error)
+            report.lost["unmask"] = tuple(x for x in server.missing if x not in report.excluded)
+
+    def _ask(self, told: Mapping[int, dict[str, Any]], message_type: str, report: RoundReport) -> dict[int, Any]:
+        """One stage's messages to members, and their replies by point."""
+        flwr = flwr_app()
+        made = [
+            flwr.Message(flwr.RecordDict(records(config, {})), self._nodes[point], message_type)
+            for point, config in told.items()
+        ]
+        replies = self._exchange(made, self._owner._timeout, report)
+        return {self._points[node]: reply for node, reply in replies.items()}
+
+    def _exchange(self, messages: list[Any], timeout: float, report: RoundReport) -> dict[int, Any]:
+        replies = exchange(self._grid, messages, timeout, self._silent)
+        asked = {message.metadata.dst_node_id for message in messages}
+        self._silent = (self._silent | asked) - replies.keys()
+        down, up = (sum(size_of(m.content) for m in ms if m.has_content()) for ms in (messages, replies.values()))
+        report.metrics["bytes-down"] = report.metrics.get("bytes-down", 0.0) + down
+        report.metrics["bytes-up"] = report.metrics.get("bytes-up", 0.0) + up
+        report.metrics["messages"] = report.metrics.get("messages", 0.0) + len(messages)
+        return replies
+
+    def metrics(self, contents: list[Any], key: str) -> Any:  # noqa: ARG002 - the strategy's own hold one sum
+        """The members' own metrics, as the strategy puts them together, and what the round cost."""
+        inside = set(self._report.members)
+        record = self.gather([content for point, content in self._contents if point in inside], key)
+        report = self._report
+        record["quorumark-members"], record["quorumark-attempts"] = len(report.members), report.attempts
+        record["quorumark-marked"] = int(report.marked)
+        for name, value in report.metrics.items():
+            record[f"quorumark-{name}"] = value
+        for stage, seconds in report.seconds.items():
+            record[f"quorumark-seconds-{stage}"] = seconds
+        return record
+
+
+def _content(reply: Any) -> Any:
+    if reply.has_error():
+        raise RoundError(f"its node failed: {reply.error.reason[:500]}")
+    return reply.content
+
+
+def _told(reply: Any) -> dict[str, Any]:
+    return {} if reply is None or reply.has_error() else split(reply.content)[0] or {}
+
+
+def _accepted(reply: Any) -> dict[str, Any]:
+    """What a node says, unless it failed or refuses."""
+    config = split(_content(reply))[0]
+    if config is None:
+        raise RoundError("it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods")
+    if "refused" in config:
+        raise RoundError(str(config["refused"]))
+    return config
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, EncodingError):
+        return f"{error.argument} {error.rule}"
+    return str(error) if isinstance(error, QuorumarkError) else f"its message cannot be read ({type(error).__name__})"
+
+
+def _log() -> Any:
+    from flwr.common.logger import log
+
+    return log
+
+
+class _timed:  # noqa: N801 - used like a function
+    def __init__(self, report: RoundReport, stage: str) -> None:
+        self._report, self._stage = report, stage
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        taken = time.perf_counter() - self._start
+        self._report.seconds[self._stage] = self._report.seconds.get(self._stage, 0.0) + taken

@@ -1,0 +1,645 @@
+"""Flower: the same models as in one process, whoever drops out; refusals that say why; ceremony and verification."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import strategy as strategies
+
+from quorumark.engine.member import MODEL, MemberNode, create_memory
+from quorumark.engine.signer import SignerClient, SignerServer
+from quorumark.errors import (
+    CeremonyError,
+    EvidenceError,
+    InputError,
+    KeystoreError,
+    MessageError,
+    RecordError,
+    RoundError,
+)
+from quorumark.federation import Losses
+from quorumark.flower import make_key, verify_model, watermarked
+from quorumark.flower.wire import exchange, records
+from quorumark.home import Home
+from quorumark.keystore import Unlock, write_private
+from quorumark.layout import read_safetensors, write_safetensors
+from quorumark.records import canonical
+from quorumark.verify.coalition import check_certificate
+from quorumark.verify.reference import Reference
+from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, records_of, train
+
+SEED = 3
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Consortium:
+    return Consortium.make(tmp_path)
+
+
+def fedavg(nodes: int = 5, **options: Any) -> Any:
+    return strategies.FedAvg(min_train_nodes=nodes, min_available_nodes=nodes, **{"fraction_evaluate": 0.0, **options})
+
+
+def run(world: Consortium, grid: Any, rounds: int, inner: Any = None, **options: Any) -> tuple[Any, Model]:
+    """A wrapped run: the strategy with its reports, and the last model."""
+    wrapped = watermarked(inner or fedavg(len(grid.apps)), world.path, **{"seed": SEED, **options})
+    result = wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=rounds, timeout=60)
+    arrays = result.arrays or records_of(world.model)
+    return wrapped, {name: np.asarray(array.numpy()).reshape(array.shape) for name, array in arrays.items()}
+
+
+def same(one: Model, two: Model) -> bool:
+    return one.keys() == two.keys() and all(
+        one[name].dtype == two[name].dtype and np.array_equal(one[name], two[name]) for name in one
+    )
+
+
+# --- the same as in one process ---------------------------------------------------------------------------
+
+
+LOSSES = {(2, "train"): [4], (4, "upload"): [2], (5, "unmask"): [1], (6, "train"): [5]}
+
+
+def as_stages(plan: dict[tuple[int, str], list[int]]) -> dict[tuple[int, str], list[int]]:
+    return {(r, "join" if stage == "train" else stage): points for (r, stage), points in plan.items()}
+
+
+def test_the_model_is_the_one_of_the_federation_in_one_process(world: Consortium) -> None:
+    """Bit for bit, with members lost at every stage, who find their way back into the history."""
+    grid = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
+    wrapped, model = run(world, grid, 7)
+    expected = world.in_process(7, SEED, Losses(LOSSES))
+    assert same(model, expected.model)
+    assert [r.members for r in wrapped.reports] == [r.members for r in expected.reports]
+    assert [r.attempts for r in wrapped.reports] == [r.attempts for r in expected.reports] == [1, 1, 1, 2, 1, 1, 1]
+    assert [r.marked for r in wrapped.reports] == [r.marked for r in expected.reports]
+    assert wrapped.reports[-1].marked
+    assert [r.uploaded_bytes for r in wrapped.reports] == [r.uploaded_bytes for r in expected.reports]
+
+
+def test_evaluation_passes_and_metrics_say_what_a_round_cost(world: Consortium) -> None:
+    grid = LocalGrid(app_for(world.folder), 5)
+    wrapped = watermarked(fedavg(fraction_evaluate=1.0), world.path, seed=SEED)
+    seen: list[int] = []
+    result = wrapped.start(
+        grid=grid,
+        initial_arrays=records_of(world.model),
+        num_rounds=2,
+        evaluate_fn=lambda _, arrays: seen.append(arrays["steps"].numpy().dtype == np.int64),
+    )
+    assert seen == [True] * 3  # integer buffers stay what they are
+    metrics = result.train_metrics_clientapp[2]
+    # the members' own, weighted as FedAvg does it
+    assert metrics["moved"] == pytest.approx(sum(x * (100 + x) for x in range(1, 6)) / sum(range(101, 106)))
+    assert (metrics["quorumark-members"], metrics["quorumark-attempts"], metrics["quorumark-marked"]) == (5, 1, 0)
+    assert metrics["quorumark-messages"] == 15  # train, upload, unmask
+    assert {f"quorumark-seconds-{stage}" for stage in ("train", "upload", "unmask")} <= metrics.keys()
+    vectors = 5 * 8 * (world.layout.size + 100 + 80 + 40 + 100 + 12 + 5 + 9)  # the model, and the norms behind it
+    assert vectors < metrics["quorumark-bytes-up"] < 1.2 * vectors
+    assert result.evaluate_metrics_clientapp[2]["sum"] == pytest.approx(
+        sum(float(np.sum(a.numpy(), dtype=np.float64)) for a in result.arrays.values())
+    )
+
+
+def test_what_leaves_a_node_is_masked(world: Consortium) -> None:
+    """Neither a member's model nor its share is in any reply; without the mod the model would be."""
+    made: list[Model] = []
+
+    def spy(model: Model, data: float, seed: int, rate: float) -> Model:
+        made.append(train(model, data, seed, rate))
+        return made[-1]
+
+    grid = LocalGrid(app_for(world.folder, trained=spy), 5)
+    run(world, grid, 3)
+    home, unlock = world.home(1)
+    share = home.only_consortium().share(unlock).vector()
+    wanted = [share[:64].tobytes(), *(result["a.weight"].tobytes()[:256] for result in made)]
+    sent = [array.data for reply in grid.seen for r in reply.content.array_records.values() for array in r.values()]
+    sent += [
+        v for m in grid.seen for r in m.content.config_records.values() for v in r.values() if isinstance(v, bytes)
+    ]
+    assert len(made) == 15
+    assert not any(secret in content for secret in wanted for content in sent)
+    plain = Message(RecordDict({"arrays": records_of(made[0])}), 101, "train")
+    assert any(wanted[1] in array.data for array in plain.content["arrays"].values())
+
+
+# --- simulation -------------------------------------------------------------------------------------------
+
+
+def simulated(world: Consortium, rounds: int, losses: Losses) -> tuple[list[dict[str, Any]], Model]:
+    """The app on Ray, losing whom the federation in one process loses."""
+    pytest.importorskip("ray", reason="flwr's simulation is not installed")
+    everyone = range(1, world.count + 1)
+    plan = [
+        (round_no, "join" if stage == "train" else stage, sorted(losses.at(round_no, stage, 1, everyone)))
+        for round_no in range(1, rounds + 1)
+        for stage in ("train", "upload", "unmask")
+    ]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "RAY_DISABLE_IMPORT_WARNING": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.flower_simulation",
+        world.folder,
+        world.count,
+        rounds,
+        SEED,
+        json.dumps(plan),
+    ]
+    done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads((world.folder / "reports.json").read_text())
+    return reports, {name: np.array(t) for name, t in read_safetensors(world.folder / "out.safetensors").items()}
+
+
+def test_ten_simulated_nodes(tmp_path: Path) -> None:
+    world = Consortium.make(tmp_path, 10, 3)
+    losses = Losses({(2, "train"): [3], (3, "upload"): [7], (4, "unmask"): [1, 9]})
+    reports, model = simulated(world, 4, losses)
+    expected = world.in_process(4, SEED, losses)
+    assert same(model, expected.model)
+    assert [tuple(r["members"]) for r in reports] == [r.members for r in expected.reports]
+    assert [r["attempts"] for r in reports] == [1, 1, 2, 1]
+
+
+@pytest.mark.slow
+def test_a_hundred_simulated_nodes_that_drop_out_at_random(tmp_path: Path) -> None:
+    world = Consortium.deal(tmp_path, 100, 20)
+    losses = Losses(rates={"train": 0.03, "unmask": 0.03}, plan={(3, "upload"): [40, 41]}, seed=11)
+    reports, model = simulated(world, 4, losses)
+    expected = world.in_process(4, SEED, losses)
+    assert same(model, expected.model)
+    assert [tuple(r["members"]) for r in reports] == [r.members for r in expected.reports]
+    assert all(80 < len(r["members"]) < 100 for r in reports)
+
+
+# --- strategies -------------------------------------------------------------------------------------------
+
+
+class Careful(strategies.FedAvg):  # type: ignore[misc]
+    """A user's own, which changes nothing about the average."""
+
+    def summary(self) -> None: ...
+
+
+class Odd(strategies.FedAvg):  # type: ignore[misc]
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        return super().aggregate_train(server_round, replies)
+
+
+def test_strategies_that_need_single_updates_are_refused_with_the_reason(world: Consortium) -> None:
+    refused: dict[str, Any] = {
+        "chooses among single updates": strategies.Krum(num_malicious_nodes=1),
+        "median": strategies.FedMedian(),
+        "trimmed mean": strategies.FedTrimmedAvg(),
+        "own loss": strategies.QFedAvg(client_learning_rate=0.1),
+        "trees": strategies.FedXgbBagging(),
+        "next": strategies.FedXgbCyclic(),
+        "fixedclipping_mod": strategies.DifferentialPrivacyServerSideFixedClipping(fedavg(), 1.0, 1.0, 5),
+        "norm bit": strategies.DifferentialPrivacyClientSideAdaptiveClipping(fedavg(), 0.1, 50),
+        "linear=True": Odd(),
+    }
+    for reason, strategy in refused.items():
+        with pytest.raises(InputError, match=reason):
+            watermarked(strategy, world.path)
+    for kind in (strategies.Bulyan, strategies.MultiKrum):
+        with pytest.raises(InputError, match="chooses among single updates"):
+            watermarked(kind(num_malicious_nodes=1), world.path)
+    with pytest.raises(InputError, match="FedMedian"):  # inside a wrapper as well
+        watermarked(
+            strategies.DifferentialPrivacyClientSideFixedClipping(strategies.FedMedian(), 1.0, 1.0, 5), world.path
+        )
+    assert watermarked(Odd(), world.path, linear=True).strategy
+    assert watermarked(Careful(), world.path).strategy
+    assert watermarked(strategies.FedProx(proximal_mu=0.1), world.path).strategy
+
+
+OPTIMISERS = {
+    "FedAvgM": {"server_momentum": 0.5},
+    "FedAdam": {"eta": 0.01},
+    "FedYogi": {"eta": 0.01},
+    "FedAdagrad": {"eta": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_server_optimisers_work_with_the_average_and_the_mark(tmp_path: Path, name: str) -> None:
+    """What they get is the sum that FedAvg gets in the same round, to the bit; the history follows what they make."""
+    strength = {"rule": "relative", "c": "0.02", "alike": "mark"}
+    world = Consortium.make(tmp_path, strength=strength)
+    kind = getattr(strategies, name)
+    got: list[Model] = []
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            got.append({k: a.numpy() for k, a in replies[0].content["arrays"].items()})
+            return super().aggregate_train(server_round, replies)
+
+    inner = Watched(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, **OPTIMISERS[name])
+    wrapped, model = run(world, LocalGrid(app_for(tmp_path), 5), 4, inner, linear=True)
+    assert [r.given_up for r in wrapped.reports] == [""] * 4
+    assert [r.marked for r in wrapped.reports] == [False, False, True, True]
+    assert same({**got[0], "steps": world.model["steps"]}, world.in_process(1, SEED).model)
+    assert not same(model, world.in_process(4, SEED).model)
+    assert all(model[k].dtype == world.model[k].dtype for k in model)
+
+
+def test_clipping_at_the_members_and_noise_at_the_server(world: Consortium) -> None:
+    """DifferentialPrivacyClientSideFixedClipping: its mod clips before the mark's mod sees the model."""
+    from flwr.clientapp.mod import fixedclipping_mod
+
+    norm = 0.05
+    inner = strategies.DifferentialPrivacyClientSideFixedClipping(fedavg(), 0.0, norm, 5)
+    grid = LocalGrid(app_for(world.folder, mods=[fixedclipping_mod]), 5)
+    wrapped, model = run(world, grid, 1, inner)
+    assert wrapped.reports[0].members == (1, 2, 3, 4, 5)
+    moved = np.sqrt(sum(float(((model[n] - world.model[n]) ** 2).sum()) for n in model if n != "steps"))
+    plain = world.in_process(1, SEED).model
+    free = np.sqrt(sum(float(((plain[n] - world.model[n]) ** 2).sum()) for n in plain if n != "steps"))
+    assert moved <= norm * 1.001 < free
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_number_of_examples_that_is_not_the_manifests(world: Consortium) -> None:
+    grid = LocalGrid(app_for(world.folder, examples=lambda x: 90 if x == 2 else 100 + x), 5)
+    wrapped, model = run(world, grid, 1)
+    assert wrapped.reports[0].members == (1, 3, 4, 5)
+    assert "consortium amend --examples 2=90" in wrapped.reports[0].excluded[-102]
+    assert same(model, world.in_process(1, SEED, Losses({(1, "train"): [2]})).model)
+
+
+def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Consortium, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Consortium.make(tmp_path / "other")
+    (world.folder / "member-3").rename(world.folder / "kept")
+    (other.folder / "member-3").rename(world.folder / "member-3")
+    (world.folder / "member-3.key").rename(world.folder / "kept.key")
+    (other.folder / "member-3.key").rename(world.folder / "member-3.key")
+    grid = LocalGrid(app_for(world.folder), 5)
+    wrapped, _ = run(world, grid, 1)
+    assert wrapped.reports[0].members == (1, 2, 4, 5)
+    assert "consortium update" in wrapped.reports[0].excluded[-103]  # the wrong manifest
+    (world.folder / "member-3").rename(other.folder / "member-3")
+    (world.folder / "kept").rename(world.folder / "member-3")
+    (world.folder / "member-3.key").unlink()
+    (world.folder / "kept.key").rename(world.folder / "member-3.key")
+
+    home, _ = world.home(3)
+    share = home.only_consortium().share_path()
+    share.rename(tmp_path / "share")
+    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 1, after=1)
+    assert again.reports[0].members == (1, 2, 4, 5)
+    assert "no share" in again.reports[0].excluded[-103]
+    (tmp_path / "share").rename(share)
+
+    # a round that all had: the server's operator forgot `after`
+    stale, model = run(world, LocalGrid(app_for(world.folder), 5, run_id=9), 1)
+    assert "members are left" in stale.reports[0].given_up
+    assert all("round 1 is over" in reason for p, reason in stale.reports[0].excluded.items() if p != -103)
+    assert same(model, world.model)  # the last model stands
+
+
+def test_another_model_than_the_agreed_one(world: Consortium) -> None:
+    """The server's own check first; a server that passes it over is refused by every member."""
+    changed = {**initial(), "b.weight": np.zeros((41, 100), np.float32)}
+    wrapped = watermarked(fedavg(), world.path)
+    grid = LocalGrid(app_for(world.folder), 5)
+    with pytest.raises(Exception, match=r"does not fit the layout|must be F32 of shape"):
+        wrapped.start(grid=grid, initial_arrays=records_of(changed), num_rounds=1)
+    home, unlock = world.home(1)
+    assert world.manifest is not None
+    from quorumark.engine.server import RoundServer
+    from quorumark.layout import ModelLayout
+
+    offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="1").offer(world.model)
+    model = {MODEL + name: tensor for name, tensor in changed.items()}
+    with pytest.raises(Exception, match=r"b\.weight"):
+        MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
+    arrays["layout"] = np.frombuffer(ModelLayout.of(changed).to_bytes(), np.uint8)
+    with pytest.raises(RecordError, match="train the model that was agreed"):
+        MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
+
+
+def test_a_node_gives_a_plain_strategy_nothing(world: Consortium) -> None:
+    """With the mod in the app and no wrapper at the server the models would be sent as they are."""
+    grid = LocalGrid(app_for(world.folder), 5)
+    content = RecordDict({"arrays": records_of(world.model), "config": ConfigRecord({"server-round": 1})})
+    grid.send_and_receive([Message(content, 101, "train")])
+    reply = grid.seen[-1]
+    assert not reply.content.array_records
+    assert "quorumark.flower.watermarked" in reply.content["quorumark"]["refused"]
+
+
+def test_a_node_without_the_mod_and_a_stranger_are_left_out(world: Consortium) -> None:
+    from flwr.clientapp import ClientApp
+
+    bare = ClientApp()
+
+    @bare.train()  # type: ignore[untyped-decorator]
+    def step(message: Any, context: Any) -> Any:  # noqa: ARG001
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    grid = LocalGrid(app_for(world.folder), 6)  # the sixth has no home
+    grid.apps[102] = bare
+    wrapped, _ = run(world, grid, 1)
+    assert wrapped.reports[0].members == (1, 3, 4, 5)
+    assert "mods" in wrapped.reports[0].excluded[-102]
+    assert -106 in wrapped.reports[0].excluded
+
+
+def test_nobody_passes_for_another_member(world: Consortium) -> None:
+    """A node that shows another member's introduction and key is left out, and the member is not."""
+    app = app_for(world.folder)
+    grid = LocalGrid(app, 5)
+    copied: list[Any] = []
+
+    def thief(message: Any, context: Any) -> Any:
+        if copied:
+            return Message(copied[0], reply_to=message)
+        return app(message, context)
+
+    def honest(message: Any, context: Any) -> Any:
+        training = message.content["quorumark"]["stage"] == "train"
+        reply = app(message, context)
+        if training:
+            copied.append(reply.content)
+        return reply
+
+    grid.apps = {101: honest, 102: thief, 103: app, 104: app, 105: app}
+    wrapped = watermarked(
+        InOrder(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0), world.path, seed=SEED
+    )
+    wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1)
+    assert wrapped.reports[0].members == (1, 3, 4, 5)
+    assert "introduction of another node" in wrapped.reports[0].excluded[-102]
+
+
+class InOrder(strategies.FedAvg):  # type: ignore[misc]
+    """Sends to the nodes in their order, so that a test knows who comes first."""
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        messages = super().configure_train(server_round, arrays, config, grid)
+        return sorted(messages, key=lambda message: message.metadata.dst_node_id)
+
+
+def test_a_false_history_is_refused(world: Consortium) -> None:
+    """A server that tells a member another history of the same run than it has seen."""
+    from quorumark.engine.server import RoundServer
+
+    grid = LocalGrid(app_for(world.folder), 5)
+    run(world, grid, 2)
+    assert world.manifest is not None
+    liar = RoundServer(world.manifest, world.layout, world.model, run="7", after=2)
+    offer, arrays = liar.offer(world.model)
+    home, unlock = world.home(1)
+    model = {MODEL + name: tensor for name, tensor in world.model.items()}
+    with pytest.raises(RoundError, match="not the one that 'Hospital 1' has seen"):
+        MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
+    with pytest.raises(MessageError, match="lacks 'round'"):
+        MemberNode(home, unlock).handle("join", {"manifest": offer["manifest"]}, {})
+
+
+def test_without_a_memory_of_rounds_nobody_takes_part(world: Consortium) -> None:
+    home, unlock = world.home(1)
+    place = home.only_consortium()
+    memory = next((place.path / "rounds").glob("*/memory/rounds.sealed"))
+    memory.unlink()
+    wrapped, _ = run(world, LocalGrid(app_for(world.folder), 5), 1)
+    assert "quorumark member rounds --after" in wrapped.reports[0].excluded[-101]
+    create_memory(place, home.identity(unlock), 1)
+    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 1, after=1)
+    assert again.reports[0].members == (1, 2, 3, 4, 5)
+
+
+# --- runs that go on --------------------------------------------------------------------------------------
+
+
+def test_a_member_that_comes_late_is_given_the_anchor(world: Consortium) -> None:
+    plan = {(1, "train"): [5], (2, "train"): [5], (3, "train"): [5]}
+    grid = LocalGrid(app_for(world.folder, lost=as_stages(plan)), 5)
+    wrapped, model = run(world, grid, 5)
+    assert wrapped.reports[3].members == (1, 2, 3, 4, 5)
+    assert wrapped.reports[3].metrics["messages"] == 16  # one of them twice
+    assert same(model, world.in_process(5, SEED, Losses(plan)).model)
+
+
+def test_a_run_whose_server_died_goes_on(world: Consortium, tmp_path: Path) -> None:
+    grid = LocalGrid(app_for(world.folder), 5)
+    run(world, grid, 3, folder=tmp_path / "run")
+    later = LocalGrid(app_for(world.folder), 5, run_id=8)
+    wrapped, model = run(world, later, 6, folder=tmp_path / "run")
+    assert [r.round for r in wrapped.reports] == [4, 5, 6]
+    assert same(model, world.in_process(6, SEED).model)
+
+
+# --- the ceremony and verification ------------------------------------------------------------------------
+
+
+def allow(world: Consortium, x: int) -> None:
+    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 5}
+    write_private(world.home(x)[0].policy_path, canonical(policy))
+
+
+def test_a_key_is_made_a_model_trained_and_verified(tmp_path: Path) -> None:
+    """All of it over Flower's messages: three whose policies allow it prove that the model is theirs, two cannot."""
+    strength = {"rule": "rho", "rho": "0.25", "c_max": "0.25", "lr": "constant"}
+    world = Consortium.agree(tmp_path, strength=strength)
+    pinned = world.terms.digest().hex()
+    grid = LocalGrid(app_for(tmp_path, pinned=pinned), 5)
+    steps: list[str] = []
+    manifest = make_key(grid, world.terms, note=steps.append)
+    world.keep(manifest)
+    assert manifest.terms == world.terms
+    assert len({home.only_consortium().share(unlock).root() for home, unlock in map(world.home, range(1, 6))}) == 5
+    assert not list(tmp_path.glob("member-*/ceremonies/*"))
+    _, model = run(world, grid, 10)
+    suspect = tmp_path / "suspect.safetensors"
+    write_safetensors(model, suspect)
+    reference, anchor = Reference.read(world.path), tmp_path / "anchor.safetensors"
+    said: list[str] = []
+    allow(world, 1)
+    allow(world, 2)
+    with pytest.raises(EvidenceError, match="2 members answered, and 3 must"):
+        verify_model(grid, reference, suspect, anchor=anchor, note=said.append)
+    assert len([text for text in said if "nobody has approved" in text]) == 3
+    allow(world, 4)
+    certificate = verify_model(grid, reference, suspect, anchor=anchor)
+    assert certificate.finding.verdict == "PASSED"
+    assert {member.point for member in certificate.signers(manifest)} == {1, 2, 4}
+    check_certificate(certificate, reference.chain, suspect=suspect, reference=reference)
+    strange = tmp_path / "strange.safetensors"
+    write_safetensors(train(world.model, 0.05, 99, 1.0), strange)
+    assert verify_model(grid, reference, strange, anchor=anchor).finding.verdict == "FAILED"
+
+
+def test_terms_that_were_not_pinned_are_refused(tmp_path: Path) -> None:
+    world = Consortium.agree(tmp_path)
+    with pytest.raises(CeremonyError, match="has pinned no terms"):
+        make_key(LocalGrid(app_for(tmp_path), 5), world.terms, timeout=1)
+    with pytest.raises(CeremonyError, match="compare them"):
+        make_key(LocalGrid(app_for(tmp_path, pinned="00" * 32), 5), world.terms, timeout=1)
+    with pytest.raises(CeremonyError, match="needs all members, and Hospital 5"):
+        make_key(LocalGrid(app_for(tmp_path, pinned=world.terms.digest().hex()), 4), world.terms, timeout=1)
+
+
+def test_a_ceremony_goes_on_where_a_reply_was_lost(tmp_path: Path) -> None:
+    """A node that fails in the middle, once: its messages are asked for again."""
+    world = Consortium.agree(tmp_path)
+    app = app_for(tmp_path, pinned=world.terms.digest().hex())
+    grid = LocalGrid(app, 5)
+    calls = []
+
+    def shaky(message: Any, context: Any) -> Any:
+        calls.append(1)
+        reply = app(message, context)
+        if len(calls) == 4:
+            raise OSError("the reply got lost")
+        return reply
+
+    grid.apps[103] = shaky
+    with pytest.raises(CeremonyError, match="Hospital 3"):
+        make_key(grid, world.terms, timeout=1)
+
+
+# --- the signer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def signers(world: Consortium) -> Iterator[Path]:
+    """A process of another user in a deployment; a thread here."""
+    folder = world.folder / "sockets"
+    folder.mkdir()
+    servers = [SignerServer(MemberNode(*world.home(x)), folder / f"{x}.sock") for x in range(1, 6)]
+    threads = [threading.Thread(target=server.serve) for server in servers]
+    for thread in threads:
+        thread.start()
+    yield folder
+    for server, thread in zip(servers, threads, strict=True):
+        server.stop()
+        thread.join()
+    assert not list(folder.iterdir())
+
+
+def test_a_share_behind_a_socket(world: Consortium, signers: Path) -> None:
+    """The node's own process has neither home nor key; the model is the same."""
+    for x in range(1, 6):
+        assert (signers / f"{x}.sock").stat().st_mode & 0o777 == 0o660
+    grid = LocalGrid(
+        app_for(world.folder, find=lambda c: SignerClient(signers / f"{c.node_config['partition-id'] + 1}.sock")), 5
+    )
+    _, model = run(world, grid, 3)
+    assert same(model, world.in_process(3, SEED).model)
+    client = SignerClient(signers / "1.sock")
+    with pytest.raises(RoundError, match="there is no stage 'reveal'"):
+        client.handle("reveal", {}, {})
+    with pytest.raises(KeystoreError, match="quorumark member serve"):
+        SignerClient(signers / "none.sock").handle("join", {}, {})
+
+
+def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str]) -> None:
+    """`member rounds` once; `member serve` until it is told to stop."""
+    home, _ = world.home(1)
+    options = ["--home", str(home.path), "--key-file", str(world.folder / "member-1.key")]
+    command = [sys.executable, "-m", "quorumark", "member"]
+    again = subprocess.run(
+        [*command, "rounds", "--after", "3", *options], env=environment, capture_output=True, text=True
+    )
+    assert again.returncode == 2
+    assert "exists already" in again.stderr
+    path = world.folder / "s.sock"
+    serving = subprocess.Popen(
+        [*command, "serve", "--socket", str(path), *options], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert serving.stdout is not None
+        assert "Hospital 1 is served" in serving.stdout.readline()
+        with pytest.raises(RoundError, match="lacks 'manifest'"):
+            SignerClient(path).handle("join", {}, {})
+    finally:
+        serving.terminate()
+        assert serving.wait(20) == 0
+    assert not path.exists()
+
+
+# --- small things -----------------------------------------------------------------------------------------
+
+
+def test_messages_hold_vectors_as_arrays() -> None:
+    made = records({"round": 1, "head": b"x"}, {"vector": np.arange(5, dtype=np.uint64), "one": np.array(3)})
+    assert made["quorumark.arrays"]["vector"].numpy().dtype == np.uint64
+    assert made["quorumark.arrays"]["one"].shape == ()
+
+
+def test_a_reply_that_never_ends_holds_up_nobody(world: Consortium) -> None:
+    """Flower waits minutes for the rest of a reply whose node died while it sent it."""
+    released = threading.Event()
+
+    class Stuck(LocalGrid):
+        def pull_messages(self, names: Any) -> list[Any]:
+            if "3" in names:
+                released.wait(60)
+            return super().pull_messages(names)
+
+    grid = Stuck(app_for(world.folder), 5)
+    content = RecordDict({"arrays": records_of(world.model)})
+    began = time.monotonic()
+    replies = exchange(grid, [Message(content, node, "evaluate") for node in grid.apps], 1.0)
+    assert set(replies) == {101, 102, 104, 105}
+    assert time.monotonic() - began < 10
+    # a node that was silent before is waited for only a little longer than the others
+    began = time.monotonic()
+    grid = Stuck(app_for(world.folder), 5)
+    replies = exchange(grid, [Message(content, node, "evaluate") for node in grid.apps], 50.0, {103})
+    assert set(replies) == {101, 102, 104, 105}
+    assert time.monotonic() - began < 20
+    released.set()
+
+
+def test_a_node_config_names_the_member(world: Consortium) -> None:
+    from types import SimpleNamespace
+
+    from quorumark.flower.client import member_of
+
+    folder = str(world.folder)
+    home = {"quorumark-home": f"{folder}/member-1"}
+    named = SimpleNamespace(node_config={**home, "quorumark-key-file": f"{folder}/member-1.key"}, run_config={})
+    assert "member-1" in repr(member_of(named))
+    with pytest.raises(InputError, match="quorumark-key-file"):
+        member_of(SimpleNamespace(node_config=home, run_config={}))
+    with pytest.raises(InputError, match="quorumark-home"):
+        member_of(SimpleNamespace(node_config={}, run_config={}))
+    homes = SimpleNamespace(node_config={"partition-id": 1}, run_config={"quorumark-homes": folder})
+    assert "member-2" in repr(member_of(homes))
+    assert isinstance(
+        member_of(SimpleNamespace(node_config={"quorumark-socket": "/run/q.sock"}, run_config={})), SignerClient
+    )
+    pinned = MemberNode(Home(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
+    with pytest.raises(RecordError, match="its operator pinned"):
+        pinned.handle("unmask", {"request": b""}, {})

@@ -1,0 +1,57 @@
+"""The examples run as they stand: the quickstart app with its two changed lines, the hospitals in simulation."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
+pytest.importorskip("torch", reason="the extra 'demo' is not installed")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_changed_lines_are_the_ones_that_the_readmes_show() -> None:
+    for name, package in (("flower-quickstart", "quickstart"), ("flower-hospitals", "hospitals")):
+        readme = (ROOT / "examples" / name / "README.md").read_text()
+        diff = readme.split("```diff")[1].split("```")[0].splitlines()
+        added = [line[1:] for line in diff if line.startswith("+") and not line.startswith("+++")]
+        code = "".join((ROOT / "examples" / name / package / f).read_text() for f in ("client_app.py", "server_app.py"))
+        assert len(added) >= 4
+        for line in added:
+            first = line.partition("  #")[0].partition("(strategy, ")[0].strip()
+            assert first in code, line
+
+
+@pytest.mark.parametrize(("name", "package"), [("flower-quickstart", "quickstart"), ("flower-hospitals", "hospitals")])
+def test_the_apps_are_whole(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `flwr run` would load is there, with the mod in it."""
+    import tomllib
+
+    folder = ROOT / "examples" / name
+    monkeypatch.syspath_prepend(str(folder))
+    app = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    for component in app["components"].values():
+        module, _, attribute = component.partition(":")
+        assert hasattr(importlib.import_module(module), attribute)
+    from quorumark.flower import quorumark_mod
+
+    assert importlib.import_module(f"{package}.client_app").app._mods == [quorumark_mod]
+
+
+def test_the_quickstart_runs_in_simulation(tmp_path: Path) -> None:
+    """Three rounds with five nodes; `flwr run` would give it the same settings."""
+    pytest.importorskip("ray", reason="flwr's simulation is not installed")
+    path = f"{ROOT / 'src'}:{ROOT}:{ROOT / 'examples' / 'flower-quickstart'}"
+    environment = {**os.environ, "PYTHONPATH": path, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    command = [sys.executable, "-m", "tests.flower_quickstart"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-3000:]
+    assert said.count("quorumark: round") == 3, said[-3000:]
+    assert (tmp_path / "final_model.pt").exists()
