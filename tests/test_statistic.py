@@ -133,10 +133,10 @@ def test_the_canonical_form_is_the_oracles(
 
 
 def test_a_long_row_of_cut_weights_does_not_overflow() -> None:
-    """One row of 2^15 weights, half of them beyond the cut: ⟨ŵ, â⟩ and ‖â‖² are 2^48, and 2^16 times that no int64."""
+    """One row of 2^16 weights, half of them beyond the cut: ⟨ŵ, â⟩ is 2^48, ‖â‖² is 2^49, and 2^16 times that no int64."""
     rng = np.random.default_rng(1)
-    sizes = rng.permutation(np.repeat([1.0, 2.0**16], 1 << 14))
-    a, w = (np.float32(sizes * rng.choice([-1, 1], 1 << 15, p=(p, 1 - p))).reshape(1, 1, -1) for p in (0.1, 0.2))
+    sizes = rng.permutation(np.repeat([1.0, 2.0**16], 1 << 15))
+    a, w = (np.float32(sizes * rng.choice([-1, 1], 1 << 16, p=(p, 1 - p))).reshape(1, 1, -1) for p in (0.1, 0.2))
     assert _form({"w": w}, {"w": a}).x.tolist() == _oracle(w, a)
 
 
