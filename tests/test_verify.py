@@ -551,6 +551,8 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     assert (made.finding.verdict, ledger.known()) == ("PASSED", {query.x: "open"})
     assert [entry["kind"] for entry in ledger.entries] == ["answered"]
     _, more = world.answers(world.suspect, (4,), query)
+    _, again = world.answers(world.suspect, (1,), query)
+    assert again[0].history == {}  # what is asked is no earlier query
     signed = sign(*world.homes[0], Certificate.of(combine(world.manifest, query, [*partials, *more])))
     ledger = Ledger.open(world.homes[0][0].only_consortium(), world.manifest)
     assert ledger.known() == {query.x: "passed"}
