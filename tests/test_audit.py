@@ -38,6 +38,7 @@ from quorumark.verify import audit
 from quorumark.verify.audit import Challenge, KeyOpening, ShareOpening, burnt_by, check_audit, leaves_needed
 from quorumark.verify.evidence import Query, SuspectFile, vector_digest
 from quorumark.verify.null import z_text
+from quorumark.verify.reference import read_chain
 from tests.ceremony import NAMES, identities, make_terms
 from tests.test_dkg import Run
 from tests.test_reshare import Reshare
@@ -402,6 +403,13 @@ def test_an_audit_after_a_refresh_and_a_resharing(old: Consortium) -> None:
         assert share[place].astype("<u8").tobytes() not in b"".join(
             words.astype("<u8").tobytes() for words in KeyOpening.from_bytes(data).keys.values()
         )
+
+
+def test_an_earlier_manifest_is_read_from_the_folder_of_them(old: Consortium) -> None:
+    """A certificate of long ago is checked against the manifest of its time, which has the still earlier ones beside."""
+    folder = old.place(old.members[0]).path / "history"
+    found = sorted(len(read_chain(path)) for path in folder.iterdir())
+    assert found == list(range(1, len(old.chain)))
 
 
 def test_after_a_first_resharing_without_a_member(tmp_path: Path) -> None:

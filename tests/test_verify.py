@@ -29,6 +29,7 @@ from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.records import Manifest, anchor_digest
 from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.setup.local import deal_key
+from quorumark.shares import ShareInfo, ShareWriter
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
 from quorumark.verify.evidence import Finding, Partial, Query
@@ -337,6 +338,50 @@ def test_a_damaged_share_does_not_answer(tmp_path: Path) -> None:
     shutil.copy(world.homes[1][0].only_consortium().share_path(), place.share_path())
     with pytest.raises(KeystoreError):
         answer(home, world.homes[1][1], world.reference, world.suspect, query, approved=True)
+    # well sealed, but another member's; and one's own with another number in it
+    theirs = world.homes[1][0].only_consortium().share(world.homes[1][1])
+    theirs.copy_to(place.share_path(), unlock)
+    with pytest.raises(KeystoreError, match="belongs to another consortium, member or epoch"):
+        answer(home, unlock, world.reference, world.suspect, query, approved=True)
+    values = theirs.vector()
+    info = ShareInfo.under(world.manifest, 1, theirs.info.block)
+    with ShareWriter(place.share_path(), unlock, info, theirs.salt, theirs.others_salts) as writer:
+        writer.write(values)
+    with pytest.raises(KeystoreError, match="is not the share that the manifest's root commits to"):
+        answer(home, unlock, world.reference, world.suspect, query, approved=True)
+    assert not Ledger.open(place, world.manifest).entries
+
+
+def test_a_reference_of_another_consortium_is_not_the_members(world: World, tmp_path: Path) -> None:
+    stranger = make_world(tmp_path)
+    query = prepare(world.reference, world.suspect).query
+    with pytest.raises(EvidenceError, match="manifest in force is another one than the query's"):
+        answer(*stranger.homes[0], world.reference, world.suspect, query, approved=True)
+
+
+def test_the_largest_number_that_signs_can_give(world: World, asked: tuple[Query, list[Partial]]) -> None:
+    """|Y| ≤ Σ|x|: a liar who sets it to one more is noticed even among t."""
+    query, partials = asked
+    home, unlock = world.homes[2]
+    for sign_, more, fits in ((1, 0, True), (-1, 0, True), (1, 1, False), (-1, 1, False)):
+        wanted = sign_ * (query.norm1 + more) % P
+        value = _through({0: wanted, 1: partials[0].value, 2: partials[1].value}, 3)
+        third = answer_with(home.identity(unlock), world.manifest, query, value)
+        if fits:
+            assert combine(world.manifest, query, [*partials[:2], third]).value == str(sign_ * query.norm1)
+        else:
+            with pytest.raises(EvidenceError, match="no key can give the number"):
+                combine(world.manifest, query, [*partials[:2], third])
+
+
+def test_queries_that_contradict_themselves_are_refused(asked: tuple[Query, list[Partial]]) -> None:
+    for change, text in (
+        ({"covered": asked[0].carriers + 1}, "coverage must not exceed the carriers"),
+        ({"burnt": (2, 1)}, "burnt leaves must be whole numbers in order"),
+        ({"burnt": (1, 1)}, "burnt leaves must be whole numbers in order"),
+    ):
+        with pytest.raises(RecordError, match=text):
+            replace(asked[0], **change)  # type: ignore[arg-type]
 
 
 def test_an_anchor_or_a_layout_that_is_not_the_consortiums_is_refused(world: World, tmp_path: Path) -> None:
@@ -517,6 +562,8 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     assert (made.finding.verdict, ledger.known()) == ("PASSED", {query.x: "open"})
     assert [entry["kind"] for entry in ledger.entries] == ["answered"]
     _, more = world.answers(world.suspect, (4,), query)
+    _, again = world.answers(world.suspect, (1,), query)
+    assert again[0].history == {}  # what is asked is no earlier query
     signed = sign(*world.homes[0], Certificate.of(combine(world.manifest, query, [*partials, *more])))
     ledger = Ledger.open(world.homes[0][0].only_consortium(), world.manifest)
     assert ledger.known() == {query.x: "passed"}

@@ -144,7 +144,10 @@ class Certificate:
         from securesystemslib.signer import SSlibKey
 
         if self.finding.query.manifest != manifest.digest().hex():
-            raise RecordError("this certificate was made under another manifest than the one it is checked against")
+            raise RecordError(
+                "this certificate was made under another manifest than the one it is checked against: if that is an "
+                f"earlier one, name it, history/{self.finding.query.manifest[:16]}.json"
+            )
         members = {member.ed25519: member for member in manifest.terms.roster}
         envelope = self.envelope()
         for keyid, signature in envelope.signatures.items():

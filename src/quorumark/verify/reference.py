@@ -24,9 +24,13 @@ LAYOUT, ANCHOR, GROUPS = "layout.json", "anchor.safetensors", "groups.json"
 
 
 def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
-    """All manifests up to one in a file, the earlier ones from the folder `history` beside it; every link checked."""
+    """All manifests up to one in a file, the earlier ones from the folder `history` beside it; every link checked.
+
+    A manifest that lies in such a folder itself has the earlier ones beside it.
+    """
     path = Path(manifest)
-    return follow_back(Manifest.from_bytes(read_file(path, "a consortium's manifest")), path.parent / "history")
+    history = path.parent if path.resolve().parent.name == "history" else path.parent / "history"
+    return follow_back(Manifest.from_bytes(read_file(path, "a consortium's manifest")), history)
 
 
 @dataclass(frozen=True, eq=False)
