@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from quorumark.attacks import suite  # noqa: E402
+from quorumark.attacks import ATTACKS, suite  # noqa: E402
 from quorumark.layout import ModelLayout  # noqa: E402
 from quorumark.verify.graph import derive_groups  # noqa: E402
 from tests import lab  # noqa: E402
@@ -175,8 +175,8 @@ def test_plans_that_cannot_be_used(text: str, message: str, tmp_path: Path) -> N
 
 def test_plans_that_come_along() -> None:
     quick, paper = suite.read_plan("quick"), suite.read_plan("paper")
-    assert {name for job in quick.jobs for name, _ in job.steps} == set(suite.ATTACKS)
-    assert {name for job in paper.jobs for name, _ in job.steps} == set(suite.ATTACKS)
+    assert {name for job in quick.jobs for name, _ in job.steps} == set(ATTACKS)
+    assert {name for job in paper.jobs for name, _ in job.steps} == set(ATTACKS)
     assert len({job.key for job in paper.jobs}) == len(paper.jobs) > len(quick.jobs)
     with pytest.raises(InputError, match="must name code, model, manifest and members"):
         suite.read_subject(quick)
