@@ -89,7 +89,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     table.writerow(COLUMNS)
     for row in rows:
         zs = ["" if z is None else f"{z:.4f}" for z in (row.z, row.z_aligned)]
-        settings = json.dumps(dict(row.settings), sort_keys=True)
+        settings = json.dumps(dict(row.settings))
         table.writerow(
             [row.attack, row.budget, f"{row.accuracy:.6f}", *zs, f"{row.seconds:.3f}", row.seed, settings, row.examples,
              row.steps, row.surplus]
