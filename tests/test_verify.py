@@ -381,7 +381,7 @@ def test_queries_that_contradict_themselves_are_refused(asked: tuple[Query, list
         ({"burnt": (1, 1)}, "burnt leaves must be whole numbers in order"),
     ):
         with pytest.raises(RecordError, match=text):
-            replace(asked[0], **change)  # type: ignore[arg-type]
+            replace(asked[0], **change)
 
 
 def test_an_anchor_or_a_layout_that_is_not_the_consortiums_is_refused(world: World, tmp_path: Path) -> None:
