@@ -562,6 +562,15 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     assert {partial.history.get(signed.finding.query.x) for partial in partials} == {"passed", "open"}
 
 
+def test_who_signs_learns_of_the_queries_that_the_others_know(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    earlier, _ = world.answers(trained_from(anchor_model(), 41), (1,))
+    query, partials = world.answers(world.suspect, (1, 2, 3, 4))
+    sign(*world.homes[3], Certificate.of(combine(world.manifest, query, partials)))
+    ledger = Ledger.open(world.homes[3][0].only_consortium(), world.manifest)
+    assert ledger.known() == {query.x: "passed", earlier.x: "open"}
+
+
 def test_nobody_signs_that_its_own_partial_is_wrong(tmp_path: Path) -> None:
     """Two of five who conspire frame a third, whose share is as it should be (⌊(5 − 3)/2⌋ + 1 of them)."""
     world = make_world(tmp_path)
