@@ -406,7 +406,7 @@ def test_an_audit_after_a_refresh_and_a_resharing(old: Consortium) -> None:
 
 
 def test_an_earlier_manifest_is_read_from_the_folder_of_them(old: Consortium) -> None:
-    """A certificate of long ago is checked against the manifest of its time, with the earlier ones beside it."""
+    """An old certificate is checked against the manifest of its time, which has the still earlier ones beside it."""
     folder = old.place(old.members[0]).path / "history"
     found = sorted(len(read_chain(path)) for path in folder.iterdir())
     assert found == list(range(1, len(old.chain)))

@@ -573,6 +573,15 @@ def test_who_did_not_answer_does_not_sign(tmp_path: Path) -> None:
     assert {partial.history.get(signed.finding.query.x) for partial in partials} == {"passed", "open"}
 
 
+def test_who_signs_learns_of_the_queries_that_the_others_know(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    earlier, _ = world.answers(trained_from(anchor_model(), 41), (1,))
+    query, partials = world.answers(world.suspect, (1, 2, 3, 4))
+    sign(*world.homes[3], Certificate.of(combine(world.manifest, query, partials)))
+    ledger = Ledger.open(world.homes[3][0].only_consortium(), world.manifest)
+    assert ledger.known() == {query.x: "passed", earlier.x: "open"}
+
+
 def test_nobody_signs_that_its_own_partial_is_wrong(tmp_path: Path) -> None:
     """Two of five who conspire frame a third, whose share is as it should be (⌊(5 − 3)/2⌋ + 1 of them)."""
     world = make_world(tmp_path)
@@ -593,11 +602,16 @@ def test_nobody_signs_that_its_own_partial_is_wrong(tmp_path: Path) -> None:
 def test_the_budget_counts_what_all_members_know(world: World, asked: tuple[Query, list[Partial]]) -> None:
     """20,400 coordinates allow 16 queries; members who answered different ones know of more together."""
     query, partials = asked
-    made = []
-    for x in (1, 2, 3):
-        identity = world.homes[x - 1][0].identity(world.homes[x - 1][1])
-        history = {f"{x:02x}{i:02x}" * 16: "passed" for i in range(6)}
-        made.append(answer_with(identity, world.manifest, query, partials[x - 1].value, (), history))
-    with pytest.raises(EvidenceError, match="more than the 16 that the consortium may answer"):
-        combine(world.manifest, query, made)
-    assert combine(world.manifest, query, [*made[:2], partials[2]]).failed == 0
+
+    def knowing(*counts: int) -> list[Partial]:
+        made = []
+        for x, count in enumerate(counts, 1):
+            identity = world.homes[x - 1][0].identity(world.homes[x - 1][1])
+            history = {f"{x:02x}{i:02x}" * 16: "passed" for i in range(count)}
+            made.append(answer_with(identity, world.manifest, query, partials[x - 1].value, (), history))
+        return made
+
+    for counts in ((6, 6, 6), (6, 6, 4)):  # with this query 19 and 17
+        with pytest.raises(EvidenceError, match="more than the 16 that the consortium may answer"):
+            combine(world.manifest, query, knowing(*counts))
+    assert combine(world.manifest, query, knowing(6, 6, 3)).failed == 0
