@@ -103,6 +103,8 @@ def show(
         f"key {terms.key}, setup {terms.setup}, {terms.coordinates:,} coordinates, statistic {terms.statistic}"
     )
     console.print(f"terms    {terms.digest().hex()}\nlayout   {terms.layout}\nanchor   {terms.anchor}")
+    if "groups" in terms.policy:
+        console.print(f"groups   {terms.policy['groups']}")
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
     table = Table("point", "member", "examples", "signs with", "signed")

@@ -33,7 +33,7 @@ COLUMNS = (
 ORIGINAL = "none"
 _INK = "#010203"  # becomes the page's own colour of text
 _COLOURS = ("#888888", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")  # Okabe and Ito's
-_MARKERS = "osD^v<>PXphdH8+x1234"
+_MARKERS: tuple[Any, ...] = (*"osD^v<>PXphdH8", (4, 1, 45), (3, 0, 30), (6, 1, 0), (3, 1, 0))  # all can be hollow
 _DIALS = ("alpha", "fraction", "ratio", "scheme", "strength", "share", "octaves", "noise")
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 95 %, 1 to 9 degrees of freedom
 
@@ -182,7 +182,7 @@ def _pareto(figure: Any, original: Row, rows: Sequence[Row], threshold: float) -
     for row in tested:
         colour = colours[row.fraction]
         axes.plot(
-            row.best, 100 * row.accuracy, markers[row.attack], color=colour, markersize=5, linestyle="none",
+            row.best, 100 * row.accuracy, marker=markers[row.attack], color=colour, markersize=5, linestyle="none",
             markerfacecolor="none" if row.surplus else colour,
         )  # fmt: skip
     for budget in budgets:
@@ -193,13 +193,13 @@ def _pareto(figure: Any, original: Row, rows: Sequence[Row], threshold: float) -
     axes.plot(original.best, 100 * original.accuracy, "*", color="#D55E00", markersize=15, markeredgecolor=_INK)
     axes.set(xlabel="z, the larger of aligned and unaligned", ylabel="accuracy in %")
 
-    def key(marker: str, colour: str, label: str, **more: Any) -> Any:
-        return axes.plot([], [], marker, color=colour, label=label, **more)[0]
+    def key(colour: str, label: str, **more: Any) -> Any:
+        return axes.plot([], [], color=colour, label=label, **more)[0]
 
-    handles = [key("*", "#D55E00", "the original", markersize=11, markeredgecolor=_INK, linestyle="none")]
-    handles.append(key("--", _INK, f"threshold z* = {threshold:g}"))
-    handles += [key("-", colours[b], f"{100 * b:g} % of the data" if b else "no data") for b in budgets]
-    handles += [key(markers[n], _INK, n, markersize=5, linestyle="none") for n in names]
+    handles = [key("#D55E00", "the original", marker="*", markersize=11, markeredgecolor=_INK, linestyle="none")]
+    handles.append(key(_INK, f"threshold z* = {threshold:g}", linestyle="--"))
+    handles += [key(colours[b], f"{100 * b:g} % of the data" if b else "no data") for b in budgets]
+    handles += [key(_INK, n, marker=markers[n], markersize=5, linestyle="none") for n in names]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=7.5, labelcolor=_INK)
 
 
@@ -276,7 +276,8 @@ def _over(figure: Any, rows: Sequence[Row], dial: str, original: Row, threshold:
     right.set(xlabel=dial, ylabel="accuracy in %")
     low, high = right.get_ylim()
     if high - low < 10:  # a point more or less is not a cliff
-        right.set_ylim((low + high) / 2 - 5, (low + high) / 2 + 5)
+        low, high = (low + high) / 2 - 5, (low + high) / 2 + 5
+    right.set_ylim(low, min(high, 101))
     if len(lines) > 1 or any(row.z is not None for row in rows):
         left.legend(frameon=False, fontsize=7, labelcolor=_INK)
 
