@@ -233,3 +233,21 @@ def test_help_is_quick() -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules} & heavy))\n"
     )
     assert loaded.strip() == "[]"
+
+
+def test_what_members_use_in_earnest_does_not_reach_the_research_door(root: Path) -> None:
+    """Not even inside functions: z with a known key needs no ledger, and must never be a step away."""
+    modules = _modules(root)
+    start = [m for m in modules if m.startswith(("quorumark.verify", "quorumark.flower", "quorumark.engine"))]
+    seen: set[str] = set()
+    waiting = [*start, "quorumark.cli.verify", "quorumark.cli.audit", "quorumark.cli.member", "quorumark.cli.share"]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for name, _ in _imports(modules[module]):
+            waiting += [m for m in (name, name.rpartition(".")[0]) if m in modules and m != "quorumark"]
+    assert "quorumark.verify.coalition" in seen
+    assert "quorumark.records" in seen
+    assert not {m for m in seen if m.startswith(("quorumark.research", "quorumark.lab", "quorumark.attacks"))}
