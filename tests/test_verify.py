@@ -470,6 +470,20 @@ def test_a_low_z_of_half_a_model_is_inconclusive(tmp_path: Path) -> None:
     finding = combine(world.manifest, query, partials)
     assert finding.verdict == "INCONCLUSIVE"
     assert any("but only 52.9 % of the carrying weights were found" in reason for reason in finding.reasons)
+    with pytest.raises(InconclusiveError, match="9,600 of 20,400 carrying weights were found"):  # 47.1 %
+        prepare(world.reference, {"fc.weight": trained_from(anchor_model(), 8)["fc.weight"]})
+    for covered, verdict in ((18_360, "FAILED"), (18_359, "INCONCLUSIVE")):  # 90 %, and one less
+        asked = replace(query, covered=covered)
+        zeros = [answer_with(home.identity(unlock), world.manifest, asked, 0) for home, unlock in world.homes]
+        assert combine(world.manifest, asked, zeros).verdict == verdict
+
+
+def test_a_query_by_another_statistic_or_size_is_not_combined(world: World, asked: tuple[Query, list[Partial]]) -> None:
+    for change in ({"statistic": "global-cosine/v1"}, {"coordinates": 5}):
+        query = replace(asked[0], **change)  # type: ignore[arg-type]
+        partials = [answer_with(home.identity(unlock), world.manifest, query, 0) for home, unlock in world.homes]
+        with pytest.raises(EvidenceError, match="the query is not by the agreed statistic"):
+            combine(world.manifest, query, partials)
 
 
 # --- the certificate --------------------------------------------------------------------------------------

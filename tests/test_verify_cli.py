@@ -87,6 +87,7 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
     done = desk(*check, "--suspect", suspect, "--report", desk.path("report.html"))
     assert done.stdout.startswith("PASSED: z = ")
     assert done.stdout.count("checked: ") == 5
+    assert "NOT checked" not in done.stdout
     assert "This model carries the mark of" in Path(desk.path("report.html")).read_text()
     # without the suspect less can be said, and is
     assert desk(*check).stdout.count("NOT checked: ") == 2
