@@ -34,6 +34,7 @@ _PASSES = 3  # over rows, then columns
 _MIDDLE = 25  # the mean of |x| that 8 bits are scaled to: for a normal shape the cut at 127 is four deviations
 _KEPT = 1 << 25  # a tensor of up to so many weights is held in memory while it is worked on
 _BLOCK = 1 << 22
+_WIDEST = 1 << 29  # sums over a row then fit 63 bits
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
 
@@ -169,6 +170,8 @@ def _balanced_anchor(
     """One tensor: rows × columns × taps (output channels, input channels, places of the kernel)."""
     rows, columns, taps = spec.shape[0], spec.shape[1], prod(spec.shape[2:])
     width = columns * taps
+    if width >= _WIDEST:
+        raise InputError(f"tensor {spec.name!r}", f"must have rows of fewer than {_WIDEST} weights", width)
     ours, theirs = _reader(suspect, name, spec.size), _reader(anchor, spec.name, spec.size)
     scales = [_scales(blocks, rows, columns, taps) for blocks in (ours, theirs)]
 
