@@ -50,8 +50,8 @@ def put_back(marked: lab.Run, weights: dict[str, Any]) -> dict[str, Any]:
 # --- permuted and rescaled --------------------------------------------------------------------------------
 
 
-# training one of each takes minutes: the first three stand for all in `make test`
-EVERY = [pytest.param(name, marks=() if name in ("cnn", "resnet", "gpt2") else pytest.mark.slow) for name in lab.MODELS]
+# training one of each takes minutes: two stand for all in `make test`
+EVERY = [pytest.param(name, marks=() if name in ("cnn", "gpt2") else pytest.mark.slow) for name in lab.MODELS]
 
 
 @pytest.mark.parametrize("name", EVERY)
