@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow flower-test deploy-test check format bench bench-secagg setup clean
+.PHONY: demo test research-test test-slow flower-test deploy-test check format bench bench-secagg setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not research"
+
+# alignment, attacks and the lab: they train models
+research-test: setup
+	$(BIN)/python -m pytest -m "research and not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not deploy"

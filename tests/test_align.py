@@ -31,6 +31,8 @@ from tests import lab  # noqa: E402
 SEED = 9
 DISGUISE: list[tuple[str, dict[str, Any]]] = [("permutation", {}), ("rescaling", {})]
 
+pytestmark = pytest.mark.research
+
 
 def needs(name: str) -> None:
     if name in lab.LANGUAGE:

@@ -18,6 +18,8 @@ from tests import lab  # noqa: E402
 
 MEMBERS = 5
 
+pytestmark = pytest.mark.research
+
 
 @pytest.fixture(scope="module")
 def marked() -> lab.Run:

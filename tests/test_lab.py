@@ -30,6 +30,8 @@ from quorumark.lab.known_key import KnownKey, null_scores, z_scores  # noqa: E40
 from quorumark.lab.loop import Run  # noqa: E402
 from quorumark.lab.mark import Mark, axis_norms, square_sum, weighted_sum  # noqa: E402
 
+pytestmark = pytest.mark.research
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
@@ -643,12 +645,6 @@ def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> 
     (results / "forged.json").write_text("{}")
     with pytest.raises(RecordError, match="named after"):
         CliRunner().invoke(app, words, catch_exceptions=False)
-
-
-def test_the_page_in_docs_is_what_the_results_say(root: Path) -> None:
-    words = ["lab", "table", "--check", "--results", str(root / "results"), "--out", str(root / "docs" / "results.md")]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.exception
 
 
 def test_only_chooses_runs_and_their_order(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from quorumark.cli import app
 
 
 def test_every_direct_dependency_is_pinned(root: Path) -> None:
@@ -96,3 +99,9 @@ def test_no_traces_of_the_machine(root: Path) -> None:
         if path.is_file() and path.suffix not in {".png"}:
             text = path.read_text(encoding="utf-8")
             assert not re.search(r"/(root|home|work|tmp)/[a-z]", text), name
+
+
+def test_the_page_of_results_is_what_the_results_say(root: Path) -> None:
+    words = ["lab", "table", "--check", "--results", str(root / "results"), "--out", str(root / "docs" / "results.md")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.exception

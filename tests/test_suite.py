@@ -68,6 +68,8 @@ name = "averaging"
 share = 0.5
 """
 
+pytestmark = pytest.mark.research
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
