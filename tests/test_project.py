@@ -105,3 +105,11 @@ def test_the_page_of_results_is_what_the_results_say(root: Path) -> None:
     words = ["lab", "table", "--check", "--results", str(root / "results"), "--out", str(root / "docs" / "results.md")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.exception
+
+
+def test_the_readmes_figures_of_verification_are_the_measured_ones(root: Path) -> None:
+    rows = {(r["name"], r["threads"]): r for r in json.loads((root / "benchmarks/results/verify.json").read_text())}
+    text = " ".join((root / "README.md").read_text().split())
+    assert f"inner product takes {rows['inner product', 1]['ratio']:.2f} of a copy of its share" in text
+    assert f"canonical form {rows['canonical form', 2]['seconds']:.2f} s on two cores" in text
+    assert f"`verify partial` {rows['verify partial, the whole command', 2]['seconds']:.1f} s" in text
