@@ -149,7 +149,7 @@ def test_the_paper_statistics_are_scaled_by_the_weight_in_the_middle() -> None:
         w: Tensors = {"w": np.array([weights], np.float32)}
         form = _form(w, w, statistic="global-cosine/v1")
         assert form.x.tolist() == [1024 * v // unit for v in weights]
-    w = {"w": np.float32([[1, 1, 1, 3e4, -1e30]])}  # what is beyond is cut
+    w = {"w": np.array([[1, 1, 1, 3e4, -1e30]], np.float32)}  # what is beyond is cut
     assert _form(w, w, statistic="global-cosine/v1").x.tolist() == [1024, 1024, 1024, 1 << 24, -(1 << 24)]
 
 

@@ -480,7 +480,7 @@ def test_a_low_z_of_half_a_model_is_inconclusive(tmp_path: Path) -> None:
 
 def test_a_query_by_another_statistic_or_size_is_not_combined(world: World, asked: tuple[Query, list[Partial]]) -> None:
     for change in ({"statistic": "global-cosine/v1"}, {"coordinates": 5}):
-        query = replace(asked[0], **change)  # type: ignore[arg-type]
+        query = replace(asked[0], **change)
         partials = [answer_with(home.identity(unlock), world.manifest, query, 0) for home, unlock in world.homes]
         with pytest.raises(EvidenceError, match="the query is not by the agreed statistic"):
             combine(world.manifest, query, partials)
