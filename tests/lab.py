@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +17,9 @@ from quorumark.attacks import Target
 from quorumark.codec import decode
 from quorumark.embed import MarkState, Strength, ideal_mark
 from quorumark.layout import ModelLayout
+from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.verify.align import Alignment, Groups, align
 from quorumark.verify.graph import derive_groups
-from quorumark.verify.statistic import canonical_form
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]
@@ -258,8 +258,12 @@ class Run:
     own: list[list[NDArray[Any]]]
 
     @property
-    def anchor(self) -> Memory:
-        return Memory(self.checkpoints[0])
+    def anchor(self) -> TensorsInMemory:
+        return TensorsInMemory(self.checkpoints[0])
+
+    @property
+    def known(self) -> KnownKey:
+        return KnownKey(self.key.astype(np.int8), self.layout, self.anchor)
 
     @property
     def released(self) -> State:
@@ -275,33 +279,15 @@ class Run:
 
     def z(self, weights: Mapping[str, Any]) -> float:
         """z of a model as it lies there."""
-        return z_of(self.layout, Memory(weights), self.anchor, self.key)
+        return self.known.z(weights)
 
-    def align(self, weights: Mapping[str, Any], reference: Memory | None = None) -> Alignment:
-        return align(Memory(weights), reference or self.anchor, self.layout, self.groups)
+    def align(self, weights: Mapping[str, Any], reference: TensorsInMemory | None = None) -> Alignment:
+        return align(TensorsInMemory(weights), reference or self.anchor, self.layout, self.groups)
 
-    def z_aligned(self, weights: Mapping[str, Any], reference: Memory | None = None) -> float:
+    def z_aligned(self, weights: Mapping[str, Any], reference: TensorsInMemory | None = None) -> float:
         """z after alignment: to the anchor, or to what must not be used."""
         found = self.align(weights, reference)
-        return z_of(self.layout, found.model(Memory(weights)), self.anchor, self.key)
-
-
-class Memory:
-    """A model in memory, read in blocks."""
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self.tensors = {n: t.detach().numpy() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
-
-    def blocks(self, name: str, limit: int = 1 << 22) -> Iterator[tuple[int, NDArray[Any]]]:
-        values = self.tensors[name].reshape(self.tensors[name].shape or (1,))
-        step = max(1, limit // max(1, values[0].size))
-        for begin in range(0, len(values), step):
-            yield begin, values[begin : begin + step]
-
-
-def z_of(layout: ModelLayout, suspect: Any, anchor: Memory, key: NDArray[np.int64]) -> float:
-    found = canonical_form("balanced-anchor/v1", layout, suspect, anchor)
-    return float(int(found.x.astype(np.int64) @ key) / np.sqrt(float(found.norm2)))
+        return self.known.z(found.model(TensorsInMemory(weights)))
 
 
 @cache

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from quorumark import field
 from quorumark.errors import InconclusiveError, InputError, LayoutError, RecordError
 from quorumark.layout import ModelLayout
+from quorumark.research import TensorsInMemory
 from quorumark.verify.align import Group, Groups, Slot, align, assign
 from quorumark.verify.statistic import canonical_form
 
@@ -106,7 +107,7 @@ def test_removed_channels_are_missed_and_the_rest_is_found(name: str) -> None:
     assert removed
     assert all(matched == theirs for _, theirs, matched in found.sizes)
     assert marked.z_aligned(smaller) >= 6
-    aligned = found.model(lab.Memory(smaller))
+    aligned = found.model(TensorsInMemory(smaller))
     for spec, _ in marked.layout.spans("carrier"):
         values = aligned.tensor(spec.name)
         assert values.shape == spec.shape
@@ -144,14 +145,14 @@ def test_sizes_that_fit_no_number_of_channels_are_inconclusive() -> None:
     with pytest.raises(InconclusiveError, match="more than 8 times as many channels"):
         marked.align(damaged)
     with pytest.raises(InconclusiveError, match="none of the tensors"):
-        align(lab.Memory(marked.released), marked.anchor, marked.layout, marked.groups, names={})
+        align(TensorsInMemory(marked.released), marked.anchor, marked.layout, marked.groups, names={})
 
 
 def test_missing_tensors_and_other_names_are_no_obstacle() -> None:
     marked = lab.marked("cnn")
     disguised = chain(marked.target(), DISGUISE, seed=SEED).weights
     names = {name: f"model.{name}" for name in disguised if name != "8.weight"}
-    suspect = lab.Memory({f"model.{name}": tensor for name, tensor in disguised.items()})
+    suspect = TensorsInMemory({f"model.{name}": tensor for name, tensor in disguised.items()})
     found = align(suspect, marked.anchor, marked.layout, marked.groups, names)
     carriers = {spec.name: spec.name for spec, _ in marked.layout.spans("carrier") if spec.name in names}
     x = canonical_form("balanced-anchor/v1", marked.layout, found.model(suspect, names), marked.anchor, carriers)
@@ -196,7 +197,7 @@ def test_no_innocent_model_is_accused() -> None:
 def test_the_released_model_must_not_be_the_reference(name: str) -> None:
     """Matched to it instead, innocent models look marked: the permutation is chosen to agree with the key."""
     marked = lab.marked(name)
-    released = lab.Memory(marked.released)
+    released = TensorsInMemory(marked.released)
     innocent = others(marked, 10)
     right = [marked.z_aligned(w) for w in innocent]
     wrong = [marked.z_aligned(w, released) for w in innocent]
@@ -240,7 +241,7 @@ def test_the_assignment_is_pinned() -> None:
     anchor, groups = two_layers()
     layout = ModelLayout.of(anchor)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
-    found = align(lab.Memory(suspect), lab.Memory(anchor), layout, groups)
+    found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
     assert groups.digest() == "e2b700e06a9f122349b46636247c7a4dc441f975111fc50e72f450ae26e67c66"
     assert found.digest() == "d78011729db03f45789161b31035246d3cd9a2dfef3d94af00ef5bd13bb5d95f"
     assert found.stable
@@ -253,7 +254,9 @@ def test_ties_are_broken_alike() -> None:
     suspect = {name: tensor.copy() for name, tensor in anchor.items()}
     suspect["a.weight"][10:30] = 0
     suspect["b.weight"][:, 40:120] = 0
-    places = [align(lab.Memory(suspect), lab.Memory(anchor), layout, groups).places["a.weight", 0] for _ in range(2)]
+    places = [
+        align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups).places["a.weight", 0] for _ in range(2)
+    ]
     assert np.array_equal(places[0], places[1])
     alive = np.r_[0:10, 30:40]
     assert np.array_equal(places[0][alive], alive)
@@ -331,10 +334,10 @@ def test_what_lies_behind_a_part_that_shrank_or_grew_is_found() -> None:
         ),
         "d": np.concatenate([anchor["d"][:2], anchor["d"][2:22][some], anchor["d"][22:][some]]),
     }
-    found = align(lab.Memory(suspect), lab.Memory(anchor), layout, groups)
+    found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
     assert found.sizes == ((20, 15, 15), (16, 18, 16))
     assert found.surplus == 2
-    aligned = found.model(lab.Memory(suspect))
+    aligned = found.model(TensorsInMemory(suspect))
     assert np.array_equal(aligned.tensor("b"), anchor["b"])
     gone = np.setdiff1d(np.arange(20), some)
     expected = {name: tensor.copy() for name, tensor in anchor.items()}
@@ -394,7 +397,7 @@ def test_resnet_18_has_twelve_groups_and_is_matched_in_time() -> None:
     groups = derive_groups(model, torch.randn(1, 3, 32, 32))
     assert len(groups.groups) == 12
     layout = ModelLayout.of(model)
-    anchor = lab.Memory(model.state_dict())
+    anchor = TensorsInMemory(model.state_dict())
     rng = np.random.default_rng(1)
     suspect = {
         n: (t + 0.5 * t.std() * torch.randn(t.shape) if t.dim() > 1 else t) for n, t in model.state_dict().items()
@@ -405,10 +408,10 @@ def test_resnet_18_has_twelve_groups_and_is_matched_in_time() -> None:
         suspect[name] = suspect[name].index_select(axis, torch.from_numpy(order))
     unrelated = lab.ResNet(64, 3).state_dict()
     started = time.perf_counter()
-    found = align(lab.Memory(suspect), anchor, layout, groups)
+    found = align(TensorsInMemory(suspect), anchor, layout, groups)
     for where, order in places.items():
         assert np.array_equal(found.places[where], np.argsort(order))
-    align(lab.Memory(unrelated), anchor, layout, groups)
+    align(TensorsInMemory(unrelated), anchor, layout, groups)
     assert time.perf_counter() - started < 40  # 20 s each on two cores; measured: 2 s and 3 s on idle ones
 
 

@@ -22,13 +22,14 @@ from quorumark.errors import InputError, RecordError
 from quorumark.lab import data
 from quorumark.lab.config import Settings, configurations, read
 from quorumark.layout import ModelLayout, read_safetensors
+from quorumark.research import SeededKey
 
 torch = pytest.importorskip("torch")
 from quorumark.lab import augment, models  # noqa: E402
 from quorumark.lab.fleet import Fleet  # noqa: E402
-from quorumark.lab.known_key import KnownKey, null_scores, z_scores  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
 from quorumark.lab.mark import Mark, axis_norms, square_sum, weighted_sum  # noqa: E402
+from quorumark.lab.scores import null_scores, z_scores  # noqa: E402
 
 pytestmark = pytest.mark.research
 
@@ -364,7 +365,7 @@ def test_the_ideal_mark_is_embed_s_bit_for_bit(settings: dict[str, str]) -> None
     module = models.make("resnet18-tiny", 10, 3, 16, 0)
     layout, rng = ModelLayout.of(module), np.random.default_rng(0)
     model = layout.flatten(module)
-    key, shares = KnownKey(layout.coordinates, 0), [Fraction(3, 7), Fraction(4, 7)]
+    key, shares = SeededKey(layout.coordinates, 0), [Fraction(3, 7), Fraction(4, 7)]
     mark = Mark(settings, layout, torch.from_numpy(model.copy()), [key], "cpu")
     strength = embed.Strength.of(settings, layout.coordinates)
     state = embed.MarkState(strength, layout, "rademacher", codec.encode(model))
@@ -405,11 +406,11 @@ def _advanced(
 
 
 def test_a_known_key_is_the_same_everywhere_and_hidden() -> None:
-    key = KnownKey(1001, 7)
+    key = SeededKey(1001, 7)
     assert np.array_equal(key.numpy(), key.signs("cpu").numpy())
     assert abs(int(key.numpy().astype(int).sum())) < 160  # five deviations
-    assert not np.array_equal(key.numpy(), KnownKey(1001, 7, 1).numpy())
-    assert np.array_equal(KnownKey.of_signs(key.numpy()).numpy(), key.numpy())
+    assert not np.array_equal(key.numpy(), SeededKey(1001, 7, 1).numpy())
+    assert np.array_equal(SeededKey.of_signs(key.numpy()).numpy(), key.numpy())
     assert "hidden" in repr(key)
 
 
@@ -417,10 +418,10 @@ def test_z_finds_the_key_that_was_embedded_and_no_other() -> None:
     module = models.make("resnet18-tiny", 10, 3, 16, 0)
     layout = ModelLayout.of(module)
     start = layout.flatten(module)
-    key = KnownKey(layout.coordinates, 0)
+    key = SeededKey(layout.coordinates, 0)
     end = start + np.float32(0.01) * np.random.default_rng(0).standard_normal(start.size, np.float32)
     end[: layout.coordinates] += np.float32(0.001) * key.numpy()
-    found = z_scores(layout, end, start, {"right": key, "wrong": KnownKey(layout.coordinates, 1)})
+    found = z_scores(layout, end, start, {"right": key, "wrong": SeededKey(layout.coordinates, 1)})
     balanced = found["balanced-anchor/v1"]
     assert balanced["right"] > 20  # about 0.1·√d = 42
     for each in found.values():
@@ -526,7 +527,7 @@ def test_the_mark_on_a_gpu_is_the_same_bits(settings: dict[str, str]) -> None:
     module = models.make("resnet18-tiny", 10, 3, 16, 0)
     layout, shares = ModelLayout.of(module), [Fraction(3, 7), Fraction(4, 7)]
     model = torch.from_numpy(layout.flatten(module))
-    key = KnownKey(layout.coordinates, 0)
+    key = SeededKey(layout.coordinates, 0)
     marks = {device: Mark(settings, layout, model.to(device), [key], device) for device in ("cpu", "cuda")}
     generator = torch.Generator().manual_seed(0)
     for number in range(1, 6):

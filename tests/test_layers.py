@@ -12,6 +12,7 @@ import pytest
 # From the ground up. A module may import only modules on earlier lines (and its own package).
 ORDER = [
     "quorumark.errors",
+    "quorumark.checks",
     "quorumark.field",
     "quorumark.shamir",
     "quorumark.codec",
@@ -82,7 +83,8 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.lab.augment",
         "quorumark.lab.data",
         "quorumark.lab.fleet",
-        "quorumark.lab.known_key",
+        "quorumark.lab.scores",
+        "quorumark.research",
         "quorumark.lab.loop",
         "quorumark.lab.mark",
         "quorumark.lab.masked",

@@ -17,7 +17,7 @@ from scipy import special, stats
 
 from quorumark.errors import InputError
 from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.research import KnownKey, TensorsInMemory, random_key
+from quorumark.research import KnownKey, SeededKey, TensorsInMemory
 from quorumark.training import torch_train
 from quorumark.verify import null
 from quorumark.verify.calibration import Calibration, calibrate
@@ -158,7 +158,7 @@ def test_20_models_that_others_trained_are_not_accused(
 ) -> None:
     """With one key. Seeded; for a random key one of 20 independent z exceeds 4 once in 1,500 runs."""
     layout = ModelLayout.of(trained[0])
-    known = KnownKey(random_key(layout.coordinates, 2026), layout, TensorsInMemory(trained[0]))
+    known = KnownKey(SeededKey(layout.coordinates, 2026).numpy(), layout, TensorsInMemory(trained[0]))
     values = [known.z(model) for model in trained[1]]
     assert max(values) < 4
     assert abs(np.mean(values)) < 4 / math.sqrt(len(values))

@@ -19,7 +19,7 @@ from quorumark import field
 from quorumark.errors import InputError
 from quorumark.field import P
 from quorumark.layout import ModelLayout
-from quorumark.research import KnownKey, TensorsInMemory, random_key
+from quorumark.research import KnownKey, SeededKey, TensorsInMemory
 from quorumark.verify import _kernels
 from quorumark.verify.statistic import STATISTICS, Canonical, canonical_form, inner_product, vector_digest
 
@@ -230,7 +230,7 @@ def test_a_sample_is_a_part_of_the_whole(statistic: str) -> None:
 def _marked(seed: int = 1, strength: float = 0.3) -> tuple[Tensors, KnownKey]:
     model, anchor = _pair(seed, rows=100, columns=50)
     layout = ModelLayout.of(anchor)
-    key = random_key(layout.coordinates, seed)
+    key = SeededKey(layout.coordinates, seed).numpy()
     for spec, place in layout.spans("carrier"):
         moved = (model[spec.name] - anchor[spec.name]).std()
         model[spec.name] = model[spec.name] + (strength * moved * key[place]).reshape(spec.shape).astype(np.float32)
@@ -367,3 +367,19 @@ def test_an_unknown_statistic_is_refused() -> None:
     model, anchor = _pair()
     with pytest.raises(InputError, match=r"statistic must be one of balanced-anchor/v1"):
         _form(model, anchor, "balanced-anchor/v9")
+
+
+def test_models_that_come_in_different_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small tensor is put together first; a large one is refused rather than paired with other rows."""
+
+    class Rowwise(TensorsInMemory):
+        def blocks(self, name: str, limit: int = 1 << 22) -> Iterator[tuple[int, NDArray[Any]]]:
+            yield from super().blocks(name, min(limit, 1))
+
+    model, anchor = _pair()
+    layout = ModelLayout.of(anchor)
+    found = canonical_form(BALANCED, layout, Rowwise(model), TensorsInMemory(anchor))
+    assert found.digest == _form(model, anchor).digest
+    monkeypatch.setattr("quorumark.verify.statistic._KEPT", 100)
+    with pytest.raises(InputError, match="must come in the same blocks of 'conv'"):
+        canonical_form(BALANCED, layout, Rowwise(model), TensorsInMemory(anchor))

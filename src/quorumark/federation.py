@@ -458,12 +458,12 @@ class Federation:
         try:
             self._run(round_no, report)
         except (RoundError, EncodingError) as error:
-            report.given_up = _without_values(error)
+            report.given_up = without_values(error)
             for member in self.members.values():
                 member.give_up()
         self.round_no = round_no
         if self._evaluate is not None:
-            with _timed(report, "evaluate"):
+            with timed(report, "evaluate"):
                 report.metrics = {name: float(value) for name, value in self._evaluate(self.model).items()}
         self.reports.append(report)
         if self._folder is not None:
@@ -483,7 +483,7 @@ class Federation:
         rounded = self.layout.flatten(self.layout.unflatten(vector, self._like))
         encoded = codec.encode(rounded, name="the opened sum")
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
-        with _timed(report, "strength"):
+        with timed(report, "strength"):
             self.history.accept(round_no, encoded, embedded, norms)
             for member in self.members.values():
                 member.accept(round_no, encoded, embedded, norms)
@@ -498,14 +498,14 @@ class Federation:
         lost = self._losses.at(round_no, "train", 1, here)
         report.lost["train"] = tuple(sorted(lost))
         failed: Exception | None = None
-        with _timed(report, "train"):
+        with timed(report, "train"):
             for x in here:
                 if x in lost:
                     continue
                 try:
                     self.members[x].train(self.model, round_no, self._seed_for(round_no, x))
                 except QuorumarkError as error:
-                    report.excluded[x] = _without_values(error)
+                    report.excluded[x] = without_values(error)
                 except Exception as error:  # noqa: BLE001 - a member's own code: it is out, the others go on
                     report.excluded[x] = f"its training failed: {type(error).__name__}: {error}"
                     failed = error
@@ -518,7 +518,7 @@ class Federation:
         if not self.marks:
             return None
         if self.history.strength.rule != "paper":
-            with _timed(report, "strength"):
+            with timed(report, "strength"):
                 return self.history.amplitudes(round_no)
         length = self.members[next(iter(self.members))].scale_length()
         total, members = self._sum(round_no, taking_part, None, "scale", length, report)
@@ -536,7 +536,7 @@ class Federation:
     ) -> tuple[Vector, tuple[int, ...]]:
         """One secure sum, with all its attempts; the sum and the members in it."""
         server = SecAggServer(self.group, round_no, self.history.binding(round_no, amplitudes), length, purpose)
-        with _timed(report, "ready"):
+        with timed(report, "ready"):
             for x in taking_part:
                 with _excluding(report, x):
                     server.take_ready(x, self.members[x].ready(round_no, purpose))
@@ -546,7 +546,7 @@ class Federation:
             report.attempts = max(report.attempts, attempt)
             lost = self._losses.at(round_no, "upload", attempt, server.plan.members)
             report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *lost}))
-            with _timed(report, "upload"):
+            with timed(report, "upload"):
                 for x in server.plan.members:
                     if x not in lost:
                         with _excluding(report, x):
@@ -558,7 +558,7 @@ class Federation:
             announcement = server.retry()
         lost = self._losses.at(round_no, "unmask", 1, server.plan.members)
         report.lost["unmask"] = tuple(sorted(lost))
-        with _timed(report, "unmask"):
+        with timed(report, "unmask"):
             for x in server.plan.members:
                 if x not in lost:
                     with _excluding(report, x):
@@ -673,7 +673,7 @@ def _report(entry: dict[str, Any]) -> RoundReport:
     return RoundReport(**entry)
 
 
-def _without_values(error: QuorumarkError) -> str:
+def without_values(error: QuorumarkError) -> str:
     """An error for a report that others read: not with the member's weight that caused it."""
     return f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
 
@@ -684,10 +684,10 @@ def _excluding(report: RoundReport, point: int) -> Iterator[None]:
     try:
         yield
     except QuorumarkError as error:
-        report.excluded[point] = _without_values(error)
+        report.excluded[point] = without_values(error)
 
 
-class _timed:  # noqa: N801 - used like a function
+class timed:  # noqa: N801 - used like a function
     """Adds the time of a block to a report."""
 
     def __init__(self, report: RoundReport, stage: str) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import field_names, is_count, is_hex, is_name, is_time, require, take
 from quorumark.errors import InputError, RecordError
 
 __all__ = [
@@ -110,34 +110,6 @@ def _no_float(text: str) -> None:
     raise ValueError(f"a fraction: {text}")
 
 
-def _take(body: Mapping[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
-    """Exactly these fields; others only if their name starts with x-."""
-    _check(isinstance(body, Mapping), what, "must be a JSON object")
-    missing = [name for name in names if name not in body]
-    unknown = [name for name in body if name not in names and name != "format" and not name.startswith("x-")]
-    if missing or unknown:
-        problem = f"it lacks {missing[0]!r}" if missing else f"it has the unknown critical field {unknown[0]!r}"
-        raise RecordError(f"this is not {what} that can be used: {problem}")
-    return {name: body[name] for name in names}
-
-
-def _check(good: bool, what: str, rule: str) -> None:
-    if not good:
-        raise RecordError(f"{what} {rule}")
-
-
-def _is_hex(value: object, size: int) -> bool:
-    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * size}}}", value) is not None
-
-
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 100 and value.isprintable() and value == value.strip()
-
-
 # --- members ----------------------------------------------------------------------------------------------
 
 
@@ -153,9 +125,9 @@ class Card:
     signature: str
 
     def __post_init__(self) -> None:
-        _check(_is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
-        _check(_is_hex(self.ed25519, 32) and _is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
-        _check(_is_hex(self.signature, 64), "a card's signature", "must be 64 bytes in hex")
+        require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
+        require(is_hex(self.ed25519, 32) and is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
+        require(is_hex(self.signature, 64), "a card's signature", "must be 64 bytes in hex")
 
     def signed_bytes(self) -> bytes:
         """What the signature covers."""
@@ -167,7 +139,7 @@ class Card:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         what = "a member's card"
-        return cls(**_take(parse(data, cls.FORMAT, what), [f.name for f in fields(cls)], what))
+        return cls(**take(parse(data, cls.FORMAT, what), field_names(cls), what))
 
 
 @dataclass(frozen=True)
@@ -181,10 +153,10 @@ class Member:
     examples: int
 
     def __post_init__(self) -> None:
-        _check(_is_count(self.point, 1), "a member's point", "must be a whole number, at least 1")
-        _check(_is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
-        _check(_is_hex(self.ed25519, 32) and _is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
-        _check(_is_count(self.examples, 1), "a member's number of examples", "must be a whole number, at least 1")
+        require(is_count(self.point, 1), "a member's point", "must be a whole number, at least 1")
+        require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
+        require(is_hex(self.ed25519, 32) and is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
+        require(is_count(self.examples, 1), "a member's number of examples", "must be a whole number, at least 1")
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -219,30 +191,29 @@ class Terms:
 
     def __post_init__(self) -> None:
         members = len(self.roster)
-        _check(_is_name(self.name), "a consortium's name", "must be 1 to 100 printable characters")
-        _check(members >= 2, "a consortium", "must have at least two members")
-        _check(_is_count(self.threshold, 2), "the threshold", "must be a whole number, at least 2")
-        _check(self.threshold <= members, "the threshold", f"must not exceed the {members} members")
+        require(is_name(self.name), "a consortium's name", "must be 1 to 100 printable characters")
+        require(members >= 2, "a consortium", "must have at least two members")
+        require(is_count(self.threshold, 2), "the threshold", "must be a whole number, at least 2")
+        require(self.threshold <= members, "the threshold", f"must not exceed the {members} members")
         points = [member.point for member in self.roster]
-        _check(points == list(range(1, members + 1)), "the roster", f"must list the points 1..{members} in order")
+        require(points == list(range(1, members + 1)), "the roster", f"must list the points 1..{members} in order")
         for what in ("name", "ed25519", "x25519"):
             values = [getattr(member, what) for member in self.roster]
-            _check(len(set(values)) == members, "the roster", f"must not give two members one {what}")
-        _check(_is_hex(self.layout, 32), "the layout's digest", "must be 32 bytes in hex")
-        _check(_is_hex(self.anchor, 32), "the anchor's digest", "must be 32 bytes in hex")
-        _check(_is_count(self.coordinates, 1), "coordinates", "must be a whole number, at least 1")
-        _check(_is_count(self.leaf, 1), "leaf", "must be a whole number, at least 1")
-        _check(self.key in KEY_KINDS, "key", f"must be one of {', '.join(KEY_KINDS)}, not {self.key!r}")
-        _check(self.setup in SETUP_KINDS, "setup", f"must be one of {', '.join(SETUP_KINDS)}, not {self.setup!r}")
-        _check(_is_name(self.statistic), "statistic", "must be a text")
-        time = re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", self.created) if isinstance(self.created, str) else None
-        _check(time is not None, "created", "must be a time in UTC like 2026-01-31T12:00:00Z")
+            require(len(set(values)) == members, "the roster", f"must not give two members one {what}")
+        require(is_hex(self.layout, 32), "the layout's digest", "must be 32 bytes in hex")
+        require(is_hex(self.anchor, 32), "the anchor's digest", "must be 32 bytes in hex")
+        require(is_count(self.coordinates, 1), "coordinates", "must be a whole number, at least 1")
+        require(is_count(self.leaf, 1), "leaf", "must be a whole number, at least 1")
+        require(self.key in KEY_KINDS, "key", f"must be one of {', '.join(KEY_KINDS)}, not {self.key!r}")
+        require(self.setup in SETUP_KINDS, "setup", f"must be one of {', '.join(SETUP_KINDS)}, not {self.setup!r}")
+        require(is_name(self.statistic), "statistic", "must be a text")
+        require(is_time(self.created), "created", "must be a time in UTC like 2026-01-31T12:00:00Z")
         for what in ("strength", "policy"):
             value = getattr(self, what)
             sound = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
-            _check(sound, what, "must map texts to texts")
+            require(sound, what, "must map texts to texts")
         groups = self.policy.get("groups")
-        _check(groups is None or _is_hex(groups, 32), "the policy's groups", "must be a digest of 32 bytes in hex")
+        require(groups is None or is_hex(groups, 32), "the policy's groups", "must be a digest of 32 bytes in hex")
 
     @property
     def members(self) -> int:
@@ -275,10 +246,10 @@ class Terms:
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         what = "a consortium's terms"
-        taken = _take(body, [f.name for f in fields(cls)], what)
-        _check(isinstance(taken["roster"], list), "the roster", "must be a list")
-        names = [f.name for f in fields(Member)]
-        taken["roster"] = tuple(Member(**_take(entry, names, "a member's entry")) for entry in taken["roster"])
+        taken = take(body, field_names(cls), what)
+        require(isinstance(taken["roster"], list), "the roster", "must be a list")
+        names = field_names(Member)
+        taken["roster"] = tuple(Member(**take(entry, names, "a member's entry")) for entry in taken["roster"])
         return cls(**taken)
 
     @classmethod
@@ -299,7 +270,7 @@ def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes]) ->
     for piece in pieces:
         hashed.update(piece)
         length -= len(piece)
-    _check(length == 0, "an anchor's pieces", "must have the length that was named")
+    require(length == 0, "an anchor's pieces", "must have the length that was named")
     return hashed.hexdigest()
 
 
@@ -322,9 +293,9 @@ class Genesis:
 
     def __post_init__(self) -> None:
         for what in ("terms", "layout", "anchor", "session"):
-            _check(_is_hex(getattr(self, what), 32), f"genesis {what}", "must be 32 bytes in hex")
-        _check(all(_is_hex(root, 32) for root in self.roots), "genesis roots", "must be 32 bytes in hex each")
-        _check(_is_name(self.statistic), "genesis statistic", "must be a text")
+            require(is_hex(getattr(self, what), 32), f"genesis {what}", "must be 32 bytes in hex")
+        require(all(is_hex(root, 32) for root in self.roots), "genesis roots", "must be 32 bytes in hex each")
+        require(is_name(self.statistic), "genesis statistic", "must be a text")
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"roots": list(self.roots)}
@@ -373,34 +344,34 @@ class Manifest:
     signatures: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
-        _check(all(_is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
-        _check(_is_count(self.epoch), "epoch", "must be a whole number, at least 0")
+        require(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
+        require(all(is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
+        require(is_count(self.epoch), "epoch", "must be a whole number, at least 0")
         dealt = self.terms.setup == "dealer"
-        _check((self.commitment is not None) == dealt, "commitment", "must be there for a dealer only")
-        _check(
-            all(_is_count(x, 1) for x in self.archived) and list(self.archived) == sorted(set(self.archived)),
+        require((self.commitment is not None) == dealt, "commitment", "must be there for a dealer only")
+        require(
+            all(is_count(x, 1) for x in self.archived) and list(self.archived) == sorted(set(self.archived)),
             "archived",
             "must list points in order",
         )
-        _check(bool(self.archived) == (self.epoch > 0), "archived", "must be there exactly after a first resharing")
-        _check(all(x <= len(self.genesis.roots) for x in self.archived), "archived", "must list points of the genesis")
+        require(bool(self.archived) == (self.epoch > 0), "archived", "must be there exactly after a first resharing")
+        require(all(x <= len(self.genesis.roots) for x in self.archived), "archived", "must list points of the genesis")
         if self.predecessor is not None:
-            _check(_is_hex(self.predecessor, 32), "predecessor", "must be 32 bytes in hex")
+            require(is_hex(self.predecessor, 32), "predecessor", "must be 32 bytes in hex")
         else:
-            _check(self.epoch == 0, "a manifest", "must name its predecessor unless it is the first one (epoch 0)")
+            require(self.epoch == 0, "a manifest", "must name its predecessor unless it is the first one (epoch 0)")
             mine = (self.terms.digest().hex(), self.terms.layout, self.terms.anchor, self.terms.statistic, self.roots)
             theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
-            _check(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
+            require(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
         same = all(getattr(self.genesis, n) == getattr(self.terms, n) for n in ("layout", "anchor", "statistic"))
-        _check(same, "genesis", "must have the terms' layout, anchor and statistic")
+        require(same, "genesis", "must have the terms' layout, anchor and statistic")
         if self.commitment is not None:
             names = {"hash", "nonce"} | ({"norm"} if self.terms.key == "gaussian" else set())
             sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
-            sound = sound and all(_is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
+            sound = sound and all(is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
             norm = self.commitment.get("norm", "0") if sound else "0"
             sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
-            _check(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
+            require(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
     @property
     def share_length(self) -> int:
@@ -432,16 +403,16 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Self:
         what = "a consortium's manifest"
         names = ["terms", "genesis", "roots", "epoch", "commitment", "predecessor", "archived", "signatures"]
-        taken = _take(parse(data, cls.FORMAT, what), names, what)
+        taken = take(parse(data, cls.FORMAT, what), names, what)
         for name, kind in _SHAPES:
-            _check(isinstance(taken[name], kind), name, "has the wrong shape")
-        genesis = _take(taken["genesis"], [f.name for f in fields(Genesis)], "a genesis")
-        _check(isinstance(genesis["roots"], list), "genesis roots", "must be a list")
+            require(isinstance(taken[name], kind), name, "has the wrong shape")
+        genesis = take(taken["genesis"], [f.name for f in fields(Genesis)], "a genesis")
+        require(isinstance(genesis["roots"], list), "genesis roots", "must be a list")
         signatures = {}
         for point, signature in taken["signatures"].items():
             sound = point.isascii() and point.isdecimal() and len(point) < 10 and str(int(point)) == point
-            _check(sound, "signatures", "must be named by points")
-            _check(_is_hex(signature, 64), "signatures", "must be 64 bytes in hex")
+            require(sound, "signatures", "must be named by points")
+            require(is_hex(signature, 64), "signatures", "must be 64 bytes in hex")
             signatures[int(point)] = signature
         return cls(
             Terms.from_dict(taken["terms"]),
@@ -490,9 +461,9 @@ def is_warm_up(terms: Terms, before: Terms) -> bool:
 
 def _check_warm_up(terms: Terms, before: Terms) -> None:
     rounds = before.strength.get("warmup_rounds", "0")
-    _check(rounds not in ("", "0"), "a successor's anchor", "must not change: the terms know no warm-up rounds")
+    require(rounds not in ("", "0"), "a successor's anchor", "must not change: the terms know no warm-up rounds")
     same = replace(terms, anchor=before.anchor, created=before.created) == before
-    _check(same, "an amendment that names the warm-up anchor", "must change nothing else")
+    require(same, "an amendment that names the warm-up anchor", "must change nothing else")
 
 
 def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
@@ -502,19 +473,19 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
     for name in _FIXED:
         if name == "anchor":
             continue
-        _check(
+        require(
             getattr(terms, name) == getattr(before, name),
             f"a successor's {name}",
             "must not change: the key hangs on it",
         )
     # who may choose, once a suspect is known, how its channels are matched has many tries, and the null does not hold
-    _check(
+    require(
         terms.policy.get("groups") == before.policy.get("groups"),
         "a successor's groups",
         "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
     )
     stay = unchanged(terms, before)
-    _check(
+    require(
         len(stay) >= quorum(before),
         f"a successor of {before.name!r}",
         f"must keep at least {quorum(before)} members with their keys, but keeps {len(stay)}",
@@ -524,25 +495,27 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
 
 def check_follows(manifest: Manifest, before: Manifest) -> None:
     """Whether a manifest may follow another: an amendment (same shares) or a resharing (the next epoch)."""
-    _check(manifest.predecessor == before.digest().hex(), "a successor", "must name its predecessor by digest")
+    require(manifest.predecessor == before.digest().hex(), "a successor", "must name its predecessor by digest")
     genesis = before.genesis
     if is_warm_up(manifest.terms, before.terms):
         # once, before anything was marked: the sign whitening is drawn anew, from a genesis with the new anchor
         first = before.terms.digest().hex() == genesis.terms and before.epoch == manifest.epoch == 0
-        _check(first, "a warm-up anchor", "must be named before any other change, and once")
+        require(first, "a warm-up anchor", "must be named before any other change, and once")
         genesis = replace(genesis, anchor=manifest.terms.anchor)
-    _check(manifest.genesis == genesis, "a successor's genesis", "must not change: the key hangs on it")
-    _check(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
+    require(manifest.genesis == genesis, "a successor's genesis", "must not change: the key hangs on it")
+    require(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
     stay = check_terms_follow(manifest.terms, before.terms)
     if manifest.epoch == before.epoch:
         same = (manifest.roots, manifest.archived) == (before.roots, before.archived)
-        _check(same, "an amendment", "must leave the shares as they are: a new epoch needs a resharing")
+        require(same, "an amendment", "must leave the shares as they are: a new epoch needs a resharing")
         sizes = [(m.terms.threshold, m.terms.members) for m in (manifest, before)]
-        _check(sizes[0] == sizes[1], "an amendment", "must keep the threshold and the number of members")
-        _check(
+        require(sizes[0] == sizes[1], "an amendment", "must keep the threshold and the number of members")
+        require(
             all(now == earlier for now, earlier in stay.items()), "an amendment", "must leave members at their points"
         )
     else:
-        _check(manifest.epoch == before.epoch + 1, "a successor's epoch", "must be the next one")
-        _check(not before.archived or manifest.archived == before.archived, "a successor's archives", "must not change")
-        _check(not set(manifest.roots) & set(before.roots), "a resharing", "must make new shares for everybody")
+        require(manifest.epoch == before.epoch + 1, "a successor's epoch", "must be the next one")
+        require(
+            not before.archived or manifest.archived == before.archived, "a successor's archives", "must not change"
+        )
+        require(not set(manifest.roots) & set(before.roots), "a resharing", "must make new shares for everybody")

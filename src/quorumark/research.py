@@ -21,7 +21,7 @@ from quorumark.layout import ModelLayout
 from quorumark.records import Manifest
 from quorumark.verify.statistic import STATISTICS, Canonical, Model, canonical_form
 
-__all__ = ["KnownKey", "TensorsInMemory", "random_key"]
+__all__ = ["KnownKey", "SeededKey", "TensorsInMemory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +30,53 @@ class TensorsInMemory:
 
     tensors: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, layout: ModelLayout, vector: NDArray[Any]) -> TensorsInMemory:
+        """The carriers of a model that lies in one vector."""
+        return cls({spec.name: vector[place].reshape(spec.shape) for spec, place in layout.spans("carrier")})
+
     def blocks(self, name: str, limit: int = 1 << 22) -> Any:
         tensor = self.tensors[name]
-        array = np.asarray(tensor.detach().float().numpy() if hasattr(tensor, "detach") else tensor)
+        array = np.atleast_1d(np.asarray(tensor.detach().float().numpy() if hasattr(tensor, "detach") else tensor))
         rows = max(1, limit // max(1, array[0].size))
         for begin in range(0, array.shape[0], rows):
             yield begin, array[begin : begin + rows]
 
 
-def random_key(coordinates: int, seed: int) -> NDArray[np.int8]:
-    """Signs from a seed: a key for experiments, which everybody who knows the seed knows."""
-    generator = np.random.Generator(np.random.SFC64(seed))
-    return (1 - 2 * generator.integers(0, 2, coordinates, dtype=np.int8)).astype(np.int8)
+class SeededKey:
+    """d random signs from a seed: a key for experiments, which everybody who knows the seed knows.
+
+    `number` tells the keys of one seed apart.
+    """
+
+    def __init__(self, coordinates: int, seed: int, number: int = 0) -> None:
+        self.coordinates = coordinates
+        words = np.random.default_rng([0x6B6579, seed, number]).bytes(-(-coordinates // 8))
+        self._bits: NDArray[np.uint8] = np.frombuffer(words, np.uint8)
+
+    @classmethod
+    def of_signs(cls, signs: NDArray[Any]) -> SeededKey:
+        """A key that came from elsewhere."""
+        key = cls(0, 0)
+        key.coordinates, key._bits = signs.size, np.packbits(signs > 0, bitorder="little")
+        return key
+
+    def __repr__(self) -> str:
+        return f"SeededKey({self.coordinates} signs, hidden)"
+
+    def numpy(self) -> NDArray[np.int8]:
+        """The signs, ±1."""
+        ones = np.unpackbits(self._bits, count=self.coordinates, bitorder="little")
+        return (2 * ones.astype(np.int8) - 1).astype(np.int8)
+
+    def signs(self, device: Any) -> Any:
+        """The same on a device, as int8."""
+        import torch
+
+        packed = torch.from_numpy(self._bits.copy()).to(device)
+        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        ones = ((packed[:, None] >> shifts) & 1).view(-1)[: self.coordinates]
+        return 2 * ones.to(torch.int8) - 1
 
 
 @dataclass(frozen=True, eq=False)

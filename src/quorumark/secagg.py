@@ -38,6 +38,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field, shamir
+from quorumark.checks import is_count
 from quorumark.errors import (
     DecodingError,
     InputError,
@@ -93,13 +94,13 @@ class Group:
             if len({getattr(member, what) for member in self.roster}) != len(points):
                 raise InputError("roster", f"must not give two members one {what}", "a roster that does")
         drawn = self.cohort_size
-        if drawn is not None and (not _is_count(drawn, _SMALLEST_SET) or drawn > len(points)):
+        if drawn is not None and (not is_count(drawn, _SMALLEST_SET) or drawn > len(points)):
             raise InputError("cohort_size", f"must be a whole number in {_SMALLEST_SET}..{len(points)}", drawn)
         if self.size < _SMALLEST_SET:
             raise InputError("roster", f"must have at least {_SMALLEST_SET} members", len(points))
-        if not _is_count(self.threshold, 2) or self.threshold > self.size:
+        if not is_count(self.threshold, 2) or self.threshold > self.size:
             raise InputError("threshold", f"must be a whole number in 2..{self.size}", self.threshold)
-        if not _is_count(self.attempts, 1):
+        if not is_count(self.attempts, 1):
             raise InputError("attempts", "must be a whole number, at least 1", self.attempts)
 
     @classmethod
@@ -207,7 +208,7 @@ class State(ABC):
 
     @staticmethod
     def _empty(group: Group, after: int) -> bytes:
-        if not _is_count(after):
+        if not is_count(after):
             raise InputError("after", "must be a round's number, at least 0", after)
         return canonical({"group": group.id.hex(), "round": after, "open": False, "purposes": {}})
 
@@ -374,7 +375,7 @@ def _hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
         head = parse(parts[0] if parts else b"", f"quorumark-{kind}/v1", f"a server's {kind}")
     except (RecordError, InputError) as error:
         raise MessageError(f"the server's {kind} is refused: {error}") from None
-    sound = all(_is_count(head.get(name), 1) for name in ("round", "attempt")) and isinstance(head.get("purpose"), str)
+    sound = all(is_count(head.get(name), 1) for name in ("round", "attempt")) and isinstance(head.get("purpose"), str)
     if not sound or head["round"] >= _LARGEST_ROUND:
         raise MessageError(f"the server's {kind} is refused: it names no round, purpose and attempt")
     return head, parts[1:]
@@ -433,7 +434,7 @@ class SecAggMember:
         head, readies = _hear("announcement", announcement)
         group, round_no, purpose, attempt = self.group, head["round"], head["purpose"], head["attempt"]
         members = head.get("members")
-        if not isinstance(members, list) or not all(_is_count(x, 1) for x in members) or len(members) != len(readies):
+        if not isinstance(members, list) or not all(is_count(x, 1) for x in members) or len(members) != len(readies):
             raise MessageError("the server's announcement is refused: it does not list its members and their keys")
         if members != sorted(set(members)) or not set(members) <= set(group.cohort(round_no)):
             raise RoundError("the announced set holds a member twice, or one who is not drawn for this round")
@@ -873,12 +874,8 @@ def _word(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _round(number: int) -> int:
-    if not _is_count(number, 1) or number >= _LARGEST_ROUND:
+    if not is_count(number, 1) or number >= _LARGEST_ROUND:
         raise InputError("round", "must be a whole number, at least 1", repr(number))
     return number
 
@@ -886,7 +883,7 @@ def _round(number: int) -> int:
 def _check_told(binding: bytes, length: int, purpose: str) -> None:
     if not isinstance(binding, bytes) or len(binding) != 32:
         raise InputError("binding", "must be a digest of 32 bytes", type(binding).__name__)
-    if not _is_count(length, 1):
+    if not is_count(length, 1):
         raise InputError("length", "must be a whole number, at least 1", length)
     if not isinstance(purpose, str) or not 0 < len(purpose) <= 100 or not purpose.isprintable():
         raise InputError("purpose", "must be a short text", repr(purpose)[:80])

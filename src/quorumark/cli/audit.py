@@ -8,14 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
+from quorumark.cli.options import (
+    DEFAULT_HOME,
+    EXIT_CODES,
+    Anchor,
+    Groups,
+    HomeOption,
+    Json,
+    KeyFile,
+    Layout,
+    PassphraseFile,
+    Which,
+    file_name,
+    read_certificate,
+    unlock,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quorumark.records import Manifest
     from quorumark.verify.audit import Challenge
-    from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding
 
 app = typer.Typer(
@@ -43,7 +56,7 @@ def challenge(
     from quorumark.verify.audit import challenge as draw
     from quorumark.verify.reference import read_chain
 
-    finding = _certificate(certificate).finding
+    finding = read_certificate(certificate).finding
     try:
         raw = None if seed is None else bytes.fromhex(seed)
     except ValueError:
@@ -85,7 +98,6 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open use --record-only: what others opened is public, and must not be answered about again.
     """
-    from quorumark.cli.verify import _file_name
     from quorumark.home import Home, read_file
     from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_challenge, open_leaves
@@ -109,7 +121,7 @@ def open_(
         answered = query.x in ledger.answered()
         data = open_leaves(member, place, opened, asked, query, answered=answered, burns=ledger)
     name = member.card().name
-    target = out or Path(f"opening-{_file_name(name)}.json")
+    target = out or Path(f"opening-{file_name(name)}.json")
     write_shared(target, data)
     if json:
         typer.echo(jsonlib.dumps({"opening": str(target), "leaves": len(asked.leaves)}))
@@ -124,10 +136,9 @@ def check(
     certificate: CertificateFile,
     suspect: Annotated[Path, typer.Option(help="The model that was tested.")],
     manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
-    layout: Annotated[Path | None, typer.Option(help="layout.json; by default the one beside the manifest.")] = None,
-    anchor: Annotated[
-        Path | None, typer.Option(help="The public anchor model; by default beside the manifest.")
-    ] = None,
+    layout: Layout = None,
+    anchor: Anchor = None,
+    groups: Groups = None,
     archive: Annotated[
         list[Path] | None, typer.Option(help="After a resharing: the members' archive.bin; may be repeated.")
     ] = None,
@@ -140,14 +151,13 @@ def check(
 
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
-    from quorumark.cli.verify import EXIT_CODES
     from quorumark.home import read_file
     from quorumark.verify.audit import Challenge, check_audit
     from quorumark.verify.coalition import prepare
     from quorumark.verify.reference import Reference
 
     asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
-    reference = Reference.read(manifest, layout, anchor)
+    reference = Reference.read(manifest, layout, anchor, groups)
     query = _certified(certificate, reference.chain, asked).query
     aligned = query.alignment != "none"
     prepared = prepare(reference, suspect, align=aligned, burnt=query.burnt, created=query.created)
@@ -177,17 +187,10 @@ def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge) -> Findi
     from quorumark.errors import EvidenceError
     from quorumark.verify.coalition import check_certificate
 
-    certificate = _certificate(path)
+    certificate = read_certificate(path)
     check_certificate(certificate, chain)
     if asked.z != certificate.finding.z:
         raise EvidenceError(
             f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"
         )
     return certificate.finding
-
-
-def _certificate(path: Path) -> Certificate:
-    from quorumark.home import read_file
-    from quorumark.verify.certificate import Certificate
-
-    return Certificate.from_bytes(read_file(path, "a certificate"))

@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from quorumark.keystore import Unlock
     from quorumark.setup.folder import Progress
+    from quorumark.verify.certificate import Certificate
 
 HomeOption = Annotated[Path, typer.Option("--home", help="This member's folder.", show_default=True)]
 DEFAULT_HOME = Path("~/.quorumark").expanduser()
@@ -22,6 +23,12 @@ From = Annotated[
     str | None,
     typer.Option("--from", help="For who is new here: the digest of the manifest in force, as the others tell it."),
 ]
+Layout = Annotated[Path | None, typer.Option(help="layout.json; by default the one beside the manifest.")]
+Anchor = Annotated[
+    Path | None, typer.Option(help="The public anchor model; by default anchor.safetensors beside the manifest.")
+]
+
+Groups = Annotated[Path | None, typer.Option(help="The agreed groups; by default groups.json beside the manifest.")]
 Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
 
 
@@ -57,3 +64,19 @@ def unlock(key_file: Path | None, passphrase_file: Path | None, *, new: bool = F
     if not sys.stdin.isatty():
         raise InputError("--key-file or --passphrase-file", "must be given where nobody can be asked", "neither")
     return Unlock.passphrase(typer.prompt("passphrase", hide_input=True, confirmation_prompt=new))
+
+
+EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
+"""What a verdict is to a shell."""
+
+
+def read_certificate(path: Path) -> Certificate:
+    from quorumark.home import read_file
+    from quorumark.verify.certificate import Certificate
+
+    return Certificate.from_bytes(read_file(path, "a certificate"))
+
+
+def file_name(name: str) -> str:
+    """A member's name as a part of a file's."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)

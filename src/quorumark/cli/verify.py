@@ -12,7 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quorumark.cli import audit
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
+from quorumark.cli.options import (
+    DEFAULT_HOME,
+    EXIT_CODES,
+    Anchor,
+    Groups,
+    HomeOption,
+    Json,
+    KeyFile,
+    Layout,
+    PassphraseFile,
+    Which,
+    file_name,
+    read_certificate,
+    unlock,
+)
 
 if TYPE_CHECKING:
     from quorumark.home import ConsortiumFolder
@@ -27,18 +41,11 @@ app = typer.Typer(
 
 app.add_typer(audit.app, name="audit")
 
-EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
 
 Suspect = Annotated[Path, typer.Option(help="The model in question: a file, or a folder of shards.")]
 Manifest = Annotated[
     Path | None, typer.Option(help="The consortium's manifest; by default the one in this member's home.")
 ]
-Layout = Annotated[Path | None, typer.Option(help="layout.json; by default the one beside the manifest.")]
-Anchor = Annotated[
-    Path | None, typer.Option(help="The public anchor model; by default anchor.safetensors beside the manifest.")
-]
-
-Groups = Annotated[Path | None, typer.Option(help="The agreed groups; by default groups.json beside the manifest.")]
 
 
 @app.command("prepare")
@@ -145,7 +152,7 @@ def partial(
             progress=note,
         )
     name = reference.manifest.terms.member(made.point).name
-    target = out or Path(f"partial-{_file_name(name)}.json")
+    target = out or Path(f"partial-{file_name(name)}.json")
     write_shared(target, made.to_bytes())
     if json:
         typer.echo(jsonlib.dumps({"partial": str(target), "point": made.point, "query": made.query}))
@@ -212,7 +219,7 @@ def sign(
 
     member = Home(home)
     place = member.only_consortium(consortium)
-    signed = sign_certificate(member, unlock(key_file, passphrase_file), _certificate(certificate), place=place)
+    signed = sign_certificate(member, unlock(key_file, passphrase_file), read_certificate(certificate), place=place)
     write_shared(certificate, signed.to_bytes())
     names = [person.name for person in signed.signers(place.manifest())]
     if json:
@@ -239,7 +246,7 @@ def check(
     from quorumark.verify.coalition import check_certificate
     from quorumark.verify.reference import Reference, read_chain
 
-    found = _certificate(certificate)
+    found = read_certificate(certificate)
     chain = read_chain(manifest)
     reference = None
     if suspect is not None and _has_reference(manifest, layout, anchor):
@@ -335,13 +342,6 @@ def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> 
     return named or ((manifest.parent / LAYOUT).exists() and (manifest.parent / ANCHOR).exists())
 
 
-def _certificate(path: Path) -> Certificate:
-    from quorumark.home import read_file
-    from quorumark.verify.certificate import Certificate
-
-    return Certificate.from_bytes(read_file(path, "a certificate"))
-
-
 def _write_report(
     path: Path, certificate: Certificate, manifest: Any, checked: list[str], left: list[str], command: str
 ) -> None:
@@ -372,10 +372,6 @@ def _ask(member: Any, json: bool) -> bool:
     if json or not sys.stdin.isatty() or read_policy(member.policy_path).approve == "always":
         return False
     return typer.confirm("answer this query? it is written to the ledger, and counts against the budget")
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
 
 
 def _progress(quiet: bool) -> Any:

@@ -9,7 +9,6 @@ strategy works that is a function of that average.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from quorumark.engine.server import RoundServer, introduced
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
-from quorumark.federation import RoundReport
+from quorumark.federation import RoundReport, timed, without_values
 from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
 from quorumark.home import read_file
 from quorumark.layout import ModelLayout
@@ -284,7 +283,7 @@ class _Carrier:
                 continue  # known, and it rests in this round
             content = flwr.RecordDict({**message.content, **records(offer, arrays)})
             made.append(flwr.Message(content, node, message.metadata.message_type))
-        with _timed(report, "train"):
+        with timed(report, "train"):
             replies = self._exchange(made, timeout, report)
             late = [m for m in made if _told(replies.get(m.metadata.dst_node_id)).get("needs") == "anchor"]
             if late:  # members who never saw the model that the run began with
@@ -324,7 +323,7 @@ class _Carrier:
         announcement = server.announce()
         while True:
             report.attempts = server.attempt
-            with _timed(report, "upload"):
+            with timed(report, "upload"):
                 told = {
                     x: {"stage": "upload", "round": server.round_no, "announcement": announcement}
                     for x in server.members
@@ -341,7 +340,7 @@ class _Carrier:
             silent = {x for x in server.missing if x not in report.excluded}
             report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *silent}))
             announcement = server.retry()
-        with _timed(report, "unmask"):
+        with timed(report, "unmask"):
             asked = {x: {"stage": "unmask", "request": server.request(x)} for x in server.members}
             for point, reply in self._ask(asked, message_type, report).items():
                 try:
@@ -405,24 +404,12 @@ def _accepted(reply: Any) -> dict[str, Any]:
 
 
 def _text(error: Exception) -> str:
-    if isinstance(error, EncodingError):
-        return f"{error.argument} {error.rule}"
-    return str(error) if isinstance(error, QuorumarkError) else f"its message cannot be read ({type(error).__name__})"
+    if isinstance(error, QuorumarkError):
+        return without_values(error)
+    return f"its message cannot be read ({type(error).__name__})"
 
 
 def _log() -> Any:
     from flwr.common.logger import log
 
     return log
-
-
-class _timed:  # noqa: N801 - used like a function
-    def __init__(self, report: RoundReport, stage: str) -> None:
-        self._report, self._stage = report, stage
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        taken = time.perf_counter() - self._start
-        self._report.seconds[self._stage] = self._report.seconds.get(self._stage, 0.0) + taken

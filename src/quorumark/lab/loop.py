@@ -28,9 +28,9 @@ from quorumark.errors import RecordError
 from quorumark.lab import augment, data, models
 from quorumark.lab.config import Settings, strength_settings
 from quorumark.lab.fleet import Fleet, Optimiser
-from quorumark.lab.known_key import KnownKey
 from quorumark.lab.mark import Mark, decoded, weighted_sum
 from quorumark.layout import ModelLayout, write_safetensors
+from quorumark.research import SeededKey
 
 __all__ = ["RoundLog", "Run"]
 
@@ -89,7 +89,7 @@ class Run:
         total = int(self._counts.sum())
         self.weights = [Fraction(int(n), total) for n in self._counts]
         self.keys = [
-            KnownKey(self.layout.coordinates, settings.seed, number)
+            SeededKey(self.layout.coordinates, settings.seed, number)
             for number in range(settings.members if settings.per_client else 1)
         ]
         strength = strength_settings(settings.strength)

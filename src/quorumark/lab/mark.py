@@ -25,8 +25,8 @@ from torch import Tensor
 from quorumark import field
 from quorumark.embed import Amplitudes, MarkState, PaperScale, Strength, paper_amplitudes
 from quorumark.errors import InputError
-from quorumark.lab.known_key import KnownKey
 from quorumark.layout import ModelLayout
+from quorumark.research import SeededKey
 
 __all__ = ["Mark", "decoded", "encoded", "square_sum", "weighted_sum"]
 
@@ -136,7 +136,7 @@ class Mark:
     """
 
     def __init__(
-        self, settings: dict[str, str], layout: ModelLayout, initial: Tensor, keys: Sequence[KnownKey], device: Any
+        self, settings: dict[str, str], layout: ModelLayout, initial: Tensor, keys: Sequence[SeededKey], device: Any
     ) -> None:
         """`initial` is θ_0 in the layout's order."""
         if layout.coordinates != layout.carrier_size:

@@ -18,10 +18,10 @@ from quorumark.federation import Federation, FederationMember
 from quorumark.identity import Identity
 from quorumark.lab import data
 from quorumark.lab.config import Settings, strength_settings
-from quorumark.lab.known_key import KnownKey
 from quorumark.lab.loop import Run
 from quorumark.lab.mark import Mark, decoded, weighted_sum
 from quorumark.records import Manifest, Member, Terms, anchor_digest
+from quorumark.research import SeededKey
 from quorumark.setup.local import deal_key
 
 __all__ = ["MaskedRound", "compare"]
@@ -99,8 +99,8 @@ def _federation(run: Run) -> tuple[Federation, Manifest, dict[int, Any]]:
     return Federation(manifest, layout, initial, members), manifest, shares
 
 
-def _key(manifest: Manifest, shares: dict[int, Any]) -> KnownKey:
+def _key(manifest: Manifest, shares: dict[int, Any]) -> SeededKey:
     """The key in use, put together: σ ⊙ τ_raw."""
     raw = field.to_signed(shamir.reconstruct(shares, manifest.terms.threshold))[: manifest.terms.coordinates]
     signs = np.where(manifest.genesis.whitening(0, raw.size), -raw, raw)
-    return KnownKey.of_signs(signs)
+    return SeededKey.of_signs(signs)

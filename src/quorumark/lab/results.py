@@ -75,7 +75,7 @@ def record(run: Run) -> dict[str, Any]:
 
 def _z(run: Run, model: Any) -> dict[str, Any]:
     """By each statistic; with a key for each member their mean, least and largest."""
-    from quorumark.lab.known_key import z_scores
+    from quorumark.lab.scores import z_scores
 
     keys = {str(number): key for number, key in enumerate(run.keys)}
     found = z_scores(run.layout, model.cpu().numpy(), run.initial.cpu().numpy(), keys, run.device)
@@ -90,7 +90,7 @@ def _z(run: Run, model: Any) -> dict[str, Any]:
 
 def _null(run: Run, model: Any) -> dict[str, Any]:
     """z of keys that the model never saw, by the default statistic."""
-    from quorumark.lab.known_key import null_scores
+    from quorumark.lab.scores import null_scores
 
     z = null_scores(run.layout, model.cpu().numpy(), run.initial.cpu().numpy(), run.settings.null_keys, run.device)
     mean, deviation = statistics.fmean(z), statistics.stdev(z)

@@ -28,9 +28,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import is_count, require, take
 from quorumark.errors import InconclusiveError, LayoutError
 from quorumark.layout import ModelLayout, TensorSpec
-from quorumark.records import _check, _is_count, _take, canonical, digest, parse
+from quorumark.records import canonical, digest, parse
 from quorumark.verify import _kernels, statistic
 from quorumark.verify.statistic import _BLOCK, Model
 
@@ -116,18 +117,18 @@ class Groups:
     def __post_init__(self) -> None:
         for number, group in enumerate(self.groups):
             what = f"group {number}"
-            _check(_is_count(group.size, 2) and group.size < 1 << 31, what, "must have two elements or more")
-            _check(bool(group.slots), what, "must have a slot")
+            require(is_count(group.size, 2) and group.size < 1 << 31, what, "must have two elements or more")
+            require(bool(group.slots), what, "must have a slot")
             for slot in group.slots:
                 sound = isinstance(slot.tensor, str) and all(
-                    _is_count(n) and n < 1 << 31 for n in (slot.axis, slot.offset, slot.stride, slot.count, slot.step)
+                    is_count(n) and n < 1 << 31 for n in (slot.axis, slot.offset, slot.stride, slot.count, slot.step)
                 )
-                _check(sound and slot.count > 0 and slot.stride > 0 and slot.step > 0, what, "has a slot that is none")
+                require(sound and slot.count > 0 and slot.stride > 0 and slot.step > 0, what, "has a slot that is none")
             if group.within is not None:
-                sound = isinstance(group.within, tuple) and len(group.within) == 2 and all(map(_is_count, group.within))
+                sound = isinstance(group.within, tuple) and len(group.within) == 2 and all(map(is_count, group.within))
                 sound = sound and group.within[0] < number and group.within[1] < self.groups[group.within[0]].size
                 sound = sound and self.groups[group.within[0]].within is None
-                _check(sound, what, "must lie within an element of an earlier group that lies within none")
+                require(sound, what, "must lie within an element of an earlier group that lies within none")
 
     def check(self, layout: ModelLayout) -> None:
         """Whether the groups are a model's of this layout: every place is there, and in one group of each level."""
@@ -181,14 +182,14 @@ class Groups:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         what = "a model's groups"
-        listed = _take(parse(data, cls.FORMAT, what), ["groups"], what)["groups"]
-        _check(isinstance(listed, list), what, "must be a list")
+        listed = take(parse(data, cls.FORMAT, what), ["groups"], what)["groups"]
+        require(isinstance(listed, list), what, "must be a list")
         groups = []
         for entry in listed:
-            taken = _take(entry, ["size", "slots", "within"], "a group")
+            taken = take(entry, ["size", "slots", "within"], "a group")
             slots, within = taken["slots"], taken["within"]
             sound = isinstance(slots, list) and all(isinstance(s, list) and len(s) == 6 for s in slots)
-            _check(sound and (within is None or isinstance(within, list)), "a group", "has the wrong shape")
+            require(sound and (within is None or isinstance(within, list)), "a group", "has the wrong shape")
             groups.append(
                 Group(taken["size"], tuple(Slot(*s) for s in slots), None if within is None else tuple(within))
             )

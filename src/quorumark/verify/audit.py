@@ -37,7 +37,6 @@ import binascii
 import hashlib
 import itertools
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal
@@ -51,27 +50,16 @@ from numpy.typing import NDArray
 from quorumark import field as arithmetic
 from quorumark import shamir
 from quorumark.archive import Archive, key_place, leaf_count
+from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.errors import DecodingError, InputError, QuorumarkError, RecordError, ShareError
 from quorumark.field import P, Stream, Vector
 from quorumark.home import ConsortiumFolder, Home
-from quorumark.identity import Identity, verify, verify_chain
+from quorumark.identity import verify_chain
 from quorumark.keystore import Unlock
 from quorumark.merkle import Opening, Tree, levels_of, path_of, root_from, salt_seed
 from quorumark.records import ARCHIVE_KEY, Genesis, Manifest, Terms, canonical, digest, parse
 from quorumark.shares import ShareFile
-from quorumark.verify.evidence import (
-    VERDICTS,
-    Query,
-    _check,
-    _is_count,
-    _is_decimal,
-    _is_hex,
-    _is_text,
-    _is_time,
-    _take,
-    now,
-    vector_digest,
-)
+from quorumark.verify.evidence import VERDICTS, Query, Signed, now, vector_digest
 from quorumark.verify.null import decimal_of, log10_bound, z_text
 
 __all__ = [
@@ -172,15 +160,15 @@ class Challenge:
 
     def __post_init__(self) -> None:
         for name in ("manifest", "genesis", "query", "x", "seed"):
-            _check(_is_hex(getattr(self, name), 32), f"a challenge's {name}", "must be 32 bytes in hex")
-        _check(_is_decimal(self.z), "a challenge's z", "must be a decimal number as text")
-        _check(_is_text(self.source, 200) and bool(self.source), "a challenge's source", "must be a printable text")
+            require(is_hex(getattr(self, name), 32), f"a challenge's {name}", "must be 32 bytes in hex")
+        require(is_decimal(self.z), "a challenge's z", "must be a decimal number as text")
+        require(is_text(self.source, 200) and bool(self.source), "a challenge's source", "must be a printable text")
         for name in ("burnt", "leaves"):
             numbers = getattr(self, name)
-            sound = all(_is_count(n) for n in numbers) and list(numbers) == sorted(set(numbers))
-            _check(sound, f"a challenge's {name}", "must be leaf numbers in order, each once")
-        _check(bool(self.leaves), "a challenge", "must ask for at least one leaf")
-        _check(_is_time(self.created), "a challenge's time", "must be in UTC like 2026-01-31T12:00:00Z")
+            sound = all(is_count(n) for n in numbers) and list(numbers) == sorted(set(numbers))
+            require(sound, f"a challenge's {name}", "must be leaf numbers in order, each once")
+        require(bool(self.leaves), "a challenge", "must ask for at least one leaf")
+        require(is_time(self.created), "a challenge's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     def drawn(self, leaves: int) -> tuple[int, ...]:
         """The leaves that the seed picks, in shares of so many leaves: must be those that are asked."""
@@ -200,9 +188,9 @@ class Challenge:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        taken = _take(parse(data, cls.FORMAT, "a challenge"), cls, "a challenge")
+        taken = take(parse(data, cls.FORMAT, "a challenge"), field_names(cls), "a challenge")
         for name in ("burnt", "leaves"):
-            _check(isinstance(taken[name], list), f"a challenge's {name}", "must be a list")
+            require(isinstance(taken[name], list), f"a challenge's {name}", "must be a list")
         return cls(**{**taken, "burnt": tuple(taken["burnt"]), "leaves": tuple(taken["leaves"])})
 
 
@@ -226,19 +214,21 @@ def check_challenge(challenge: Challenge, query: Query, manifest: Manifest) -> N
     """Whether a challenge is about this query under this manifest, and asks for what its seed draws."""
     terms, genesis = manifest.terms, manifest.genesis
     # 1. the query is about this consortium's key as it is today, by the statistic that the genesis names
-    _check(query.manifest == manifest.digest().hex(), "the query", "is about another manifest than the one given")
+    require(query.manifest == manifest.digest().hex(), "the query", "is about another manifest than the one given")
     facts = (query.coordinates, query.epoch, query.statistic)
     agreed = (terms.coordinates, manifest.epoch, genesis.statistic)
-    _check(facts == agreed, "the query", "contradicts the manifest in coordinates, epoch or statistic")
+    require(facts == agreed, "the query", "contradicts the manifest in coordinates, epoch or statistic")
     leaves = leaf_count(terms.coordinates, terms.leaf)
-    _check(all(leaf < leaves for leaf in query.burnt), "the query", f"names burnt leaves beyond the last, {leaves - 1}")
+    require(
+        all(leaf < leaves for leaf in query.burnt), "the query", f"names burnt leaves beyond the last, {leaves - 1}"
+    )
     # 2. the challenge is about this query
-    _check(challenge.genesis == genesis_digest(genesis), "the challenge", "is for another genesis")
+    require(challenge.genesis == genesis_digest(genesis), "the challenge", "is for another genesis")
     same = (challenge.manifest, challenge.query, challenge.x, challenge.burnt)
     wanted = (query.manifest, query.digest(), query.x, query.burnt)
-    _check(same == wanted, "the challenge", "is for another query")
+    require(same == wanted, "the challenge", "is for another query")
     # 3. and it asks for the leaves that its seed draws, no others and no more of them than its z needs
-    _check(challenge.leaves == challenge.drawn(leaves), "the challenge", "asks for other leaves than its seed draws")
+    require(challenge.leaves == challenge.drawn(leaves), "the challenge", "asks for other leaves than its seed draws")
 
 
 # --- what members open ------------------------------------------------------------------------------------
@@ -253,7 +243,7 @@ def _words(text: object, what: str) -> Vector:
         raw = base64.b64decode(text, validate=True) if isinstance(text, str) else b"?"
     except (binascii.Error, ValueError):
         raw = b"?"
-    _check(len(raw) % 8 == 0, what, "must be 8-byte numbers in base64")
+    require(len(raw) % 8 == 0, what, "must be 8-byte numbers in base64")
     return np.frombuffer(raw, "<u8").astype(np.uint64)
 
 
@@ -263,12 +253,12 @@ def _leaf_dict(leaf: Opening) -> dict[str, Any]:
 
 
 def _leaf_from(body: object) -> Opening:
-    taken = _take(body, Opening, "an opened leaf")
+    taken = take(body, field_names(Opening), "an opened leaf")
     path = taken["path"]
-    _check(_is_count(taken["index"]), "an opened leaf's number", "must be a whole number")
-    _check(_is_hex(taken["salt"], 32), "an opened leaf's salt", "must be 32 bytes in hex")  # one length: it is hashed
-    sound = isinstance(path, list) and all(_is_hex(node, 32) for node in path)
-    _check(sound, "an opened leaf's path", "must be hashes of 32 bytes in hex")
+    require(is_count(taken["index"]), "an opened leaf's number", "must be a whole number")
+    require(is_hex(taken["salt"], 32), "an opened leaf's salt", "must be 32 bytes in hex")  # one length: it is hashed
+    sound = isinstance(path, list) and all(is_hex(node, 32) for node in path)
+    require(sound, "an opened leaf's path", "must be hashes of 32 bytes in hex")
     nodes = tuple(bytes.fromhex(node) for node in path)
     return Opening(
         taken["index"], _words(taken["values"], "an opened leaf's values"), bytes.fromhex(taken["salt"]), nodes
@@ -276,10 +266,10 @@ def _leaf_from(body: object) -> Opening:
 
 
 @dataclass(frozen=True, eq=False)
-class _Signed(ABC):
+class _Answer(Signed):
     """What both kinds of openings share: what they answer, whose they are, and the signature over all of it."""
 
-    FORMAT: ClassVar[str]
+    PURPOSE: ClassVar[str] = "audit"
 
     manifest: str
     challenge: str
@@ -288,36 +278,13 @@ class _Signed(ABC):
 
     def __post_init__(self) -> None:
         for name in ("manifest", "challenge"):
-            _check(_is_hex(getattr(self, name), 32), f"an opening's {name}", "must be 32 bytes in hex")
-        _check(_is_count(self.point, 1), "an opening's point", "must be a whole number, at least 1")
-        _check(_is_hex(self.signature, 64), "an opening's signature", "must be 64 bytes in hex")
-
-    @abstractmethod
-    def as_dict(self) -> dict[str, Any]: ...
-
-    def signed_bytes(self) -> bytes:
-        """What the signature covers: everything else."""
-        body = self.as_dict()
-        del body["signature"]
-        return canonical({"format": self.FORMAT, **body})
-
-    def to_bytes(self) -> bytes:
-        return canonical({"format": self.FORMAT, **self.as_dict()})
-
-    @classmethod
-    def sign(cls, identity: Identity, **values: Any) -> Self:
-        """An opening with its member's signature."""
-        unsigned = cls(**values, signature="00" * 64)
-        return cls(**values, signature=identity.sign("audit", unsigned.signed_bytes()).hex())
-
-    def verify(self, terms: Terms) -> None:
-        """Whether the member at its point signed it; a SignatureError names it."""
-        member = terms.member(self.point)
-        verify(member.ed25519, "audit", self.signed_bytes(), self.signature, member.name)
+            require(is_hex(getattr(self, name), 32), f"an opening's {name}", "must be 32 bytes in hex")
+        require(is_count(self.point, 1), "an opening's point", "must be a whole number, at least 1")
+        require(is_hex(self.signature, 64), "an opening's signature", "must be 64 bytes in hex")
 
 
 @dataclass(frozen=True, eq=False)
-class ShareOpening(_Signed):
+class ShareOpening(_Answer):
     """In epoch 0: the asked leaves of a member's genesis share, with their salts and paths. Never a seed."""
 
     FORMAT: ClassVar[str] = "quorumark-opening/v1"
@@ -334,13 +301,13 @@ class ShareOpening(_Signed):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        taken = _take(parse(data, cls.FORMAT, "an opening"), cls, "an opening")
-        _check(isinstance(taken["leaves"], list), "an opening's leaves", "must be a list")
+        taken = take(parse(data, cls.FORMAT, "an opening"), field_names(cls), "an opening")
+        require(isinstance(taken["leaves"], list), "an opening's leaves", "must be a list")
         return cls(**{**taken, "leaves": tuple(_leaf_from(leaf) for leaf in taken["leaves"])})
 
 
 @dataclass(frozen=True, eq=False)
-class KeyOpening(_Signed):
+class KeyOpening(_Answer):
     """After a resharing: what a member's share of today holds of the asked leaves' archive keys.
 
     `keys` maps each archived point to three elements for each of `indices`, in order.
@@ -353,11 +320,11 @@ class KeyOpening(_Signed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sound = all(_is_count(leaf) for leaf in self.indices) and list(self.indices) == sorted(set(self.indices))
-        _check(sound, "an opening's leaves", "must be leaf numbers in order, each once")
+        sound = all(is_count(leaf) for leaf in self.indices) and list(self.indices) == sorted(set(self.indices))
+        require(sound, "an opening's leaves", "must be leaf numbers in order, each once")
         for words in self.keys.values():
             sound = words.shape == (ARCHIVE_KEY * len(self.indices),) and bool((words < P).all())
-            _check(sound, "an opening's keys", f"must be {ARCHIVE_KEY} field elements for each leaf")
+            require(sound, "an opening's keys", f"must be {ARCHIVE_KEY} field elements for each leaf")
 
     def as_dict(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -366,14 +333,14 @@ class KeyOpening(_Signed):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        taken = _take(parse(data, cls.FORMAT, "an opening of keys"), cls, "an opening of keys")
+        taken = take(parse(data, cls.FORMAT, "an opening of keys"), field_names(cls), "an opening of keys")
         keys = taken["keys"]
-        _check(isinstance(taken["indices"], list), "an opening's leaves", "must be a list")
-        _check(isinstance(keys, Mapping), "an opening's keys", "must be named by points")
+        require(isinstance(taken["indices"], list), "an opening's leaves", "must be a list")
+        require(isinstance(keys, Mapping), "an opening's keys", "must be named by points")
         sound = all(
             point.isascii() and point.isdecimal() and len(point) < 10 and str(int(point)) == point for point in keys
         )
-        _check(sound, "an opening's keys", "must be named by points")
+        require(sound, "an opening's keys", "must be named by points")
         words = {int(point): _words(text, "an opening's keys") for point, text in keys.items()}
         return cls(**{**taken, "indices": tuple(taken["indices"]), "keys": words})
 
@@ -416,7 +383,7 @@ def open_leaves(
         )
     share, identity = place.verify_share(unlock), home.identity(unlock)
     common = {"manifest": query.manifest, "challenge": challenge.digest(), "point": share.info.point}
-    opening: _Signed
+    opening: Signed
     if manifest.epoch == 0:
         opening = ShareOpening.sign(identity, **common, leaves=_opened(share, challenge.leaves))
     else:
@@ -505,7 +472,7 @@ class AuditResult:
     log10_bound: str = ""
 
     def __post_init__(self) -> None:
-        _check(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
+        require(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
 
     @property
     def proof(self) -> bool:
@@ -569,11 +536,11 @@ def _check_x(x: Integers, query: Query, terms: Terms) -> None:
         raise InputError("x", "must be a vector of int8 or int16", getattr(x, "dtype", type(x).__name__))
     if x.shape != (terms.coordinates,):
         raise InputError("x", f"must have {terms.coordinates} entries", f"shape {x.shape}")
-    _check(vector_digest(x) == query.x, "x", "is not the one that the query names: compute it from the suspect again")
-    _check(_sum_squares(x) == query.norm2, "the query's norm", "is not that of x")
+    require(vector_digest(x) == query.x, "x", "is not the one that the query names: compute it from the suspect again")
+    require(_sum_squares(x) == query.norm2, "the query's norm", "is not that of x")
     for leaf in query.burnt:
         empty = not x[leaf * terms.leaf : (leaf + 1) * terms.leaf].any()
-        _check(empty, "x", f"is not 0 on leaf {leaf}, which the query calls burnt")
+        require(empty, "x", f"is not 0 on leaf {leaf}, which the query calls burnt")
 
 
 def _sum_squares(values: Integers) -> int:
@@ -611,8 +578,8 @@ def _check_opening(opening: ShareOpening | KeyOpening, challenge: Challenge, ter
     """Signed by its member, for this challenge, and of all asked leaves: nobody opens some of them only."""
     opening.verify(terms)
     answers = (opening.challenge, opening.manifest) == (challenge.digest(), challenge.manifest)
-    _check(answers, "it", "answers another challenge")
-    _check(opening.indices == challenge.leaves, "it", "does not open exactly the leaves that were asked")
+    require(answers, "it", "answers another challenge")
+    require(opening.indices == challenge.leaves, "it", "does not open exactly the leaves that were asked")
 
 
 def _from_archives(
@@ -631,7 +598,7 @@ def _from_archives(
             opening = KeyOpening.from_bytes(data)
             who = f"the opening of {terms.member(opening.point).name!r}"
             _check_opening(opening, challenge, terms)
-            _check(tuple(sorted(opening.keys)) == manifest.archived, "it", "must hold keys for all archives")
+            require(tuple(sorted(opening.keys)) == manifest.archived, "it", "must hold keys for all archives")
             parts[opening.point] = np.concatenate([opening.keys[point] for point in manifest.archived])
         except QuorumarkError as error:
             faults.append(f"{who} is left out: {error}")
@@ -639,7 +606,7 @@ def _from_archives(
     for path in archives:
         try:
             archive = Archive.read(path, manifest)
-            _check(archive.point in manifest.archived, f"the archive {os.fspath(path)!r}", "is of no archived share")
+            require(archive.point in manifest.archived, f"the archive {os.fspath(path)!r}", "is of no archived share")
             readable.setdefault(archive.point, archive)
         except QuorumarkError as error:
             faults.append(str(error))
@@ -848,8 +815,8 @@ def _explained(facts: _Facts, earlier: Sequence[Challenge]) -> set[int]:
     found: set[int] = set()
     for number, before in enumerate(earlier, 1):
         what = f"earlier challenge {number}"
-        _check(before.genesis == facts.challenge.genesis, what, "is for another genesis")
-        _check(before.leaves == before.drawn(facts.leaves), what, "asks for other leaves than its seed draws")
+        require(before.genesis == facts.challenge.genesis, what, "is for another genesis")
+        require(before.leaves == before.drawn(facts.leaves), what, "asks for other leaves than its seed draws")
         found.update(before.leaves)
     return found
 

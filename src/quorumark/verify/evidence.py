@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from quorumark.errors import RecordError
+from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.field import P
 from quorumark.identity import Identity, verify
 from quorumark.records import Terms, canonical, digest, parse
 from quorumark.verify.statistic import vector_digest
 
-__all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "SuspectFile", "now", "vector_digest"]
+__all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "Signed", "SuspectFile", "now", "vector_digest"]
 
 VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
 CORROBORATION = ("uncorroborated", "corroborated", "corrected")
@@ -37,44 +38,6 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def _check(good: bool, what: str, rule: str) -> None:
-    if not good:
-        raise RecordError(f"{what} {rule}")
-
-
-def _is_hex(value: object, size: int) -> bool:
-    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * size}}}", value) is not None
-
-
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", value) is not None
-
-
-def _is_text(value: object, most: int = 1000) -> bool:
-    return isinstance(value, str) and len(value) <= most and (not value or value.isprintable())
-
-
-def _is_decimal(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,18})?", value) is not None
-
-
-def _take(body: object, cls: type[Any], what: str) -> dict[str, Any]:
-    """Exactly the fields of a record; others only if their name starts with x-."""
-    if not isinstance(body, Mapping):
-        raise RecordError(f"{what} must be a JSON object")
-    names = [f.name for f in fields(cls)]
-    missing = [name for name in names if name not in body]
-    unknown = [name for name in body if name not in names and name != "format" and not name.startswith("x-")]
-    if missing or unknown:
-        problem = f"it lacks {missing[0]!r}" if missing else f"it has the unknown critical field {unknown[0]!r}"
-        raise RecordError(f"this is not {what} that can be used: {problem}")
-    return {name: body[name] for name in names}
-
-
 @dataclass(frozen=True)
 class SuspectFile:
     """A file that holds the suspect's weights, or the index of those files; `name` is relative to the folder."""
@@ -84,9 +47,9 @@ class SuspectFile:
     size: int
 
     def __post_init__(self) -> None:
-        _check(_is_text(self.name) and bool(self.name), "a suspect's file name", "must be printable text")
-        _check(_is_hex(self.sha256, 32), "a suspect's file digest", "must be 32 bytes in hex")
-        _check(_is_count(self.size), "a suspect's file size", "must be a whole number")
+        require(is_text(self.name) and bool(self.name), "a suspect's file name", "must be printable text")
+        require(is_hex(self.sha256, 32), "a suspect's file digest", "must be 32 bytes in hex")
+        require(is_count(self.size), "a suspect's file size", "must be a whole number")
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -127,19 +90,19 @@ class Query:
 
     def __post_init__(self) -> None:
         for name in ("manifest", "suspect", "x"):
-            _check(_is_hex(getattr(self, name), 32), f"a query's {name}", "must be 32 bytes in hex")
+            require(is_hex(getattr(self, name), 32), f"a query's {name}", "must be 32 bytes in hex")
         for name in ("epoch", "coordinates", "carriers", "covered", "norm1", "norm2", "norm4", "surplus"):
-            _check(_is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
+            require(is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
         for name in ("statistic", "alignment"):
-            _check(_is_text(getattr(self, name), 100), f"a query's {name}", "must be a text")
-        _check(self.covered <= self.carriers, "a query's coverage", "must not exceed the carriers")
-        _check(
-            all(_is_count(leaf) for leaf in self.burnt) and list(self.burnt) == sorted(set(self.burnt)),
+            require(is_text(getattr(self, name), 100), f"a query's {name}", "must be a text")
+        require(self.covered <= self.carriers, "a query's coverage", "must not exceed the carriers")
+        require(
+            all(is_count(leaf) for leaf in self.burnt) and list(self.burnt) == sorted(set(self.burnt)),
             "a query's burnt leaves",
             "must be whole numbers in order, each once",
         )
-        _check(all(_is_text(text) for text in self.matching), "a query's matching", "must be printable texts")
-        _check(_is_time(self.created), "a query's time", "must be in UTC like 2026-01-31T12:00:00Z")
+        require(all(is_text(text) for text in self.matching), "a query's matching", "must be printable texts")
+        require(is_time(self.created), "a query's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     @property
     def effective(self) -> int:
@@ -166,10 +129,12 @@ class Query:
 
     @classmethod
     def from_dict(cls, body: object) -> Self:
-        taken = _take(body, cls, "a query")
+        taken = take(body, field_names(cls), "a query")
         for name in ("files", "burnt", "matching"):
-            _check(isinstance(taken[name], list), f"a query's {name}", "must be a list")
-        taken["files"] = tuple(SuspectFile(**_take(entry, SuspectFile, "a suspect's file")) for entry in taken["files"])
+            require(isinstance(taken[name], list), f"a query's {name}", "must be a list")
+        taken["files"] = tuple(
+            SuspectFile(**take(entry, field_names(SuspectFile), "a suspect's file")) for entry in taken["files"]
+        )
         return cls(**{**taken, "burnt": tuple(taken["burnt"]), "matching": tuple(taken["matching"])})
 
     @classmethod
@@ -177,8 +142,41 @@ class Query:
         return cls.from_dict(parse(data, cls.FORMAT, "a query"))
 
 
+class Signed(ABC):
+    """A record that the member at its `point` signs, for one purpose and over everything but the signature."""
+
+    FORMAT: ClassVar[str]
+    PURPOSE: ClassVar[str]
+
+    point: int
+    signature: str
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def signed_bytes(self) -> bytes:
+        """What the signature covers."""
+        body = self.as_dict()
+        del body["signature"]
+        return canonical({"format": self.FORMAT, **body})
+
+    def to_bytes(self) -> bytes:
+        return canonical({"format": self.FORMAT, **self.as_dict()})
+
+    @classmethod
+    def sign(cls, identity: Identity, **values: Any) -> Self:
+        """The record with its member's signature."""
+        unsigned = cls(**{**values, "signature": "00" * 64})
+        return cls(**{**values, "signature": identity.sign(cls.PURPOSE, unsigned.signed_bytes()).hex()})
+
+    def verify(self, terms: Terms) -> None:
+        """Whether the member at its point signed it; a SignatureError names it."""
+        member = terms.member(self.point)
+        verify(member.ed25519, self.PURPOSE, self.signed_bytes(), self.signature, member.name)
+
+
 @dataclass(frozen=True)
-class Partial:
+class Partial(Signed):
     """A member's answer y = ⟨x, s⟩ mod p (in decimal digits), signed.
 
     `members` is empty for an open partial. For a masked one, λ·y plus masks that cancel over these points, it names
@@ -187,6 +185,7 @@ class Partial:
     """
 
     FORMAT: ClassVar[str] = "quorumark-partial/v1"
+    PURPOSE: ClassVar[str] = "partial"
 
     manifest: str
     epoch: int
@@ -203,21 +202,21 @@ class Partial:
 
     def __post_init__(self) -> None:
         for name in ("manifest", "query", "suspect", "x", "ledger"):
-            _check(_is_hex(getattr(self, name), 32), f"a partial's {name}", "must be 32 bytes in hex")
-        _check(_is_hex(self.signature, 64), "a partial's signature", "must be 64 bytes in hex")
-        _check(_is_count(self.epoch) and _is_count(self.point, 1), "a partial's epoch and point", "must be numbers")
+            require(is_hex(getattr(self, name), 32), f"a partial's {name}", "must be 32 bytes in hex")
+        require(is_hex(self.signature, 64), "a partial's signature", "must be 64 bytes in hex")
+        require(is_count(self.epoch) and is_count(self.point, 1), "a partial's epoch and point", "must be numbers")
         sound = isinstance(self.answer, str) and re.fullmatch("0|[1-9][0-9]{0,18}", self.answer) is not None
-        _check(sound and int(self.answer) < P, "a partial's answer", "must be a number below 2^61 − 1, in digits")
-        _check(
-            all(_is_count(x, 1) for x in self.members) and list(self.members) == sorted(set(self.members)),
+        require(sound and int(self.answer) < P, "a partial's answer", "must be a number below 2^61 − 1, in digits")
+        require(
+            all(is_count(x, 1) for x in self.members) and list(self.members) == sorted(set(self.members)),
             "a partial's members",
             "must be points in order",
         )
         sound = isinstance(self.history, Mapping) and all(
-            _is_hex(x, 32) and outcome in OUTCOMES for x, outcome in self.history.items()
+            is_hex(x, 32) and outcome in OUTCOMES for x, outcome in self.history.items()
         )
-        _check(sound, "a partial's history", "must map digests to passed, failed or open")
-        _check(_is_time(self.created), "a partial's time", "must be in UTC like 2026-01-31T12:00:00Z")
+        require(sound, "a partial's history", "must map digests to passed, failed or open")
+        require(is_time(self.created), "a partial's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     @property
     def value(self) -> int:
@@ -227,30 +226,10 @@ class Partial:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
         return body | {"members": list(self.members), "history": dict(self.history)}
 
-    def signed_bytes(self) -> bytes:
-        """What the signature covers: everything else."""
-        body = self.as_dict()
-        del body["signature"]
-        return canonical({"format": self.FORMAT, **body})
-
-    def to_bytes(self) -> bytes:
-        return canonical({"format": self.FORMAT, **self.as_dict()})
-
-    @classmethod
-    def sign(cls, identity: Identity, **values: Any) -> Self:
-        """A partial with its member's signature."""
-        unsigned = cls(**values, signature="00" * 64)
-        return cls(**values, signature=identity.sign("partial", unsigned.signed_bytes()).hex())
-
-    def verify(self, terms: Terms) -> None:
-        """Whether the member at its point signed it; a SignatureError names it."""
-        member = terms.member(self.point)
-        verify(member.ed25519, "partial", self.signed_bytes(), self.signature, member.name)
-
     @classmethod
     def from_dict(cls, body: object) -> Self:
-        taken = _take(body, cls, "a partial")
-        _check(isinstance(taken["members"], list), "a partial's members", "must be a list")
+        taken = take(body, field_names(cls), "a partial")
+        require(isinstance(taken["members"], list), "a partial's members", "must be a list")
         return cls(**{**taken, "members": tuple(taken["members"])})
 
     @classmethod
@@ -293,21 +272,21 @@ class Finding:
     created: str
 
     def __post_init__(self) -> None:
-        _check(_is_text(self.consortium, 100) and bool(self.consortium), "a finding's consortium", "must be a name")
+        require(is_text(self.consortium, 100) and bool(self.consortium), "a finding's consortium", "must be a name")
         for name in ("members", "quorum", "failed"):
-            _check(_is_count(getattr(self, name)), f"a finding's {name}", "must be a whole number")
-        _check(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
-        _check(self.corroboration in CORROBORATION, "corroboration", f"must be one of {', '.join(CORROBORATION)}")
+            require(is_count(getattr(self, name)), f"a finding's {name}", "must be a whole number")
+        require(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
+        require(self.corroboration in CORROBORATION, "corroboration", f"must be one of {', '.join(CORROBORATION)}")
         for name in ("value", "z", "cosine", "log10_p", "log10_bound", "agreed", "threshold"):
-            _check(_is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as text")
-        _check(_is_text(self.alpha, 100), "a finding's alpha", "must be a text")
-        _check(all(_is_count(x, 1) for x in self.wrong), "a finding's wrong partials", "must be points")
-        sound = isinstance(self.names, Mapping) and all(_is_text(v, 100) for pair in self.names.items() for v in pair)
-        _check(sound, "a finding's names", "must map points to names")
-        sound = isinstance(self.known, Mapping) and all(_is_hex(x, 32) and o in OUTCOMES for x, o in self.known.items())
-        _check(sound, "a finding's known queries", "must map digests to passed, failed or open")
-        _check(all(_is_text(text) for text in self.reasons), "a finding's reasons", "must be printable texts")
-        _check(_is_time(self.created), "a finding's time", "must be in UTC like 2026-01-31T12:00:00Z")
+            require(is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as text")
+        require(is_text(self.alpha, 100), "a finding's alpha", "must be a text")
+        require(all(is_count(x, 1) for x in self.wrong), "a finding's wrong partials", "must be points")
+        sound = isinstance(self.names, Mapping) and all(is_text(v, 100) for pair in self.names.items() for v in pair)
+        require(sound, "a finding's names", "must map points to names")
+        sound = isinstance(self.known, Mapping) and all(is_hex(x, 32) and o in OUTCOMES for x, o in self.known.items())
+        require(sound, "a finding's known queries", "must map digests to passed, failed or open")
+        require(all(is_text(text) for text in self.reasons), "a finding's reasons", "must be printable texts")
+        require(is_time(self.created), "a finding's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     def as_dict(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -322,9 +301,9 @@ class Finding:
 
     @classmethod
     def from_dict(cls, body: object) -> Self:
-        taken = _take(body, cls, "a certificate")
+        taken = take(body, field_names(cls), "a certificate")
         for name in ("partials", "wrong", "reasons"):
-            _check(isinstance(taken[name], list), f"a certificate's {name}", "must be a list")
+            require(isinstance(taken[name], list), f"a certificate's {name}", "must be a list")
         return cls(
             **{
                 **taken,

@@ -98,6 +98,26 @@ def _square_sum(low: NDArray[np.int64], high: NDArray[np.int64]) -> int:
     return total
 
 
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    """One carrier of the suspect: `name` is the suspect's name for it, `chosen` which of its weights carry (all: None).
+
+    `exponent` is the one in the middle of all carriers, where a statistic needs that.
+    """
+
+    spec: TensorSpec
+    suspect: Model
+    name: str
+    anchor: Model
+    chosen: NDArray[np.int64] | None
+    exponent: int
+
+    @property
+    def width(self) -> int:
+        """Weights of a row."""
+        return self.spec.size // self.spec.shape[0]
+
+
 def canonical_form(
     statistic: str,
     layout: ModelLayout,
@@ -119,7 +139,7 @@ def canonical_form(
     dtype, one = STATISTICS[statistic]
     carrying = layout.carrying()
     x = np.zeros(layout.coordinates, dtype)
-    scale = _common_exponent(suspect, carriers, names) if statistic == "global-cosine/v1" else None
+    exponent = _common_exponent(suspect, carriers, names) if statistic == "global-cosine/v1" else 0
     for spec, place in carriers:
         if spec.name not in names:
             continue
@@ -132,7 +152,7 @@ def canonical_form(
             begin, end = np.searchsorted(carrying, (place.start, place.stop))
             target, chosen = x[begin:end], carrying[begin:end] - place.start
         if target.size:
-            one(spec, suspect, names[spec.name], anchor, chosen, target, scale)
+            one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent), target)
     if omit is not None:
         x[omit] = 0
     return Canonical.of(statistic, x)
@@ -151,33 +171,27 @@ def _reader(model: Model, name: str, size: int) -> Blocks:
     """Blocks of a tensor's bits, as often as wanted: from memory if it is not too large."""
     if size > _KEPT:
         return lambda: ((begin, _bits(values)) for begin, values in model.blocks(name, _BLOCK))
-    kept = [(begin, _bits(values)) for begin, values in model.blocks(name, _BLOCK)]
-    return lambda: iter(kept)
+    whole = np.concatenate([_bits(values) for _, values in model.blocks(name, _BLOCK)])
+    return lambda: iter([(0, whole)])
 
 
 # --- balanced-anchor/v1 -----------------------------------------------------------------------------------
 
 
-def _balanced_anchor(
-    spec: TensorSpec,
-    suspect: Model,
-    name: str,
-    anchor: Model,
-    chosen: NDArray[np.int64] | None,
-    out: NDArray[Any],
-    _scale: int | None,
-) -> None:
+def _balanced_anchor(tensor: _Tensor, out: NDArray[Any]) -> None:
     """One tensor: rows × columns × taps (output channels, input channels, places of the kernel)."""
+    spec, width = tensor.spec, tensor.width
     rows, columns, taps = spec.shape[0], spec.shape[1], prod(spec.shape[2:])
-    width = columns * taps
     if width >= _WIDEST:
         raise InputError(f"tensor {spec.name!r}", f"must have rows of fewer than {_WIDEST} weights", width)
-    ours, theirs = _reader(suspect, name, spec.size), _reader(anchor, spec.name, spec.size)
+    ours, theirs = _reader(tensor.suspect, tensor.name, spec.size), _reader(tensor.anchor, spec.name, spec.size)
     scales = [_scales(blocks, rows, columns, taps) for blocks in (ours, theirs)]
 
     def left() -> Iterator[tuple[int, NDArray[np.int32], int]]:
         """Blocks of what is left of the suspect without the anchor, and Σ|…| of each."""
-        for (begin, one), (_, two) in zip(ours(), theirs(), strict=True):
+        for (begin, one), (other, two) in zip(ours(), theirs(), strict=True):
+            if (begin, one.size) != (other, two.size):
+                raise InputError("suspect and anchor", f"must come in the same blocks of {spec.name!r}", (begin, other))
             both = [np.empty(one.size, np.int32) for _ in range(2)]
 
             def part(low: int, high: int, begin: int = begin, one: Any = one, two: Any = two, both: Any = both) -> int:
@@ -196,7 +210,7 @@ def _balanced_anchor(
     # (values are below 2^22 and n below 2^31: 25·n·R stays below 2^58)
     numerator, denominator = _MIDDLE * spec.size, max(total, 4 * spec.size)
     for begin, values, _ in kept if kept is not None else left():
-        _emit(begin * width, values, numerator, denominator, chosen, out)
+        _emit(begin * width, values, numerator, denominator, tensor.chosen, out)
 
 
 def _emit(
@@ -282,47 +296,30 @@ def _common_exponent(suspect: Model, carriers: list[tuple[TensorSpec, slice]], n
     return _median_exponent(histogram)
 
 
-def _fixed(
-    suspect: Model, name: str, exponent: int, chosen: NDArray[np.int64] | None, out: NDArray[np.int32], width: int
-) -> None:
+def _fixed(tensor: _Tensor, exponent: int, out: NDArray[np.int32]) -> None:
     """The weights with a middle of about 2^10, cut at 2^24."""
-    for begin, values in suspect.blocks(name, _BLOCK):
-        bits, start = _bits(values), begin * width
+    for begin, values in tensor.suspect.blocks(tensor.name, _BLOCK):
+        bits, start = _bits(values), begin * tensor.width
         fixed = np.empty(bits.size, np.int32)
         _kernels.fixed_point(bits, exponent - 10, fixed)
-        if chosen is None:
+        if tensor.chosen is None:
             out[start : start + fixed.size] = fixed
         else:
-            low, high = np.searchsorted(chosen, (start, start + fixed.size))
-            out[low:high] = fixed[chosen[low:high] - start]
+            low, high = np.searchsorted(tensor.chosen, (start, start + fixed.size))
+            out[low:high] = fixed[tensor.chosen[low:high] - start]
 
 
-def _global_cosine(
-    spec: TensorSpec,
-    suspect: Model,
-    name: str,
-    _anchor: Model,
-    chosen: NDArray[np.int64] | None,
-    out: NDArray[Any],
-    scale: int | None,
-) -> None:
-    _fixed(suspect, name, scale or 0, chosen, out, spec.size // spec.shape[0])
+def _global_cosine(tensor: _Tensor, out: NDArray[Any]) -> None:
+    """Every weight in the same units."""
+    _fixed(tensor, tensor.exponent, out)
 
 
-def _mean_tensor_cosine(
-    spec: TensorSpec,
-    suspect: Model,
-    name: str,
-    _anchor: Model,
-    chosen: NDArray[np.int64] | None,
-    out: NDArray[Any],
-    _scale: int | None,
-) -> None:
+def _mean_tensor_cosine(tensor: _Tensor, out: NDArray[Any]) -> None:
     """2^32·w/(‖w‖·√n) for the n weights of the tensor that carry: equal weight for every tensor's cosine."""
     histogram = np.zeros(256, np.int64)
-    for _, values in suspect.blocks(name, _BLOCK):
+    for _, values in tensor.suspect.blocks(tensor.name, _BLOCK):
         _kernels.exponents(_bits(values), histogram)
-    _fixed(suspect, name, _median_exponent(histogram), chosen, out, spec.size // spec.shape[0])
+    _fixed(tensor, _median_exponent(histogram), out)
     squared = sum(int((out[part].astype(np.int64) ** 2).sum()) for part in field.chunks(out.size, 1 << 14))
     norm = isqrt(squared * out.size)
     if norm:
@@ -330,8 +327,7 @@ def _mean_tensor_cosine(
         out[:] = np.clip((2 * wide + norm) // (2 * norm), -(2**31) + 1, 2**31 - 1)
 
 
-_One = Callable[..., None]
-STATISTICS: dict[str, tuple[type[Any], _One]] = {
+STATISTICS: dict[str, tuple[type[Any], Callable[[_Tensor, NDArray[Any]], None]]] = {
     "balanced-anchor/v1": (np.int8, _balanced_anchor),
     "global-cosine/v1": (np.int32, _global_cosine),
     "mean-tensor-cosine/v1": (np.int32, _mean_tensor_cosine),
