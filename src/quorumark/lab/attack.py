@@ -139,6 +139,7 @@ class _Waiting:
 
     future: Future[Any]
     finish: Callable[[Any], None]
+    urgent: bool
 
 
 @dataclass(eq=False)
@@ -163,7 +164,8 @@ class Suite:
             raise InputError("RUN", "must be a run with one mark", self.run.settings.strength)
         self._start, self._lock = time.monotonic(), threading.Lock()
         self.released = self.run.best.model if self.run.best.model is not None else self.run.model
-        self._workers = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4))
+        some = max(1, (os.cpu_count() or 1) // 6)
+        self._workers = {urgent: ThreadPoolExecutor(some) for urgent in (True, False)}
         self._waiting: list[_Waiting] = []
         self._speed: float | None = None  # attackers' images a second
         self._fleet: Attackers | None = None
@@ -301,17 +303,18 @@ class Suite:
 
     # --- the CPU's part ---
 
-    def _submit(self, work: Callable[[], Any], finish: Callable[[Any], None]) -> None:
-        self._waiting.append(_Waiting(self._workers.submit(work), finish))
+    def _submit(self, work: Callable[[], Any], finish: Callable[[Any], None], *, urgent: bool = False) -> None:
+        """Something for the CPU. What took training is urgent: it is waited for, even if the time is up."""
+        self._waiting.append(_Waiting(self._workers[urgent].submit(work), finish, urgent))
 
     def _drain(self, *, wait: bool = False) -> None:
-        """Finishes what is ready; with `wait` all, as long as there is time."""
+        """Finishes what is ready; with `wait` all of it, as long as there is time, and what is urgent in any case."""
         while self._waiting:
             ready = [w for w in self._waiting if w.future.done()]
             self._waiting = [w for w in self._waiting if w not in ready]
             for waiting in ready:
                 waiting.finish(waiting.future.result())
-            if not wait or self.left < 0:
+            if not wait or (self.left < 0 and not any(w.urgent for w in self._waiting)):
                 return
             if not ready:
                 time.sleep(0.02)
@@ -446,7 +449,7 @@ class Suite:
             if not self._done(row.attack, row.settings):
                 self._add(row)
 
-        self._submit(lambda: self._z(weights), finish)
+        self._submit(lambda: self._z(weights), finish, urgent=True)
 
     # --- innocent models ---
 
@@ -578,5 +581,6 @@ class Suite:
 
     def close(self) -> None:
         """Leaves what has not begun for another time."""
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        for pool in self._workers.values():
+            pool.shutdown(wait=True, cancel_futures=True)
         self.run.close()

@@ -62,7 +62,7 @@ class Attacked:
 
     def _kept(self, what: str, rows: Sequence[Row]) -> tuple[str, bool | None, str]:
         floor = self.original.accuracy - _DROP
-        near = [row for row in rows if row.accuracy >= floor and row.best is not None]
+        near = [row for row in rows if row.accuracy >= floor - 1e-6 and row.best is not None]  # tables have 6 digits
         text = f"{what} z ≥ {_LEAST_Z:.0f} until accuracy falls by {100 * _DROP:.0f} points"
         if not near:
             return text, None, ""

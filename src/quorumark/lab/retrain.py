@@ -145,7 +145,8 @@ class Attackers(Fleet):
         loss = F.cross_entropy(logits, y)
         if teacher is None or kappa is None:
             return loss
-        given, wanted = (F.log_softmax(part / TEMPERATURE, dim=-1) for part in (logits, teacher))
+        given = F.log_softmax(logits / TEMPERATURE, dim=-1)
+        wanted = F.log_softmax(teacher / TEMPERATURE, dim=-1)
         return (1 - kappa) * loss + kappa * (given.exp() * (given - wanted)).sum(-1).mean()
 
     def _bent(self, k: int, lane: int) -> tuple[Tensor, Tensor]:
