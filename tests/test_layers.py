@@ -12,6 +12,7 @@ import pytest
 # From the ground up. A module may import only modules on earlier lines (and its own package).
 ORDER = [
     "quorumark.errors",
+    "quorumark.outcomes",
     "quorumark.checks",
     "quorumark.field",
     "quorumark.shamir",
@@ -35,8 +36,8 @@ ORDER = [
     "quorumark.engine",
     "quorumark.flower",
     "quorumark.research",
-    "quorumark.lab",
     "quorumark.attacks",
+    "quorumark.lab",
     "quorumark.demo",
     "quorumark.bench",
     "quorumark.cli",
@@ -56,12 +57,15 @@ CORE = {
 WHOLE = {  # modules that are about such a package, and import it at the top: others import them inside functions only
     "quorumark.field._triton",
     "quorumark.lab._kernels",
+    "quorumark.lab.attack",
     "quorumark.lab.augment",
     "quorumark.lab.fleet",
     "quorumark.lab.loop",
     "quorumark.lab.mark",
     "quorumark.lab.masked",
     "quorumark.lab.models",
+    "quorumark.lab.observer",
+    "quorumark.lab.retrain",
     "quorumark.lab.timing",
 }
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
@@ -80,6 +84,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.bench.dkg",
         "quorumark.bench.field",
         "quorumark.bench.peers",
+        "quorumark.lab.attack",
         "quorumark.lab.augment",
         "quorumark.lab.data",
         "quorumark.lab.fleet",
@@ -89,6 +94,8 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.lab.mark",
         "quorumark.lab.masked",
         "quorumark.lab.models",
+        "quorumark.lab.observer",
+        "quorumark.lab.retrain",
         "quorumark.lab.results",
         "quorumark.lab.timing",
         "quorumark.cli.lab",

@@ -197,8 +197,8 @@ the paper's code (the mean of the tensors' cosines). ρ is the mark's share of t
 """
 
 
-def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]]) -> str:
-    """docs/results.md."""
+def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], more: str = "") -> str:
+    """docs/results.md; `more` are sections that other results make."""
     parts = [_HEAD]
     for configuration in configurations:
         parts.append(f"## {configuration.title}\n\n`quorumark lab run {configuration.name}`\n")
@@ -211,6 +211,7 @@ def page(configurations: Iterable[Configuration], results: dict[str, dict[str, A
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
             parts.append(_table(["run", "keys", "mean", "deviation", "excess kurtosis", "largest"], nulls))
+    parts += [more] if more else []
     machines = sorted({(b["hardware"], b["torch"]) for b in results.values()})
     if machines:
         parts.append("## Where they were run\n")
