@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from quorumark.lab.config import Settings
     from quorumark.lab.data import ImageSet
     from quorumark.lab.fleet import Fleet
+    from quorumark.lab.language import LanguageModel
+    from quorumark.lab.removal import Plan
+    from quorumark.lab.text import Corpus
+    from quorumark.lab.tuning import LanguageRun
 
 _LEAST = 10.0  # seconds that it takes to begin a run: with less it is left for another time
 app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
@@ -23,6 +28,12 @@ Only = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda if there is one.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Only this seed.")]
+Models = Annotated[Path, typer.Option("--models", help="The folder with language models, a folder each.")]
+Cache = Annotated[Path, typer.Option("--cache", help="The folder where texts are kept as tokens.")]
+Patience = Annotated[
+    int | None, typer.Option("--patience", help="Stop when validation has not improved for so many rounds.")
+]
+OtherText = Annotated[Path | None, typer.Option("--other-text", help="A text file that an attacker trains with.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Another number of rounds.")]
 
 
@@ -30,12 +41,12 @@ Rounds = Annotated[int | None, typer.Option("--rounds", help="Another number of 
 def list_(results: Results = Path("results")) -> None:
     """The configurations, and how many of their runs have results."""
     from quorumark.lab.config import configurations, read
-    from quorumark.lab.results import read_all
+    from quorumark.lab.results import finished, read_all
 
     done = read_all(results)
     for name in configurations():
         configuration = read(name)
-        full = sum(done[r.id]["rounds"] >= r.rounds for r in configuration.runs if r.id in done)
+        full = sum(finished(done[r.id], r) for r in configuration.runs if r.id in done)
         shorter = sum(r.id in done for r in configuration.runs) - full
         typer.echo(f"{name}: {configuration.title}")
         typer.echo(f"    {len(configuration.runs)} runs, {full} in full, {shorter} shorter")
@@ -62,13 +73,23 @@ def run(
     masked: Annotated[
         int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
     ] = 0,
+    models: Models = Path("models"),
+    cache: Cache = Path("runs/tokens"),
+    patience: Patience = None,
 ) -> None:
     """Run a configuration's runs, or go on with them; those that are done are left out."""
     from quorumark.lab import data as sets
+    from quorumark.lab.config import read
     from quorumark.lab.results import read_all
 
+    chosen = _chosen(configuration, only, seed, rounds, evaluate_every, patience)
+    if read(configuration).task == "language":
+        bench = _Bench(models, data, cache, results, runs, _device(device), compiled, _Clock(seconds))
+        for settings in chosen:
+            bench.train(settings)
+        return
     start, loaded, fleet = time.monotonic(), {}, None
-    for settings in _chosen(configuration, only, seed, rounds, evaluate_every):
+    for settings in chosen:
         if settings.dataset not in loaded:
             loaded = {settings.dataset: sets.load(settings.dataset, data)}  # one at a time in memory
         images = loaded[settings.dataset]
@@ -132,6 +153,61 @@ def attack(
     typer.echo(f"{run}: {len(suite.rows) - 1} attacked models{'' if done else '; not all yet: run it again'}")
 
 
+@app.command("attack-language")
+def attack_language(
+    configuration: Annotated[str, typer.Argument(help="A configuration of language models, or a TOML file.")],
+    plan: Annotated[str, typer.Option("--plan", help="The attacks: `language`, or a TOML file.")] = "language",
+    only: Only = "*",
+    seed: Seed = None,
+    rounds: Rounds = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after so long, and keep what there is.")] = None,
+    device: Device = "auto",
+    data: Data = Path("data"),
+    models: Models = Path("models"),
+    cache: Cache = Path("runs/tokens"),
+    other_text: OtherText = None,
+    results: Results = Path("results"),
+    runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
+    patience: Patience = None,
+) -> None:
+    """Train a configuration's language models where that is not done, and attack what they release."""
+    from quorumark.lab.removal import read_plan
+
+    steps, clock = read_plan(plan), _Clock(seconds)
+    bench = _Bench(models, data, cache, results, runs, _device(device), compiled, clock, other_text)
+    for settings in _chosen(configuration, only, seed, rounds, None, patience):
+        bench.attack(settings, steps)
+
+
+@app.command("tokens")
+def tokens(
+    configuration: Annotated[str, typer.Argument(help="A configuration of language models, or a TOML file.")],
+    only: Only = "*",
+    data: Data = Path("data"),
+    models: Models = Path("models"),
+    cache: Cache = Path("runs/tokens"),
+    other_text: OtherText = None,
+) -> None:
+    """Make the tokens that runs need, for a machine without the tokenizers package."""
+    bench = _Bench(models, data, cache, Path("results"), Path("runs/lab"), "cpu", False, _Clock(None), other_text)
+    for name, dataset in {(s.model, s.dataset): None for s in _chosen(configuration, only, None, None)}:
+        found = bench.corpus(name, dataset)
+        counts = ", ".join(f"{split} {ids.size}" for split, ids in found.splits.items())
+        typer.echo(f"{name}, {dataset}: {counts} tokens in {cache}")
+
+
+@app.command("import-model")
+def import_model(
+    source: Annotated[Path, typer.Argument(help="A GGUF file.")],
+    out: Annotated[Path, typer.Argument(help="The folder that it becomes.")],
+) -> None:
+    """Make a folder for transformers from a GGUF file, dequantised: needs the extra `gguf`."""
+    from quorumark.lab.language import import_gguf
+
+    typer.echo(f"written: {out}, {import_gguf(source, out):,} parameters")
+
+
 @app.command("table")
 def table(
     results: Results = Path("results"),
@@ -142,10 +218,12 @@ def table(
     from quorumark.errors import RecordError
     from quorumark.lab.attacked import section
     from quorumark.lab.config import configurations, read
-    from quorumark.lab.results import page, read_all, replace_text
+    from quorumark.lab.results import page, read_all, read_attacks, replace_text
 
-    more = section(results / "attacks", out.parent / "figures")
-    text = page([read(name) for name in configurations()], read_all(results), more)
+    found, folder = [read(name) for name in configurations()], results / "attacks"
+    text = page(
+        found, read_all(results), read_attacks(results / "attacks-language"), section(folder, out.parent / "figures")
+    )
     if check:
         if not out.exists() or out.read_text() != text:
             raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")
@@ -209,9 +287,13 @@ def _device(name: str) -> str:
 
 
 def _chosen(
-    configuration: str, only: str, seed: int | None, rounds: int | None, evaluate_every: int | None
+    configuration: str,
+    only: str,
+    seed: int | None,
+    rounds: int | None,
+    evaluate_every: int | None = None,
+    patience: int | None = None,
 ) -> list[Settings]:
-    from dataclasses import replace
     from fnmatch import fnmatchcase
 
     from quorumark.errors import InputError
@@ -221,9 +303,8 @@ def _chosen(
     found = {s.id: s for glob in only.split(",") for s in runs if fnmatchcase(s.id, glob)}
     if not found:
         raise InputError("--only and --seed", "must leave some runs of the configuration", "none")
-    return [
-        replace(s, rounds=rounds or s.rounds, evaluate_every=evaluate_every or s.evaluate_every) for s in found.values()
-    ]
+    changes: Any = {"rounds": rounds, "evaluate_every": evaluate_every, "patience": patience}
+    return [replace(s, **{k: v for k, v in changes.items() if v is not None}) for s in found.values()]
 
 
 def _one(
@@ -274,3 +355,134 @@ def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
     for r in compare(settings, images, rounds):
         mark = f"the mark's largest part {r.largest:.2e}" if r.marked else "no mark yet"
         typer.echo(f"{settings.id}: round {r.round}, {r.different} weights differ, {mark}, {r.seconds:.1f} s")
+
+
+# --- language models --------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """What is left of the time that a command has."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float | None:
+        return None if self._end is None else self._end - time.monotonic()
+
+    @property
+    def short(self) -> bool:
+        return self.left is not None and self.left < _LEAST
+
+
+@dataclass
+class _Bench:
+    """Where language models are trained and attacked: folders, the device, and the model that is loaded."""
+
+    models: Path
+    data: Path
+    cache: Path
+    results: Path
+    runs: Path
+    device: str
+    compiled: bool
+    clock: _Clock
+    other_text: Path | None = None
+
+    def __post_init__(self) -> None:
+        self._loaded: dict[Any, LanguageModel] = {}
+        self._corpora: dict[tuple[str, str], Corpus] = {}
+
+    def corpus(self, model: str, dataset: str) -> Corpus:
+        """The tokens of a text, and of the attacker's own."""
+        from quorumark.lab.text import Tokenizer, corpus
+
+        if (model, dataset) not in self._corpora:
+            folders = [self.models / model.removesuffix("-random")]
+            folders += [self.data / "gpt2_tokenizer"] if model.startswith("gpt2") else []
+            others = {} if self.other_text is None else {"other": self.other_text}
+            self._corpora[model, dataset] = corpus(dataset, self.data, Tokenizer.of(*folders), self.cache, others)
+        return self._corpora[model, dataset]
+
+    def model(self, settings: Any) -> LanguageModel:
+        """A model, which stays loaded for the next run."""
+        from quorumark.lab.language import LanguageModel, load
+
+        seed = settings.seed if settings.model.endswith("-random") else 0
+        key = settings.model, seed, settings.max_coordinates
+        if key not in self._loaded:
+            module = load(settings.model, self.models, seed)
+            made = LanguageModel(module, self.device, max_coordinates=settings.max_coordinates, compiled=self.compiled)
+            self._loaded = {key: made}  # one at a time in memory
+        return self._loaded[key]
+
+    def train(self, settings: Any) -> None:
+        """A run, or the rest of it, unless it is done."""
+        from quorumark.lab.results import finished, read_all
+
+        done = read_all(self.results).get(settings.id)
+        if done is not None and finished(done, settings):
+            typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
+            return
+        if self.clock.short:
+            typer.echo(f"{settings.id}: no time left")
+            return
+        folder = self.models / settings.model.removesuffix("-random")
+        if settings.model != "gpt2-small-random" and not (folder / "config.json").exists():
+            typer.echo(f"{settings.id}: left out, there is no {folder}")
+            return
+        self._trained(settings).close()
+
+    def _trained(self, settings: Any) -> LanguageRun:
+        """A run as far as time allows, recorded and saved."""
+        from quorumark.lab.results import language_record, write
+        from quorumark.lab.tuning import LanguageRun, TextRound
+
+        run = LanguageRun(settings, self.corpus(settings.model, settings.dataset), self.model(settings))
+        folder = self.runs / settings.id
+        checkpoint = folder / "checkpoint.pt"
+        if checkpoint.exists():
+            run.restore(checkpoint)
+        if run.done:
+            return run
+
+        def tell(entry: TextRound) -> None:
+            shown = "" if entry.perplexity is None else f", validation {entry.perplexity:.3f}"
+            typer.echo(f"{settings.id}: round {entry.round}, loss {entry.loss:.4f}{shown}, {entry.seconds:.2f} s")
+
+        run.train(seconds=self.clock.left, checkpoint=checkpoint, tell=tell)
+        if run.round_no:
+            body = language_record(run)
+            written = write(body, self.results)
+            run.export(folder / "released.safetensors")
+            z, found = body["z"]["released"]["balanced-anchor/v1"], body["perplexity"]
+            typer.echo(
+                f"{settings.id}: {run.round_no} rounds, test perplexity {found['released']:.3f} (before: "
+                f"{found['initial']:.3f}), z {z:.1f}, {body['seconds_per_round']} s a round; "
+                f"{written or 'a longer run is there already'}"
+            )
+        return run
+
+    def attack(self, settings: Any, plan: Plan) -> None:
+        """Attacks what a run released; both are done here if they are not yet."""
+        from quorumark.lab.removal import Attacked, attack
+
+        if self.clock.short:
+            typer.echo(f"{settings.id}: no time left")
+            return
+        other = None
+        if any(step.name == "averaging" for job in plan.jobs for step in job.steps):
+            second = self._trained(replace(settings, strength="none", seed=settings.seed + 1, null_keys=0))
+            other = second.released
+            second.close()
+        run = self._trained(settings)
+        if not run.done:
+            typer.echo(f"{settings.id}: not attacked, since its training is not done")
+        else:
+            attacked = Attacked(run, self.corpus(settings.model, settings.dataset), other)
+            path = attack(
+                attacked, plan, self.results / "attacks-language", seconds=self.clock.left,
+                tell=lambda line: typer.echo(f"{settings.id}: {line}"),
+            )  # fmt: skip
+            typer.echo(f"{settings.id}: {path}")
+        run.close()

@@ -2,7 +2,8 @@
 
 A configuration is a TOML file: a title, settings for all of its runs under `[run]`, and the values that vary under
 `[[grid]]`, every combination of which is a run. Two configurations may have the same run: a run is known by its `id`,
-and done once. `[[paper]]` holds the paper's figures: settings that they are about, and `accuracy` and `z` by strength.
+and done once. `[[paper]]` holds the paper's figures: settings that they are about, and `accuracy` (`perplexity`) and
+`z` by strength. With `task = "language"` its runs fine-tune language models, and have their settings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from quorumark.errors import InputError
 
-__all__ = ["Configuration", "Settings", "configurations", "read", "strength_settings"]
+__all__ = ["Configuration", "LanguageSettings", "Settings", "configurations", "read", "strength_settings"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,37 @@ class Settings:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class LanguageSettings(Settings):
+    """One run of fine-tuning a language model. What is not given is as in the paper, where the paper says it.
+
+    The text has its own validation split; the members' blocks are drawn at random.
+    """
+
+    dataset: str = "wikitext2"
+    members: int = 4
+    rounds: int = 20
+    model: str = "smollm2-135m"
+    global_batch: int = 32  # blocks, over all members
+    lr: float = 1e-4
+    decay: float = 0.01  # the paper says AdamW and no more: this is PyTorch's
+    sequence: int = 1024  # tokens of a block
+    patience: int = 0  # stop when validation has not improved for so many rounds; 0: never
+    max_coordinates: int = 0  # carry in a sample of so many; 0: in all
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.partition != "iid":
+            raise InputError("partition", "must be iid for text", repr(self.partition))
+        if self.sequence < 2 or self.patience < 0 or self.max_coordinates < 0:
+            rule = "must be 2 or more, patience and max_coordinates 0 or more"
+            raise InputError("sequence", rule, (self.sequence, self.patience, self.max_coordinates))
+
+    @property
+    def id(self) -> str:
+        return super().id + (f"-d{self.max_coordinates}" if self.max_coordinates else "")
+
+
 def strength_settings(text: str) -> dict[str, str] | None:
     """A strength as docs/strength.md has it, from its short form: none, rho:0.05, paper:0.025, per-client:0.1, …"""
     rule, _, number = text.partition(":")
@@ -85,6 +117,9 @@ def strength_settings(text: str) -> dict[str, str] | None:
     if rule not in names or not number:
         raise InputError("strength", f"must be none or one of {', '.join(names)} with a number", repr(text))
     return {"rule": "paper" if rule == "per-client" else rule, names[rule]: number}
+
+
+TASKS: dict[str, type[Settings]] = {"vision": Settings, "language": LanguageSettings}
 
 
 @dataclass(frozen=True)
@@ -97,6 +132,7 @@ class Configuration:
     notes: tuple[str, ...]
     paper: tuple[dict[str, Any], ...]
     plot: str  # what its figure is drawn against: members, strength or nothing
+    task: str = "vision"  # or language
 
     def figure(self, what: str, run: Settings) -> str:
         """The paper's accuracy or z for a run's settings, as it prints it; nothing if it has none."""
@@ -127,23 +163,27 @@ def read(name: str | os.PathLike[str]) -> Configuration:
 
 def _parsed(name: str, text: str) -> Configuration:
     body = tomllib.loads(text)
-    known = {f.name for f in fields(Settings)}
+    task = body.get("task", "vision")
+    if task not in TASKS:
+        raise InputError("configuration", f"must have a task of {', '.join(TASKS)}", repr(task))
+    kind = TASKS[task]
+    known = {f.name for f in fields(kind)}
     base = body.get("run", {})
     unknown = (set(base) | {key for grid in body.get("grid", []) for key in grid}) - known
     if unknown:
         raise InputError("configuration", f"must have settings of {', '.join(sorted(known))}", repr(min(unknown)))
     runs: dict[str, Settings] = {}
     for grid in body.get("grid", [{}]):
-        for run in _combinations(base, grid):
+        for run in _combinations(kind, base, grid):
             runs[run.id] = run
     notes, paper = tuple(body.get("notes", [])), tuple(body.get("paper", []))
-    return Configuration(name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""))
+    return Configuration(name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""), task)
 
 
-def _combinations(base: dict[str, Any], grid: dict[str, Any]) -> Iterator[Settings]:
+def _combinations(kind: type[Settings], base: dict[str, Any], grid: dict[str, Any]) -> Iterator[Settings]:
     """Every combination of the grid's lists; what is no list is for all."""
     lists = {key: value if isinstance(value, list) and key != "augment" else [value] for key, value in grid.items()}
     for values in itertools.product(*lists.values()):
         chosen = {**base, **dict(zip(lists, values, strict=True))}
         chosen["augment"] = tuple(chosen.get("augment", ()))
-        yield Settings(**chosen)
+        yield kind(**chosen)

@@ -276,7 +276,7 @@ class Run:
 
 def _kept(settings: Settings) -> dict[str, Any]:
     """What must be the same for a run to go on: all but its length and what is only looked at."""
-    return {k: v for k, v in settings.asdict().items() if k not in ("rounds", "null_keys")}
+    return {k: v for k, v in settings.asdict().items() if k not in ("rounds", "null_keys", "patience")}
 
 
 def _mixed(seed: int, round_no: int) -> int:

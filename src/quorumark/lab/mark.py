@@ -139,9 +139,9 @@ class Mark:
         self, settings: dict[str, str], layout: ModelLayout, initial: Tensor, keys: Sequence[SeededKey], device: Any
     ) -> None:
         """`initial` is θ_0 in the layout's order."""
-        if layout.coordinates != layout.carrier_size:
-            raise InputError("layout", "must carry in all carriers' weights in the lab", "a sample")
         self.layout, self.device, self.keys = layout, device, list(keys)
+        carrying = layout.carrying()  # all of the carriers, or a sample of them
+        self._carrying: Any = carrying if isinstance(carrying, slice) else torch.from_numpy(carrying).to(device)
         self.strength = Strength.of(settings, layout.coordinates)
         self.state = MarkState(self.strength, layout, "rademacher", _field(encoded(initial)))
         self._signs = keys[0].signs(device) if len(keys) == 1 else None
@@ -236,24 +236,24 @@ class Mark:
 
     def amplitude_vector(self, amplitudes: Amplitudes) -> Tensor:
         """`Amplitudes.vector` on the device: for each weight the least of its row's, column's and tap's."""
-        out = torch.empty(self.layout.coordinates, dtype=torch.int64, device=self.device)
+        out = torch.empty(self.layout.carrier_size, dtype=torch.int64, device=self.device)
         for (place, shape), axes in zip(_axes_of(self.layout), amplitudes.scales, strict=True):
             rows, columns, *taps = (torch.tensor(values, dtype=torch.int64).to(self.device) for values in axes)
             least = torch.minimum(rows[:, None], columns[None, :])[:, :, None]
             if taps:
                 least = torch.minimum(least, taps[0])
             out[place].view(shape).copy_(least.expand(shape))
-        return out
+        return out[self._carrying]
 
     def _add(self, total: Tensor, amplitudes: Amplitudes, weights: Sequence[Fraction]) -> None:
         """total += S ⊙ τ, or the members' own marks, as `federation` rounds them."""
-        vector, target = self.amplitude_vector(amplitudes), total[: self.layout.coordinates]
-        self.added = vector
+        vector = self.added = self.amplitude_vector(amplitudes)
         if self._signs is not None:
-            target += vector * self._signs
+            total[self._carrying] += vector * self._signs
             return
         for key, weight in zip(self.keys, weights, strict=True):
-            target += torch.round(vector.double() * float(weight)).to(torch.int64) * key.signs(self.device)
+            part = torch.round(vector.double() * float(weight)).to(torch.int64)
+            total[self._carrying] += part * key.signs(self.device)
 
     def _scale(self, k: int, difference: Tensor) -> int:
         """The paper's scale of member k, as `embed.PaperScale` has it: c·‖Δ_k‖·EMA_k."""

@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,28 @@ from quorumark.lab.config import Configuration, Settings
 
 if TYPE_CHECKING:
     from quorumark.lab.loop import Run
+    from quorumark.lab.tuning import LanguageRun
 
-__all__ = ["FORMAT", "best_evidence", "groups", "page", "read_all", "record", "replace_text", "write"]
+    AnyRun = Run | LanguageRun
+
+__all__ = [
+    "FORMAT",
+    "attack_record",
+    "best_evidence",
+    "finished",
+    "groups",
+    "language_record",
+    "page",
+    "read_all",
+    "read_attacks",
+    "record",
+    "replace_text",
+    "write",
+    "write_lines",
+]
 
 FORMAT = "quorumark-lab-result/v1"
+ATTACKS_FORMAT = "quorumark-lab-attacks/v1"
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
 
@@ -35,33 +53,56 @@ _POINTS = 60  # of an accuracy curve
 
 def record(run: Run) -> dict[str, Any]:
     """What there is to say about a run: on the test images, the released model is the one that validated best."""
-    settings, log = run.settings, run.log
-    if not log:
-        raise RecordError("a run without a round has no result")
     released = run.best.model if run.best.model is not None else run.model
-    measured = [(entry.round, round(entry.accuracy, 4)) for entry in log if entry.accuracy is not None]
-    step = -(-len(measured) // _POINTS)
-    taken = [entry.seconds for entry in log]
-    body: dict[str, Any] = {
-        "format": FORMAT,
-        "id": settings.id,
-        "settings": {**settings.asdict(), "augment": list(settings.augment)},
-        "rounds": run.round_no,
-        "data": {
-            "train": run._x.shape[0],
-            "validation": len(run.validation[1]),
-            "test": len(run.test[1]),
-            "note": run.note,
-        },
-        "parameters": run.layout.size,
-        "coordinates": run.layout.coordinates,
+    size = {"train": run._x.shape[0], "validation": len(run.validation[1]), "test": len(run.test[1])}
+    measured = [(entry.round, round(entry.accuracy, 4)) for entry in run.log if entry.accuracy is not None]
+    return _record(run, released, size, lambda: {
         "accuracy": {
             "released": round(run.fleet.accuracy(released, *run.test), 5),
             "final": round(run.fleet.accuracy(run.model, *run.test), 5),
             "validation": round(run.best.accuracy, 5),
             "released_round": run.best.round,
         },
-        "curve": measured[:: max(1, step)],
+        "curve": _thinned(measured),
+    })  # fmt: skip
+
+
+def language_record(run: LanguageRun) -> dict[str, Any]:
+    """The same of a language model: perplexity on the test text, of the model that validated best."""
+    tokens = {"train": run._blocks.numel(), "validation": run.validation.numel(), "test": run.test.numel()}
+    measured = [(entry.round, round(entry.perplexity, 4)) for entry in run.log if entry.perplexity is not None]
+    patience = run.settings.patience
+    return _record(run, run.released, tokens, lambda: {
+        "perplexity": {
+            "released": round(run.perplexity(run.released, run.test), 5),
+            "final": round(run.perplexity(run.model, run.test), 5),
+            "initial": round(run.perplexity(run.initial, run.test), 5),
+            "validation": round(run.best.perplexity, 5),
+            "released_round": run.best.round,
+        },
+        "stopped": f"validation had not improved for {patience} rounds" if run.stopped else "",
+        "curve": _thinned(measured),
+    })  # fmt: skip
+
+
+def _thinned(points: list[Any]) -> list[Any]:
+    return points[:: max(1, -(-len(points) // _POINTS))]
+
+
+def _record(run: AnyRun, released: Any, size: dict[str, int], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    settings, log = run.settings, run.log
+    if not log:
+        raise RecordError("a run without a round has no result")
+    taken = [entry.seconds for entry in log]
+    return {
+        "format": FORMAT,
+        "id": settings.id,
+        "settings": {**settings.asdict(), "augment": list(settings.augment)},
+        "rounds": run.round_no,
+        "data": {**size, "note": run.note},
+        "parameters": run.layout.size,
+        "coordinates": run.layout.coordinates,
+        **measured(),
         "loss": round(log[-1].loss, 4),
         "rho": None if run.mark is None else round(run.mark.rho, 5),
         "z": {"released": (z := _z(run, released)), "final": z if released is run.model else _z(run, run.model)},
@@ -70,10 +111,25 @@ def record(run: Run) -> dict[str, Any]:
         "seconds_per_round": round(statistics.median(taken), 3),
         **_where(run),
     }
-    return body
 
 
-def _z(run: Run, model: Any) -> dict[str, Any]:
+def attack_record(run: LanguageRun, title: str, digest: str, released: dict[str, float]) -> dict[str, Any]:
+    """The head of a file of attacks on a run's released model; the attacks come under `rows`."""
+    return {
+        "format": ATTACKS_FORMAT,
+        "id": run.settings.id,
+        "plan": title,
+        "rounds": run.round_no,
+        "released_round": run.best.round,
+        "released_digest": digest,
+        "initial": {"perplexity": round(run.perplexity(run.initial, run.test), 5)},
+        "released": released,
+        **_where(run),
+        "rows": [],
+    }
+
+
+def _z(run: AnyRun, model: Any) -> dict[str, Any]:
     """By each statistic; with a key for each member their mean, least and largest."""
     from quorumark.lab.scores import z_scores
 
@@ -88,7 +144,7 @@ def _z(run: Run, model: Any) -> dict[str, Any]:
     return out
 
 
-def _null(run: Run, model: Any) -> dict[str, Any]:
+def _null(run: AnyRun, model: Any) -> dict[str, Any]:
     """z of keys that the model never saw, by the default statistic."""
     from quorumark.lab.scores import null_scores
 
@@ -103,7 +159,7 @@ def _null(run: Run, model: Any) -> dict[str, Any]:
     }
 
 
-def _where(run: Run) -> dict[str, Any]:
+def _where(run: AnyRun) -> dict[str, Any]:
     import torch
 
     hardware = torch.cuda.get_device_name() if run.device.type == "cuda" else f"CPU ({platform.machine()})"
@@ -136,10 +192,21 @@ def write(body: dict[str, Any], folder: Path) -> Path | None:
     path = folder / f"{body['id']}.json"
     if path.exists() and json.loads(path.read_text())["rounds"] > body["rounds"]:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in body.items()]
-    replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_lines(body, path)
     return path
+
+
+def write_lines(body: dict[str, Any], path: Path) -> None:
+    """JSON with a line for each entry, and for each row of a table: changes are seen line by line."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            return "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in value) + "\n ]"
+        return json.dumps(value, ensure_ascii=False)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f" {json.dumps(name)}: {text(value)}" for name, value in body.items()]
+    replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -169,6 +236,25 @@ def read_all(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def read_attacks(folder: Path) -> list[dict[str, Any]]:
+    """All files of attacks."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            body = json.loads(path.read_text())
+        except ValueError:
+            raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
+        if body.get("format") != ATTACKS_FORMAT or body.get("id") != path.stem:
+            raise RecordError(f"{str(path)!r} is not of attacks on the run that it is named after")
+        found.append(body)
+    return found
+
+
+def finished(body: dict[str, Any], settings: Settings) -> bool:
+    """Whether a result is of the whole run: all of its rounds, or stopped because validation improved no more."""
+    return body["rounds"] >= settings.rounds or bool(body.get("stopped"))
+
+
 def groups(configuration: Configuration) -> list[list[Settings]]:
     """The runs that differ in the seed only, together."""
     found: dict[Settings, list[Settings]] = {}
@@ -178,10 +264,11 @@ def groups(configuration: Configuration) -> list[list[Settings]]:
 
 
 def best_evidence(runs: Iterable[Settings], results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of a group: those of the longest length that there is."""
-    there = [results[run.id] for run in runs if run.id in results]
-    longest = max((body["rounds"] for body in there), default=0)
-    return [body for body in there if body["rounds"] == longest]
+    """The results of a group: those that are whole, or else those of the longest length that there is."""
+    there = [(run, results[run.id]) for run in runs if run.id in results]
+    whole = [body for run, body in there if finished(body, run)]
+    longest = max((body["rounds"] for _, body in there), default=0)
+    return whole or [body for _, body in there if body["rounds"] == longest]
 
 
 _HEAD = """# Results
@@ -197,20 +284,25 @@ the paper's code (the mean of the tensors' cosines). ρ is the mark's share of t
 """
 
 
-def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], more: str = "") -> str:
+def page(
+    configurations: Iterable[Configuration],
+    results: dict[str, dict[str, Any]],
+    attacks: Iterable[dict[str, Any]] = (),
+    more: str = "",
+) -> str:
     """docs/results.md; `more` are sections that other results make."""
     parts = [_HEAD]
     for configuration in configurations:
         parts.append(f"## {configuration.title}\n\n`quorumark lab run {configuration.name}`\n")
         parts += [f"{note}\n" for note in configuration.notes]
-        rows = [_row(configuration, runs, results) for runs in groups(configuration)]
-        heads = ["data", "K", "partition", "strength", "paper", "accuracy", "Δ", "paper's z", "z balanced", "z cosine",
-                 "z mean cosine", "ρ", "evidence"]  # fmt: skip
-        parts.append(_table(heads, rows))
+        parts += (
+            _language(configuration, results) if configuration.task == "language" else _vision(configuration, results)
+        )
         nulls = [row for runs in groups(configuration) for row in _null_rows(runs, results)]
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
             parts.append(_table(["run", "keys", "mean", "deviation", "excess kurtosis", "largest"], nulls))
+    parts += [part for body in attacks for part in _attacked(body)]
     parts += [more] if more else []
     machines = sorted({(b["hardware"], b["torch"]) for b in results.values()})
     if machines:
@@ -218,6 +310,96 @@ def page(configurations: Iterable[Configuration], results: dict[str, dict[str, A
         parts.append("\n".join(f"- {hardware}, PyTorch {torch}" for hardware, torch in machines) + "\n")
         parts.append(_table(["run", "rounds", "seconds", "seconds a round", "commit"], _runs(results)))
     return "\n".join(parts)
+
+
+def _vision(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
+    rows = [_row(configuration, runs, results) for runs in groups(configuration)]
+    heads = ["data", "K", "partition", "strength", "paper", "accuracy", "Δ", "paper's z", "z balanced", "z cosine",
+             "z mean cosine", "ρ", "evidence"]  # fmt: skip
+    return [_table(heads, rows)]
+
+
+def _language(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
+    """The paper's rows, then ours; *change* is against the unmarked runs, in percent."""
+    parts = []
+    for entry in configuration.paper:
+        plain = float(entry["perplexity"]["none"].split()[0])
+        rows = [
+            [strength, shown, "" if strength == "none" else f"{100 * (float(shown.split()[0]) / plain - 1):+.2f} %",
+             entry["z"].get(strength, "")]
+            for strength, shown in entry["perplexity"].items()
+        ]  # fmt: skip
+        parts.append(f"The paper's, for {entry['model']}:\n")
+        parts.append(_table(["strength", "perplexity", "change", "z"], rows))
+    heads = ["model", "K", "strength", "coordinates", "perplexity", "change", "before", "z balanced", "z cosine",
+             "z mean cosine", "ρ", "evidence"]  # fmt: skip
+    parts.append(
+        "Ours; *before* is the perplexity of the model that fine-tuning begins with, *change* is against the unmarked "
+        "runs of the same seeds:\n"
+    )
+    parts.append(_table(heads, [_language_row(runs, results) for runs in groups(configuration)]))
+    return parts
+
+
+def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[str]:
+    first, found = runs[0], best_evidence(runs, results)
+    changes = []
+    for run in runs:
+        ours, plain = results.get(run.id), results.get(replace(run, strength="none", **_ALL_CARRY).id)
+        if run.strength != "none" and ours and plain and finished(ours, run) == finished(plain, run):
+            changes.append(100 * (ours["perplexity"]["released"] / plain["perplexity"]["released"] - 1))
+    rhos = [body["rho"] for body in found if body["rho"] is not None]
+    return [
+        first.model,
+        str(first.members),
+        first.strength,
+        f"{found[0]['coordinates'] / 1e6:.1f} M" if found else "",
+        _mean([body["perplexity"]["released"] for body in found], 3),
+        _mean(changes, 3) + " %" if changes else "",
+        _mean([body["perplexity"]["initial"] for body in found[:1]], 3),
+        *(_mean([body["z"]["released"][name] for body in found], 1) for name in (BALANCED, GLOBAL, MEAN)),
+        f"{statistics.fmean(rhos):.4f}" if rhos else "",
+        _language_evidence(runs, found),
+    ]
+
+
+_ALL_CARRY: dict[str, Any] = {"max_coordinates": 0}
+
+
+def _language_evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str:
+    if not found:
+        return "not run"
+    seeds, at = f"{len(found)} of {len(runs)} seeds", [body["perplexity"]["released_round"] for body in found]
+    stopped = {body["stopped"]: body["rounds"] for body in found if body["stopped"]}
+    released = f"released: round {_range(at)}"
+    if not finished(found[0], runs[0]):
+        return f"shorter ({found[0]['rounds']} of {runs[0].rounds} rounds, {seeds}; {released})"
+    why = f"; stopped after {_range([b['rounds'] for b in found])}: {next(iter(stopped))}" if stopped else ""
+    return f"full ({runs[0].rounds} rounds{why}; {seeds}; {released})"
+
+
+def _range(numbers: list[int]) -> str:
+    return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def _attacked(body: dict[str, Any]) -> list[str]:
+    """A table of attacks on one released model."""
+    plain = body["released"]
+    intro = (
+        f"On the model that round {body['released_round']} of {body['rounds']} released: perplexity "
+        f"{plain['perplexity']:.3f} on the test text ({body['initial']['perplexity']:.3f} before fine-tuning), "
+        f"z {plain['z']:.1f}. *Change* is against that perplexity.\n"
+    )
+    rows = [
+        [
+            row["attack"], row["settings"], f"{row['perplexity']:.3f}", f"{row['change']:+.2f} %", f"{row['z']:.1f}",
+            f"{row['z_aligned']:.1f}" if "z_aligned" in row else "", f"{row['seconds']:.0f}",
+            f"{row['seconds_aligned']:.0f}" if "z_aligned" in row else "",
+        ]
+        for row in body["rows"]
+    ]  # fmt: skip
+    heads = ["attack", "settings", "perplexity", "change", "z", "z aligned", "seconds", "seconds to align"]
+    return [f"## Attacks on {body['id']}\n", intro, _table(heads, rows)]
 
 
 def _row(configuration: Configuration, runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,0 +1,327 @@
+"""Causal language models of Hugging Face's `transformers`: loading, perplexity, and training of one member's epoch.
+
+A model's floating-point numbers lie in one vector, in the order of its `ModelLayout`; the module's parameters are views
+of it. On CUDA the network computes in bfloat16 with a copy of the weights, and AdamW moves float32 numbers; perplexity
+is measured with the float32 weights themselves, so that a small mark is not lost in rounding.
+
+Perplexity is exp of the mean negative log-likelihood of a token. A text is cut into windows of `length` tokens, the
+last one shorter; in each window every token but the first is predicted once, from those before it in the window.
+Nothing is padded. The output layer and its loss are computed a few thousand tokens at a time, so that logits of a large
+vocabulary never exist for a whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quorumark.errors import InputError, MissingDependencyError
+from quorumark.lab.fleet import Optimiser
+from quorumark.layout import ModelLayout
+
+__all__ = ["LanguageModel", "head_loss", "import_gguf", "load", "negative_log_likelihood"]
+
+_ROWS = 4096  # tokens whose logits exist at once
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def load(name: str, folder: Path, seed: int = 0) -> nn.Module:
+    """The model in folder/NAME, in float32; NAME-random has its configuration, and weights drawn by the seed.
+
+    `gpt2-small-random` is GPT-2 small's architecture, and needs no folder.
+    """
+    transformers = _transformers()
+    plain = name.removesuffix("-random")
+    path = folder / plain
+    there = (path / "config.json").is_file()
+    if plain == name:
+        if not there:
+            raise InputError("model", "must be the name of a folder with config.json and weights", str(path))
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    else:
+        if there:
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        elif plain == "gpt2-small":
+            config = transformers.GPT2Config()
+        else:
+            raise InputError("model", "must be the name of a folder with config.json", str(path))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    model.config.use_cache = False
+    return model.float()  # type: ignore[no-any-return]
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingDependencyError("quorumark[lab]", "language models") from None
+    return transformers
+
+
+def import_gguf(source: Path, out: Path, *, kind: str = "bfloat16") -> int:
+    """Makes a folder that `load` reads from a GGUF file: dequantised weights, configuration, tokenizer. Its size."""
+    transformers = _transformers()
+    for package in ("gguf", "accelerate"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingDependencyError("quorumark[gguf]", "reading GGUF files") from None
+    import json
+
+    from safetensors.torch import save_file
+
+    if not source.is_file():
+        raise InputError("the GGUF file", "must exist", str(source))
+    where: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    out.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().to(getattr(torch, kind)).contiguous() for name, tensor in _once(model).items()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    # releases of transformers before 5 look for these under other names
+    config |= {"dtype": kind, "torch_dtype": kind}
+    config |= {k: v for k, v in (config.get("rope_parameters") or {}).items() if k == "rope_theta"}
+    config.setdefault("architectures", [type(model).__name__])
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+    tokenizer.save_pretrained(out)
+    return sum(tensor.numel() for tensor in state.values())
+
+
+def _once(model: nn.Module) -> dict[str, Tensor]:
+    """The state without second names of tied weights; of two, the input embedding's stays."""
+    tied = set()
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # type: ignore[operator]
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        tied = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+# --- the output layer and its loss ------------------------------------------------------------------------
+
+
+def _part(hidden: Tensor, weight: Tensor, labels: Tensor, each: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ −log p of the labels, and its derivatives by the hidden states and by the weight, times `each`."""
+    logits = (hidden @ weight.t()).float()
+    whole = torch.logsumexp(logits, 1, keepdim=True)
+    loss = (whole - logits.gather(1, labels[:, None])).sum()
+    slope = torch.exp(logits - whole) * each
+    slope = slope.scatter_add(1, labels[:, None], torch.full_like(whole, -each)).to(weight.dtype)
+    return loss, slope @ weight, slope.t() @ hidden
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The mean of −log p(label), with its derivatives made in the same pass: logits exist for _ROWS tokens only."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, part: Callable[..., Any]) -> Tensor:
+        by_hidden, by_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=hidden.device)
+        for begin in range(0, len(labels), _ROWS):
+            rows = slice(begin, begin + _ROWS)
+            loss, by_rows, by_both = part(hidden[rows], weight, labels[rows], 1 / len(labels))
+            total += loss
+            by_hidden[rows] = by_rows
+            by_weight += by_both
+        ctx.save_for_backward(by_hidden, by_weight.to(weight.dtype))
+        return total / len(labels)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        by_hidden, by_weight = ctx.saved_tensors
+        return by_hidden * slope.to(by_hidden.dtype), by_weight * slope.to(by_weight.dtype), None, None
+
+
+def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, part: Callable[..., Any] = _part) -> Tensor:
+    """The mean loss of predicting labels from hidden states [n, width] through the output layer's weight."""
+    found: Tensor = _HeadLoss.apply(hidden, weight, labels, part)
+    return found
+
+
+@torch.no_grad()
+def negative_log_likelihood(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Σ −log p of the labels, in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for begin in range(0, len(labels), _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        logits = (hidden[rows] @ weight.t()).float()
+        each = torch.nn.functional.cross_entropy(logits, labels[rows], reduction="none")
+        total += each.double().sum()
+    return total
+
+
+# --- a model on a device ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    parameter: nn.Parameter
+    span: slice
+    shape: tuple[int, ...]
+
+    def view(self, vector: Tensor) -> Tensor:
+        return vector[self.span].view(self.shape)
+
+
+class LanguageModel:
+    """A module on a device whose weights come and go as vectors in the layout's order."""
+
+    def __init__(
+        self, module: nn.Module, device: str | torch.device, *, max_coordinates: int = 0, compiled: bool = False
+    ) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self.layout = ModelLayout.of(module, max_coordinates=max_coordinates or None)
+        self.initial = torch.from_numpy(self.layout.flatten(module)).to(self.device)
+        self.module = module.to(self.device)
+        self.kind = torch.bfloat16 if self.cuda else torch.float32
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        unknown = [spec.name for spec, _ in self.layout.spans() if spec.name not in parameters]
+        if unknown:
+            raise InputError("model", "must have no floating-point state but its parameters", repr(unknown[0]))
+        self._places = [_Place(parameters[spec.name], span, spec.shape) for spec, span in self.layout.spans()]
+        self._body: Any = self.module.base_model
+        self._head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
+        if getattr(self._head, "bias", None) is not None:
+            raise InputError("model", "must have an output layer without a bias", type(module).__name__)
+        self._low = torch.empty(self.layout.size, dtype=self.kind, device=self.device) if self.cuda else None
+        self._slopes = torch.empty(self.layout.size, device=self.device)
+        self._slope_views = [place.view(self._slopes) for place in self._places]
+        plain: Any = self._body
+        self._trained_body = plain
+        self._part: Any = _part
+        self.compiled = compiled and self.cuda
+        if self.compiled:
+            torch._dynamo.reset()
+            self._trained_body = torch.compile(plain, dynamic=False)
+            self._part = torch.compile(_part, dynamic=False)
+        self._check()
+
+    def _check(self) -> None:
+        """That the output layer alone makes logits of hidden states, as the loss has it: not so with scaled logits."""
+        ids = torch.arange(4, device=self.device)[None]
+        self.module.eval()
+        with torch.no_grad(), self.holding(self.initial):
+            ours = self._hidden(self._body, ids) @ self._head.weight.t()
+            theirs = self.module(input_ids=ids, use_cache=False).logits
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+            rule = "must make its logits of the hidden states by the output layer alone"
+            raise InputError("model", rule, type(self.module).__name__)
+
+    @contextmanager
+    def holding(self, vector: Tensor) -> Iterator[nn.Module]:
+        """The module with these weights, float32, for as long as it lasts."""
+        before = [place.parameter.data for place in self._places]
+        try:
+            for place in self._places:
+                place.parameter.data = place.view(vector)
+            yield self.module
+        finally:
+            for place, data in zip(self._places, before, strict=True):
+                place.parameter.data = data
+
+    @staticmethod
+    def _hidden(body: Any, ids: Tensor) -> Tensor:
+        found: Tensor = body(input_ids=ids, use_cache=False)[0]
+        return found
+
+    def loss(self, ids: Tensor, *, body: Any = None) -> Tensor:
+        """The mean loss of blocks of tokens [n, length], each but the first of a block."""
+        hidden = self._hidden(body or self._body, ids)[:, :-1]
+        return head_loss(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, ids[:, 1:].reshape(-1), self._part)
+
+    # --- training ---
+
+    def train(self, theta: Tensor, batches: Tensor, optimiser: Optimiser, seed: int) -> Tensor:
+        """One member's steps with a new AdamW, in place: theta float32, batches[steps, n, length]. The mean loss.
+
+        Nothing waits for the device.
+        """
+        low = theta if self._low is None else self._low.copy_(theta)
+        master = nn.Parameter(theta, requires_grad=True)
+        master.grad = self._slopes
+        adamw = torch.optim.AdamW(
+            [master], lr=optimiser.lr, betas=optimiser.betas, eps=optimiser.eps, weight_decay=optimiser.decay,
+            fused=self.cuda,
+        )  # fmt: skip
+        total = torch.zeros((), device=self.device)
+        self.module.train()
+        parameters = [place.parameter for place in self._places]
+        with self.holding(low), torch.random.fork_rng(devices=[self.device] if self.cuda else []):
+            torch.manual_seed(seed)  # dropout
+            for ids in batches:
+                loss = self._stepped(ids)
+                torch._foreach_copy_(self._slope_views, torch.autograd.grad(loss, parameters))
+                adamw.step()
+                if self._low is not None:
+                    self._low.copy_(theta)
+                total += loss.detach()
+        return total / len(batches)
+
+    def _stepped(self, ids: Tensor) -> Tensor:
+        """The loss of a batch; compiled, unless that fails."""
+        if not self.compiled:
+            return self.loss(ids)
+        try:
+            return self.loss(ids, body=self._trained_body)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise
+            self.compiled, self._trained_body, self._part = False, self._body, _part
+            return self.loss(ids)
+
+    # --- measuring ---
+
+    def log_likelihood(self, vector: Tensor, ids: Tensor, length: int, *, batch: int = 8) -> tuple[float, int]:
+        """Σ −log p over a text's windows of that length, and how many tokens were predicted."""
+        self.module.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        whole = ids.numel() // length * length
+        parts = list(ids[:whole].view(-1, length).split(batch)) if whole else []
+        rest = ids[whole:]
+        parts += [rest[None]] if rest.numel() > 1 else []
+        count = 0
+        with torch.no_grad(), self.holding(vector):
+            for part in parts:
+                hidden = self._hidden(self._body, part)[:, :-1]
+                labels = part[:, 1:].reshape(-1)
+                total += negative_log_likelihood(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, labels)
+                count += labels.numel()
+        if not count:
+            raise InputError("a text", "must have two tokens or more to measure perplexity", ids.numel())
+        return float(total), count
+
+    def perplexity(self, vector: Tensor, ids: Tensor, length: int, *, batch: int = 8, quick: bool = False) -> float:
+        """exp of the mean −log p of a token; `quick` lets a GPU multiply in TF32, which is enough to compare rounds."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if quick else "highest")
+        try:
+            total, count = self.log_likelihood(vector, ids, length, batch=batch)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return exp(min(total / count, 700.0))
+
+    def tensors(self, vector: Tensor) -> dict[str, Tensor]:
+        """A model's state on the CPU, as the module names it."""
+        like = {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        flat: Any = vector.detach().cpu().numpy()
+        places = {spec.name: span for spec, span in self.layout.spans()}
+        out = {}
+        for spec in self.layout.tensors:
+            if spec.role == "buffer":
+                out[spec.name] = like[spec.name].cpu().clone()
+            else:
+                out[spec.name] = torch.from_numpy(np.array(flat[places[spec.of or spec.name]])).view(spec.shape)
+        return {name: out[name] for name in like}

@@ -1,0 +1,253 @@
+"""Attacks on a run's released language model, in the process that trained it: what it is worth after each, and its z.
+
+A plan is a TOML file with a title and `[[attack]]` entries: `name`, the attack's settings (lists are tried one by one),
+`text` (which text an attack that trains is given: train, valid, or another by its name) and `seed`. With `chain`, a
+list of such entries, one follows the other. The plan that comes along is `language`.
+
+z is with the known key, by the default statistic; after alignment as well, where an attack leaves the function as it is
+and moves the weights elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quorumark import attacks
+from quorumark.attacks import ATTACKS, Target
+from quorumark.errors import InputError, QuorumarkError
+from quorumark.lab import results, text
+from quorumark.lab.language import head_loss
+from quorumark.lab.tuning import LanguageRun
+from quorumark.research import KnownKey, TensorsInMemory
+from quorumark.verify.align import Groups, align
+from quorumark.verify.graph import derive_groups
+
+__all__ = ["Attacked", "Job", "Plan", "attack", "read_plan"]
+
+
+# --- the plan ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One attack: its name, its settings, and the text that it trains with."""
+
+    name: str
+    settings: Mapping[str, Any]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attack, or several one after the other."""
+
+    steps: tuple[Step, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return " + ".join(step.name for step in self.steps)
+
+    @property
+    def about(self) -> str:
+        """The settings, as a table shows them."""
+        return "; ".join(
+            ", ".join([*([f"text {s.text}"] if s.text else []), *(f"{k} {v}" for k, v in s.settings.items())])
+            for s in self.steps
+        ).strip("; ")
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights are put elsewhere and the function stays: then alignment is for it."""
+        return any(ATTACKS[step.name].keeps for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to try, in order."""
+
+    title: str
+    jobs: tuple[Job, ...]
+
+
+def read_plan(source: str | Path) -> Plan:
+    """A plan from a file, or `language`, which comes along."""
+    if str(source) == "language":
+        body = tomllib.loads((resources.files("quorumark.lab") / "plans" / "language.toml").read_text())
+    else:
+        path = Path(source)
+        if not path.is_file():
+            raise InputError("the plan", "must be `language` or a file that exists", str(source))
+        body = tomllib.loads(path.read_text())
+    entries = body.get("attack", [])
+    if not entries:
+        raise InputError("the plan", "must have [[attack]] entries", str(source))
+    return Plan(str(body.get("title", source)), tuple(job for entry in entries for job in _jobs(entry)))
+
+
+def _jobs(entry: Mapping[str, Any]) -> list[Job]:
+    seed = int(entry.get("seed", 1))
+    links = entry.get("chain", [{k: v for k, v in entry.items() if k != "seed"}])
+    each = [_steps(link if isinstance(link, Mapping) else {"name": link}) for link in links]
+    return [Job(steps, seed) for steps in itertools.product(*each)]
+
+
+def _steps(entry: Mapping[str, Any]) -> list[Step]:
+    """An attack with every combination of its settings."""
+    name = str(entry.get("name"))
+    if name not in ATTACKS:
+        raise InputError("an attack of the plan", f"must be one of {', '.join(sorted(ATTACKS))}", repr(name))
+    settings = {k: v for k, v in entry.items() if k not in ("name", "text")}
+    lists = [value if isinstance(value, list) else [value] for value in settings.values()]
+    text_of = str(entry.get("text", "train")) if "data" in ATTACKS[name].needs else ""
+    return [Step(name, dict(zip(settings, values, strict=True)), text_of) for values in itertools.product(*lists)]
+
+
+# --- what is attacked -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Attacked:
+    """A run's released model and what its attacker has: texts, the pretrained weights, another fine-tune."""
+
+    run: LanguageRun
+    corpus: text.Corpus
+    other: Tensor | None = None
+
+    @cached_property
+    def released(self) -> dict[str, Tensor]:
+        return self.run.language.tensors(self.run.released)
+
+    @cached_property
+    def anchor(self) -> dict[str, Tensor]:
+        return self.run.language.tensors(self.run.initial)
+
+    @cached_property
+    def known(self) -> KnownKey:
+        return KnownKey(self.run.keys[0].numpy(), self.run.layout, TensorsInMemory(self.anchor))
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Of the anchor, as a consortium agrees on them."""
+        return derive_groups(self._plain, self._example)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The module on the CPU."""
+        return copy.deepcopy(self.run.language.module).cpu().eval()
+
+    @property
+    def _example(self) -> dict[str, Tensor]:
+        return {"input_ids": self.run.validation[: min(16, self.run.settings.sequence)][None].cpu()}
+
+    def digest(self) -> str:
+        """Of the released model: results of another are not gone on with."""
+        return hashlib.sha256(self.run.released.cpu().numpy().tobytes()).hexdigest()
+
+    def perplexity(self, weights: Mapping[str, Any]) -> float:
+        """On the test text."""
+        flat = torch.from_numpy(self.run.layout.flatten(dict(weights))).to(self.run.device)
+        return self.run.perplexity(flat, self.run.test)
+
+    def z(self, weights: Mapping[str, Any]) -> float:
+        return self.known.z(dict(weights))
+
+    def z_aligned(self, weights: Mapping[str, Any]) -> float:
+        suspect = TensorsInMemory(dict(weights))
+        found = align(suspect, self.known.anchor, self.run.layout, self.groups)
+        return self.known.z(found.model(suspect))
+
+    def apply(self, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The attacked weights on the CPU, and what it cost."""
+        weights: dict[str, Any] = dict(self.released)
+        steps, examples = 0, 0
+        for number, step in enumerate(job.steps):
+            done = attacks.run(step.name, self._target(step, weights), seed=job.seed + number, **step.settings)
+            weights = {name: tensor.detach().float().cpu() for name, tensor in done.weights.items()}
+            steps, examples = steps + done.steps, max(examples, done.examples)
+        return weights, {"steps": steps, "examples": examples}
+
+    def _target(self, step: Step, weights: Mapping[str, Any]) -> Target:
+        """What trains does so on the device; what moves weights about, on the CPU."""
+        run = self.run
+        other = None if self.other is None else run.language.tensors(self.other)
+        common: Any = {"checkpoints": [self.anchor], "other": other, "loss": _loss, "layout": run.layout}
+        if not step.text:
+            return Target(lambda: self._plain, weights, example=self._example, **common)
+        ids = torch.from_numpy(text.blocks(self.corpus[step.text], run.settings.sequence)).to(run.device)
+        return Target(lambda: run.language.module, weights, (ids, ids), **common)
+
+
+def _loss(module: Any, ids: Tensor, _labels: Tensor) -> Tensor:
+    """Of predicting each token from those before it; in bfloat16 on a GPU, with float32 weights."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+        hidden = module.base_model(input_ids=ids, use_cache=False)[0][:, :-1]
+    kind = torch.bfloat16 if ids.is_cuda else torch.float32
+    weight = module.get_output_embeddings().weight.to(kind)
+    return head_loss(hidden.reshape(-1, hidden.shape[-1]).to(kind), weight, ids[:, 1:].reshape(-1))
+
+
+# --- running ----------------------------------------------------------------------------------------------
+
+
+def attack(
+    attacked: Attacked,
+    plan: Plan,
+    folder: Path,
+    *,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Runs what is not in folder/ID.json yet, and writes it after each attack; time that is up stops between two."""
+    start, run = time.perf_counter(), attacked.run
+    path, mark = folder / f"{run.settings.id}.json", attacked.digest()
+    body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if body.get("released_digest") != mark:
+        body = results.attack_record(run, plan.title, mark, _measured(attacked, attacked.released))
+    done = {(row["attack"], row["settings"], row["seed"]) for row in body["rows"]}
+    for job in plan.jobs:
+        if (job.name, job.about, job.seed) in done:
+            continue
+        if seconds is not None and time.perf_counter() - start > seconds:
+            tell("no time left for the other attacks")
+            break
+        row: dict[str, Any] = {"attack": job.name, "settings": job.about, "seed": job.seed}
+        begun = time.perf_counter()
+        try:
+            weights, cost = attacked.apply(job)
+            row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, **_measured(attacked, weights)}
+            if job.moves:
+                begun = time.perf_counter()
+                row["z_aligned"] = round(attacked.z_aligned(weights), 3)
+                row["seconds_aligned"] = round(time.perf_counter() - begun, 1)
+        except QuorumarkError as error:
+            tell(f"{job.name} {job.about}: {error}")
+            continue
+        row["change"] = round(100 * (row["perplexity"] / body["released"]["perplexity"] - 1), 3)
+        body["rows"].append(row)
+        results.write_lines(body, path)
+        shown = f", aligned {row['z_aligned']:.1f}" if "z_aligned" in row else ""
+        tell(
+            f"{job.name} {job.about}: perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), "
+            f"z {row['z']:.1f}{shown}, {time.perf_counter() - begun:.1f} s"
+        )
+    results.write_lines(body, path)
+    return path
+
+
+def _measured(attacked: Attacked, weights: Mapping[str, Any]) -> dict[str, float]:
+    return {"perplexity": round(attacked.perplexity(weights), 5), "z": round(attacked.z(weights), 3)}

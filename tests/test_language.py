@@ -1,0 +1,336 @@
+"""The lab's language models: text, perplexity, members' training, the mark, attacks, results. Miniatures on the CPU."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from dataclasses import replace
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quorumark.cli import app
+from quorumark.errors import InputError, MissingDependencyError, RecordError
+from quorumark.lab import language, text
+from quorumark.lab.config import LanguageSettings
+from quorumark.lab.fleet import Optimiser
+from quorumark.lab.language import LanguageModel
+from quorumark.lab.tuning import LanguageRun
+from tests.language import sentences, tokenizer, write_model, write_text
+
+MINI = LanguageSettings("toy", model="tiny-llama", rounds=4, global_batch=32, sequence=16, lr=2e-3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("language")
+    write_text(root / "data")
+    for kind in ("gpt2", "llama"):
+        write_model(root / "models", kind)
+    return root
+
+
+def _corpus(folder: Path, name: str = "tiny-llama") -> text.Corpus:
+    return text.corpus("toy", folder / "data", text.Tokenizer.of(folder / "models" / name), folder / "cache")
+
+
+def _model(folder: Path, name: str = "tiny-llama", **more: Any) -> LanguageModel:
+    return LanguageModel(language.load(name, folder / "models"), "cpu", **more)
+
+
+# --- text -------------------------------------------------------------------------------------------------
+
+
+def test_text_in_its_ordinary_forms(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "a", tmp_path / "b"
+    (plain / "wikitext-2").mkdir(parents=True)
+    (packed / "wikitext2").mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        (plain / "wikitext-2" / f"wiki.{split}.tokens").write_text(f"a {split} – text\n")
+        (packed / "wikitext2" / f"{split}.txt.xz").write_bytes(lzma.compress(f"a {split} – text\n".encode()))
+    one, two = text.texts("wikitext2", plain), text.texts("wikitext2", packed)
+    assert {k: t.text for k, t in one.items()} == {k: t.text for k, t in two.items()}
+    assert one["test"].text == "a test – text\n"
+    assert (one["train"].source, two["train"].source) == ("wiki.train.tokens", "train.txt.xz")
+    with pytest.raises(InputError, match=r"wiki\.train\.raw"):
+        text.texts("wikitext2", tmp_path)
+
+
+def test_tokens_are_kept_and_read_without_the_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _corpus(folder)
+    assert first["train"].size == 6000
+    assert first["test"][:3].tolist() == [int(w[1:]) for w in sentences(2, 3).split()]
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    again = _corpus(folder)
+    assert np.array_equal(again["train"], first["train"])
+    with pytest.raises(MissingDependencyError, match="tokenizers"):  # another text is not in the cache
+        text.tokens(text.Text("w1 w2", "x"), text.Tokenizer.of(folder / "models" / "tiny-llama"), folder / "cache")
+
+
+def test_tokens_of_another_tokenizer_are_others(folder: Path, tmp_path: Path) -> None:
+    changed = tokenizer()
+    changed.add_tokens(["w1 w2"])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    one, two = text.Tokenizer.of(folder / "models" / "tiny-gpt2"), text.Tokenizer.of(tmp_path)
+    source = text.Text("w1 w2 w3", "x")
+    assert text.tokens(source, one, tmp_path).size == 3
+    assert text.tokens(source, two, tmp_path).size != 3
+    assert len(list(tmp_path.glob("*.npy"))) == 2
+
+
+def test_gpt_2_s_own_tokenizer_files(tmp_path: Path) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(["low lower lowest low lower"], 270)
+    made.save_model(str(tmp_path))
+    found = text.Tokenizer.of(tmp_path)
+    assert [file.name for file in found.files] == ["vocab.json", "merges.txt"]
+    assert made.decode(found.encode("lower slow\n").tolist()) == "lower slow\n"
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        text.Tokenizer.of(tmp_path / "nowhere")
+
+
+# --- perplexity -------------------------------------------------------------------------------------------
+
+
+def _by_hand(module: Any, ids: Any, length: int) -> tuple[float, int]:
+    """Token by token: each but the first of its window, from those before it in the window."""
+    total, count = 0.0, 0
+    module.eval()
+    for begin in range(0, len(ids), length):
+        window = ids[begin : begin + length]
+        for place in range(1, len(window)):
+            with torch.no_grad():
+                logits = module(input_ids=torch.tensor([window[:place]])).logits[0, -1].double()
+            total -= float(torch.log_softmax(logits, 0)[window[place]])
+            count += 1
+    return total, count
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_perplexity_is_that_of_a_plain_loop(name: str, folder: Path) -> None:
+    model, ids = _model(folder, name), _corpus(folder, name)["test"][:60]
+    plain, count = _by_hand(language.load(name, folder / "models"), ids.tolist(), 16)
+    assert count == 15 + 15 + 15 + 11  # 60 = 3·16 + 12: the last window is shorter
+    found = model.log_likelihood(model.initial, torch.from_numpy(ids), 16, batch=2)
+    assert found[1] == count
+    assert found[0] == pytest.approx(plain, rel=1e-6)
+    assert model.perplexity(model.initial, torch.from_numpy(ids), 16) == pytest.approx(exp(plain / count), rel=1e-6)
+
+
+def test_counting_padding_gives_another_number(folder: Path) -> None:
+    """A model that has learnt that padding follows padding predicts it well: the mean over it is lower."""
+    model, ids = _model(folder), torch.from_numpy(_corpus(folder)["test"][:60])
+    right = model.perplexity(model.initial, ids, 16)
+    padded = torch.cat([ids, torch.full((68,), 60)])  # up to whole windows
+    theta = model.initial.clone()
+    batches = padded.view(1, -1, 16).expand(40, -1, -1)
+    model.train(theta, batches, Optimiser(3e-3, 0.0), 0)
+    true, counted = model.perplexity(theta, ids, 16), model.perplexity(theta, padded, 16)
+    assert counted < 0.8 * true
+    assert true < right
+
+
+def test_a_text_of_one_token_has_no_perplexity(folder: Path) -> None:
+    model = _model(folder)
+    with pytest.raises(InputError, match="two tokens"):
+        model.perplexity(model.initial, torch.tensor([3]), 16)
+
+
+def test_the_loss_in_parts_has_the_right_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "_ROWS", 7)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 12, generator=generator, dtype=torch.float64) for n in (20, 30))
+    labels = torch.randint(0, 30, (20,), generator=generator)
+    found = []
+    for loss in (
+        lambda h, w: language.head_loss(h, w, labels),
+        lambda h, w: torch.nn.functional.cross_entropy(h @ w.t(), labels),
+    ):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = 3 * loss(h, w)
+        value.backward()
+        found.append((value.detach(), h.grad, w.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-7)
+
+
+# --- members ----------------------------------------------------------------------------------------------
+
+
+def test_a_member_trains_like_transformers_and_pytorch(folder: Path) -> None:
+    """Three steps against the model's own loss and torch's AdamW."""
+    model = _model(folder)
+    batches = torch.randint(0, 61, (3, 4, 16), generator=torch.Generator().manual_seed(0))
+    theta = model.initial.clone()
+    loss = model.train(theta, batches, Optimiser(1e-3, 0.01), 0)
+    module = language.load("tiny-llama", folder / "models")
+    adamw = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for ids in batches:
+        adamw.zero_grad()
+        value = module(input_ids=ids, labels=ids).loss
+        value.backward()
+        adamw.step()
+        losses.append(float(value.detach()))
+    expected = torch.from_numpy(model.layout.flatten(module))
+    moved = (expected - model.initial).abs().max()
+    assert (theta - expected).abs().max() < 1e-2 * moved
+    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_tied_embeddings_are_one_tensor_and_carry_nothing(name: str, folder: Path) -> None:
+    model = _model(folder, name)
+    roles = {spec.name: spec.role for spec in model.layout.tensors}
+    tied = [n for n in roles if "lm_head" in n or "wte" in n or "embed" in n]
+    assert sorted(roles[n] for n in tied) == ["alias", "plain"]
+    assert model.layout.size == sum(p.numel() for p in model.module.parameters())
+    with model.holding(model.initial + 1) as module:
+        state = module.state_dict()
+        assert torch.equal(state[tied[0]], state[tied[1]])
+
+
+def test_a_model_with_scaled_logits_is_refused(folder: Path) -> None:
+    module = language.load("tiny-llama", folder / "models")
+    plain = module.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    module.forward = scaled
+    with pytest.raises(InputError, match="output layer alone"):
+        LanguageModel(module, "cpu")
+
+
+def test_an_epoch_is_every_block_of_a_member(folder: Path) -> None:
+    run = LanguageRun(MINI, _corpus(folder), _model(folder))
+    seen = [run.batches(1, k).reshape(-1, 16) for k in range(4)]
+    blocks = {tuple(b) for b in run._blocks.tolist()}
+    assert len(run._blocks) == 6000 // 16
+    assert {tuple(b) for part in seen for b in part.tolist()} == blocks
+    assert not torch.equal(run.batches(1, 0), run.batches(2, 0))
+
+
+@pytest.mark.parametrize("strength", ["none", "rho:0.05"])
+@pytest.mark.parametrize("limit", [0, 4000])
+def test_a_run_made_in_pieces_is_the_same_run(strength: str, limit: int, folder: Path, tmp_path: Path) -> None:
+    settings = replace(MINI, strength=strength, max_coordinates=limit)
+    corpus, model = _corpus(folder), _model(folder, max_coordinates=limit)
+    whole = LanguageRun(settings, corpus, model)
+    assert whole.train()
+    first = LanguageRun(settings, corpus, model)
+    for _ in range(3):
+        first.round()
+    first.save(tmp_path / "c.pt")
+    second = LanguageRun(settings, corpus, model)
+    second.restore(tmp_path / "c.pt")
+    assert second.train(checkpoint=tmp_path / "c.pt")
+    assert torch.equal(second.model, whole.model)
+    assert torch.equal(second.released, whole.released)
+    assert [(e.loss, e.perplexity, e.c) for e in second.log] == [(e.loss, e.perplexity, e.c) for e in whole.log]
+    assert whole.best.perplexity < 0.6 * model.perplexity(model.initial, whole.validation, 16)
+    assert whole.layout.coordinates == (limit or whole.layout.carrier_size)
+    with pytest.raises(RecordError, match="other settings"):
+        LanguageRun(replace(settings, seed=1), corpus, model).restore(tmp_path / "c.pt")
+    for run in (whole, first, second):
+        run.close()
+
+
+def test_patience_stops_a_run_and_releases_the_same_model(folder: Path) -> None:
+    settings = replace(MINI, rounds=12, lr=2e-2)  # too fast: it soon learns no more
+    corpus, model = _corpus(folder), _model(folder)
+    long, short = LanguageRun(settings, corpus, model), LanguageRun(replace(settings, patience=2), corpus, model)
+    assert long.train()
+    assert short.train()
+    assert short.stopped
+    assert short.round_no == short.best.round + 2 < 12
+    before = [e for e in long.log if e.round <= short.round_no]
+    assert [e.perplexity for e in before] == [e.perplexity for e in short.log]
+    assert not long.stopped
+
+
+# --- the whole path ---------------------------------------------------------------------------------------
+
+PLAN = """
+title = "small"
+[[attack]]
+name = "fine-tuning"
+text = "other"
+epochs = 1
+batch = 8
+learning_rate = 1e-3
+[[attack]]
+name = "quantisation"
+scheme = ["static8", "static4"]
+[[attack]]
+name = "averaging"
+share = 0.5
+[[attack]]
+chain = ["permutation", "rescaling"]
+"""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_whole_path_in_miniature(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Train with and without the mark, attack, and make the page."""
+    (tmp_path / "mini.toml").write_text(
+        f'title = "mini"\ntask = "language"\n[run]\ndataset = "toy"\nmodel = "tiny-{kind}"\nsequence = 16\n'
+        "rounds = 5\nglobal_batch = 32\nlr = 2e-3\n"
+        '[[grid]]\nstrength = ["none", "relative:0.2"]\nseed = [0, 1]\n'
+    )
+    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "other.txt").write_text(sentences(9, 800))
+    results = tmp_path / "results"
+    words = [
+        "--models", str(folder / "models"), "--data", str(folder / "data"), "--cache", str(folder / "cache"),
+        "--results", str(results), "--runs", str(tmp_path / "runs"), "--device", "cpu",
+    ]  # fmt: skip
+    ran = _invoke(["lab", "run", str(tmp_path / "mini.toml"), *words, "--only", "*-s0"])
+    assert ran.output.count("test perplexity") == 2
+    assert _invoke(["lab", "run", str(tmp_path / "mini.toml"), *words, "--seed", "0"]).output.count("done (5") == 2
+    name = f"toy-tiny-{kind}-k4-iid-relative0.2-s0"
+    more = ["--only", name, "--plan", str(tmp_path / "plan.toml"), "--other-text", str(tmp_path / "other.txt")]
+    _invoke(["lab", "attack-language", str(tmp_path / "mini.toml"), *words, *more])
+    marked = json.loads((results / f"{name}.json").read_text())
+    plain = json.loads((results / f"toy-tiny-{kind}-k4-iid-none-s0.json").read_text())
+    assert marked["z"]["released"]["balanced-anchor/v1"] > 8
+    assert abs(plain["z"]["released"]["balanced-anchor/v1"]) < 5
+    assert marked["perplexity"]["released"] < 0.5 * marked["perplexity"]["initial"]
+    found = json.loads((results / "attacks-language" / f"{name}.json").read_text())
+    rows = {row["attack"] + " " + row["settings"]: row for row in found["rows"]}
+    assert len(rows) == 5
+    assert found["released"]["perplexity"] == marked["perplexity"]["released"]
+    moved = rows["permutation + rescaling "]
+    assert abs(moved["change"]) < 0.01
+    assert moved["z"] < 6
+    assert moved["z_aligned"] == pytest.approx(found["released"]["z"], rel=0.05)
+    assert rows["quantisation scheme static8"]["z"] > 6
+    assert rows["averaging share 0.5"]["z"] < found["released"]["z"]
+    tuned = next(row for label, row in rows.items() if label.startswith("fine-tuning text other"))
+    assert tuned["steps"] > 0
+    assert tuned["z"] > 5
+    again = _invoke(["lab", "attack-language", str(tmp_path / "mini.toml"), *words, *more])
+    assert "perplexity" not in again.output  # all is there
+
+
+def _invoke(words: list[str]) -> Any:
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
