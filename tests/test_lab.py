@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 from quorumark.lab import augment, models  # noqa: E402
 from quorumark.lab.fleet import Fleet  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
-from quorumark.lab.mark import Mark, axis_norms, square_sum, weighted_sum  # noqa: E402
+from quorumark.lab.mark import Mark, axis_norms, axis_sums, square_sum, weighted_sum  # noqa: E402
 from quorumark.lab.scores import null_scores, z_scores  # noqa: E402
 
 pytestmark = pytest.mark.research
@@ -348,7 +348,8 @@ def test_norms_by_rows_columns_and_taps_are_exact() -> None:
                 for part in cube.unbind(axis):
                     square = sum(n * n for n in part.reshape(-1).tolist())
                     exact.append(isqrt(weight.numerator**2 * square // weight.denominator**2))
-        assert axis_norms(d, weight, layout).tolist() == exact
+        sums = axis_sums(torch.stack([torch.ones_like(d), d]), layout).numpy()  # of two members
+        assert axis_norms(sums[:, 1], weight).tolist() == exact
 
 
 SETTINGS = (

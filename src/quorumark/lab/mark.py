@@ -67,6 +67,7 @@ def _check_high(largest: int) -> None:
         raise InputError("a member's update", "must be below 16 in each weight", "a larger one")
 
 
+_TOGETHER = 1 << 27  # differences of members that are looked at together, in weights: fewer, larger steps on a GPU
 _BLOCK = 1 << 18  # so many products of 44 bits, added up, stay within 63
 
 
@@ -94,22 +95,29 @@ def _axes_of(layout: ModelLayout) -> list[tuple[slice, tuple[int, int, int]]]:
     return found
 
 
-def axis_norms(difference: Tensor, weight: Fraction, layout: ModelLayout) -> NDArray[np.int64]:
-    """⌊a_k·‖D_k‖⌋ in 2^-40 for each row, column and tap of the carriers that can carry, tensor by tensor."""
-    products, largest = _products(difference)
-    found: list[Tensor] = []
+def axis_sums(differences: Tensor, layout: ModelLayout) -> Tensor:
+    """Each member's ΣD² by rows, columns and taps of the carriers that can carry, in three parts: [3, K, n + 1].
+
+    The last column is what must be small enough (`_check_high`). Everything stays on the device.
+    """
+    products, largest = _products(differences)
+    members, found = len(differences), []
     for place, shape in _axes_of(layout):
         size = shape[0] * shape[1] * shape[2]
         if size <= max(shape):
             continue  # a row, column or tap of one weight: it carries nothing
         if size // min(n for n in shape if n > 1) > 2 * _BLOCK:
             raise InputError("a tensor", f"must have up to {2 * _BLOCK} weights in each row, column and tap", size)
-        cubes = torch.stack([p[place].view(shape) for p in products])
-        planes = cubes.sum(3)
-        found += [planes.sum(2), planes.sum(1)]
+        cubes = torch.stack([p[:, place].reshape(members, *shape) for p in products])
+        planes = cubes.sum(4)
+        found += [planes.sum(3), planes.sum(2)]
         if shape[2] > 1:
-            found.append(cubes.sum((1, 2)))
-    sums = torch.cat([*found, largest.expand(3, 1)], dim=1).cpu().numpy()
+            found.append(cubes.sum((2, 3)))
+    return torch.cat([*found, largest.expand(3, members, 1)], dim=2)
+
+
+def axis_norms(sums: NDArray[np.int64], weight: Fraction) -> NDArray[np.int64]:
+    """⌊a_k·‖D_k‖⌋ in 2^-40 for each row, column and tap, from a member's `axis_sums`."""
     _check_high(int(sums[0, -1]))
     return _weighted_roots(sums[:, :-1], weight)
 
@@ -195,16 +203,18 @@ class Mark:
         """What the rule needs of each member's update: the paper's scales, or the sum of the norms."""
         end = self.layout.carrier_size
         origin = encoded(before[:end])
-        scales: list[int] = []
-        norms: NDArray[np.int64] | None = None
-        for k, weight in enumerate(weights):
-            difference = encoded(model(k)[:end]) - origin
-            if self.strength.rule == "paper":
-                scales.append(self._scale(k, difference))
-            else:
-                found = axis_norms(difference, weight, self.layout)
-                norms = found if norms is None else norms + found
-        return scales, norms
+
+        def difference(k: int) -> Tensor:
+            return encoded(model(k)[:end]) - origin
+
+        if self.strength.rule == "paper":
+            return [self._scale(k, difference(k)) for k in range(len(weights))], None
+        together = max(1, _TOGETHER // end)
+        parts = [range(len(weights))[at : at + together] for at in range(0, len(weights), together)]
+        sums = [axis_sums(torch.stack([difference(k) for k in part]), self.layout) for part in parts]
+        host = torch.cat(sums, dim=1).cpu().numpy()
+        norms = [axis_norms(host[:, k], weight) for k, weight in enumerate(weights)]
+        return [], np.sum(norms, axis=0, dtype=np.int64)
 
     def _advance(
         self, round_no: int, model: Tensor, embedded: Amplitudes | None, norms: NDArray[np.int64] | None
