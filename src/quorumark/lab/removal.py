@@ -185,11 +185,12 @@ class Attacked:
         """What trains does so on the device; what moves weights about, on the CPU."""
         run = self.run
         other = None if self.other is None else run.language.tensors(self.other)
-        common: Any = {"checkpoints": [self.anchor], "other": other, "loss": _loss, "layout": run.layout}
+        common: Any = {"base": self.anchor, "other": other, "loss": _loss, "layout": run.layout}
         if not step.text:
-            return Target(lambda: self._plain, weights, example=self._example, **common)
+            return Target(lambda: copy.deepcopy(self._plain), weights, example=self._example, **common)
         ids = torch.from_numpy(text.blocks(self.corpus[step.text], run.settings.sequence)).to(run.device)
-        return Target(lambda: run.language.module, weights, (ids, ids), **common)
+        there = {name: tensor.to(run.device) for name, tensor in weights.items()}
+        return Target(lambda: copy.deepcopy(run.language.module), there, (ids, ids), **common)
 
 
 def _loss(module: Any, ids: Tensor, _labels: Tensor) -> Tensor:
