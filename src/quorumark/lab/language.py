@@ -239,7 +239,7 @@ class LanguageModel:
 
     def loss(self, ids: Tensor, *, body: Any = None) -> Tensor:
         """The mean loss of blocks of tokens [n, length], each but the first of a block."""
-        hidden = self._hidden(body or self._body, ids)[:, :-1]
+        hidden = self._hidden(self._body if body is None else body, ids)[:, :-1]
         return head_loss(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, ids[:, 1:].reshape(-1), self._part)
 
     # --- training ---
