@@ -334,3 +334,16 @@ def _invoke(words: list[str]) -> Any:
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_attention_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path, kind)
+    ours, theirs = language.load(folder.name, tmp_path), AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(0, 60, (3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        one, two = ours.eval()(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits
+    assert torch.allclose(one, two, atol=1e-5)
+    assert not torch.allclose(one[0], one[1], atol=1e-2)

@@ -472,7 +472,9 @@ class _Bench:
             return
         other = None
         if any(step.name == "averaging" for job in plan.jobs for step in job.steps):
-            second = self._trained(replace(settings, strength="none", seed=settings.seed + 1, null_keys=0))
+            second = self._trained(
+                replace(settings, strength="none", seed=settings.seed - 1 if settings.seed else 1, null_keys=0)
+            )
             other = second.released
             second.close()
         run = self._trained(settings)

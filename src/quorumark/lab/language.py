@@ -59,7 +59,30 @@ def load(name: str, folder: Path, seed: int = 0) -> nn.Module:
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
     model.config.use_cache = False
+    transformers.AttentionInterface.register(_CAUSAL, _causal_attention)
+    model.set_attn_implementation(_CAUSAL)
     return model.float()  # type: ignore[no-any-return]
+
+
+_CAUSAL = "quorumark_causal"
+
+
+def _causal_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, *, scaling: Any = None, dropout: float = 0.0,
+    **_more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Each token sees itself and those before it, all of them: texts come in whole blocks, without padding.
+
+    Under a name of its own, transformers makes no mask for it, and so waits for nothing on the device: a step can be
+    recorded as one CUDA graph.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, dropout_p=dropout if module.training else 0.0
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _transformers() -> Any:
@@ -162,6 +185,12 @@ def negative_log_likelihood(hidden: Tensor, weight: Tensor, labels: Tensor) -> T
     return total
 
 
+def _blocks(body: Any) -> list[nn.Module]:
+    """The layers that a transformer repeats: its longest list of modules."""
+    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
+    return max((list(found) for found in lists), key=len, default=[])
+
+
 # --- a model on a device ----------------------------------------------------------------------------------
 
 
@@ -196,16 +225,19 @@ class LanguageModel:
         self._head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
         if getattr(self._head, "bias", None) is not None:
             raise InputError("model", "must have an output layer without a bias", type(module).__name__)
-        self._low = torch.empty(self.layout.size, dtype=self.kind, device=self.device) if self.cuda else None
         self._slopes = torch.empty(self.layout.size, device=self.device)
         self._slope_views = [place.view(self._slopes) for place in self._places]
-        plain: Any = self._body
-        self._trained_body = plain
+        # a step's weights in float32 and in bfloat16, and its AdamW: where a recorded step finds them
+        self._theta, self._m, self._v = (torch.empty_like(self._slopes) if self.cuda else None for _ in range(3))
+        self._low = torch.empty(self.layout.size, dtype=self.kind, device=self.device) if self.cuda else None
+        self._corrections = torch.ones(2, device=self.device)
+        self._total = torch.zeros((), device=self.device)
+        self._recorded: tuple[Any, Tensor, Any] | None = None  # (optimiser and shape, tokens, graph)
         self._part: Any = _part
-        self.compiled = compiled and self.cuda
-        if self.compiled:
+        if compiled and self.cuda:
             torch._dynamo.reset()
-            self._trained_body = torch.compile(plain, dynamic=False)
+            for block in _blocks(self._body):
+                block.compile(dynamic=False)  # all blocks are alike: one compilation serves them
             self._part = torch.compile(_part, dynamic=False)
         self._check()
 
@@ -213,7 +245,7 @@ class LanguageModel:
         """That the output layer alone makes logits of hidden states, as the loss has it: not so with scaled logits."""
         ids = torch.arange(4, device=self.device)[None]
         self.module.eval()
-        with torch.no_grad(), self.holding(self.initial):
+        with torch.no_grad(), self.holding(self.initial), torch.compiler.set_stance("force_eager"):
             ours = self._hidden(self._body, ids) @ self._head.weight.t()
             theirs = self.module(input_ids=ids, use_cache=False).logits
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
@@ -237,9 +269,9 @@ class LanguageModel:
         found: Tensor = body(input_ids=ids, use_cache=False)[0]
         return found
 
-    def loss(self, ids: Tensor, *, body: Any = None) -> Tensor:
+    def loss(self, ids: Tensor) -> Tensor:
         """The mean loss of blocks of tokens [n, length], each but the first of a block."""
-        hidden = self._hidden(self._body if body is None else body, ids)[:, :-1]
+        hidden = self._hidden(self._body, ids)[:, :-1]
         return head_loss(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, ids[:, 1:].reshape(-1), self._part)
 
     # --- training ---
@@ -247,40 +279,81 @@ class LanguageModel:
     def train(self, theta: Tensor, batches: Tensor, optimiser: Optimiser, seed: int) -> Tensor:
         """One member's steps with a new AdamW, in place: theta float32, batches[steps, n, length]. The mean loss.
 
-        Nothing waits for the device.
+        Nothing waits for the device. On CUDA a step is one graph: launching it kernel by kernel takes longer than it.
         """
-        low = theta if self._low is None else self._low.copy_(theta)
+        self.module.train()
+        with torch.random.fork_rng(devices=[self.device] if self.cuda else []):
+            torch.manual_seed(seed)  # dropout
+            return self._replayed(theta, batches, optimiser) if self.cuda else self._plain(theta, batches, optimiser)
+
+    def _plain(self, theta: Tensor, batches: Tensor, optimiser: Optimiser) -> Tensor:
         master = nn.Parameter(theta, requires_grad=True)
         master.grad = self._slopes
         adamw = torch.optim.AdamW(
-            [master], lr=optimiser.lr, betas=optimiser.betas, eps=optimiser.eps, weight_decay=optimiser.decay,
-            fused=self.cuda,
-        )  # fmt: skip
+            [master], lr=optimiser.lr, betas=optimiser.betas, eps=optimiser.eps, weight_decay=optimiser.decay
+        )
         total = torch.zeros((), device=self.device)
-        self.module.train()
-        parameters = [place.parameter for place in self._places]
-        with self.holding(low), torch.random.fork_rng(devices=[self.device] if self.cuda else []):
-            torch.manual_seed(seed)  # dropout
+        with self.holding(theta):
             for ids in batches:
-                loss = self._stepped(ids)
-                torch._foreach_copy_(self._slope_views, torch.autograd.grad(loss, parameters))
+                total += self._gradient(ids)
                 adamw.step()
-                if self._low is not None:
-                    self._low.copy_(theta)
-                total += loss.detach()
         return total / len(batches)
 
-    def _stepped(self, ids: Tensor) -> Tensor:
-        """The loss of a batch; compiled, unless that fails."""
-        if not self.compiled:
-            return self.loss(ids)
-        try:
-            return self.loss(ids, body=self._trained_body)
-        except RuntimeError as error:
-            if "out of memory" in str(error):
-                raise
-            self.compiled, self._trained_body, self._part = False, self._body, _part
-            return self.loss(ids)
+    def _gradient(self, ids: Tensor) -> Tensor:
+        """The loss of a batch; its derivatives are in `_slopes`."""
+        loss = self.loss(ids)
+        slopes = torch.autograd.grad(loss, [place.parameter for place in self._places])
+        torch._foreach_copy_(self._slope_views, slopes)
+        return loss.detach()
+
+    def _replayed(self, theta: Tensor, batches: Tensor, optimiser: Optimiser) -> Tensor:
+        assert self._theta is not None and self._m is not None and self._v is not None and self._low is not None  # noqa: S101, PT018
+        kind = (optimiser, tuple(batches.shape[1:]))
+        if self._recorded is None or self._recorded[0] != kind:
+            self._start(theta)
+            self._recorded = (kind, *self._record(batches[0], optimiser))
+        _, tokens, graph = self._recorded
+        self._start(theta)
+        b1, b2 = optimiser.betas
+        table = [[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in range(1, len(batches) + 1)]
+        for ids, corrections in zip(batches, torch.tensor(table, device=self.device), strict=True):
+            tokens.copy_(ids)
+            self._corrections.copy_(corrections)
+            graph.replay()
+        theta.copy_(self._theta)
+        return self._total / len(batches)
+
+    def _start(self, theta: Tensor) -> None:
+        for vector in (self._m, self._v, self._total):
+            vector.zero_()  # type: ignore[union-attr]
+        self._theta.copy_(theta)  # type: ignore[union-attr]
+        self._low.copy_(theta)  # type: ignore[union-attr]
+
+    def _record(self, ids: Tensor, optimiser: Optimiser) -> tuple[Tensor, Any]:
+        """A step as a graph, and the tokens that it reads. What warms it up changes weights: start again."""
+        from quorumark.lab import _kernels
+
+        tokens, o = ids.clone(), optimiser
+
+        def step() -> None:
+            self._total.add_(self._gradient(tokens))
+            _kernels.adamw(
+                self._theta, self._m, self._v, self._slopes, self._low, self._corrections, o.lr, o.decay, o.betas, o.eps
+            )
+
+        graph = torch.cuda.CUDAGraph()
+        assert self._low is not None  # noqa: S101
+        with self.holding(self._low):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    step()
+            torch.cuda.current_stream().wait_stream(aside)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                step()
+        return tokens, graph
 
     # --- measuring ---
 
@@ -293,7 +366,7 @@ class LanguageModel:
         rest = ids[whole:]
         parts += [rest[None]] if rest.numel() > 1 else []
         count = 0
-        with torch.no_grad(), self.holding(vector):
+        with torch.no_grad(), self.holding(vector), torch.compiler.set_stance("force_eager"):
             for part in parts:
                 hidden = self._hidden(self._body, part)[:, :-1]
                 labels = part[:, 1:].reshape(-1)

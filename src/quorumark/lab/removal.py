@@ -23,6 +23,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from quorumark import attacks
 from quorumark.attacks import ATTACKS, Target
 from quorumark.errors import InputError, QuorumarkError
 from quorumark.lab import results, text
+from quorumark.lab.fleet import Optimiser
 from quorumark.lab.language import head_loss
 from quorumark.lab.tuning import LanguageRun
 from quorumark.research import KnownKey, TensorsInMemory
@@ -176,10 +178,29 @@ class Attacked:
         weights: dict[str, Any] = dict(self.released)
         steps, examples = 0, 0
         for number, step in enumerate(job.steps):
-            done = attacks.run(step.name, self._target(step, weights), seed=job.seed + number, **step.settings)
-            weights = {name: tensor.detach().float().cpu() for name, tensor in done.weights.items()}
-            steps, examples = steps + done.steps, max(examples, done.examples)
+            if step.name == "fine-tuning":
+                weights, taken, seen = self._fine_tuned(step, weights, job.seed + number)
+            else:
+                done = attacks.run(step.name, self._target(step, weights), seed=job.seed + number, **step.settings)
+                weights = {name: tensor.detach().float().cpu() for name, tensor in done.weights.items()}
+                taken, seen = done.steps, done.examples
+            steps, examples = steps + taken, max(examples, seen)
         return weights, {"steps": steps, "examples": examples}
+
+    def _fine_tuned(self, step: Step, weights: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], int, int]:
+        """The registry's fine-tuning, by the fast step that members train with: weights, steps, blocks of text."""
+        settings = {"fraction": 0.2, "epochs": 1, "batch": self.run.batch, "learning_rate": 1e-4, "decay": 0.01}
+        settings |= step.settings
+        rng, blocks = np.random.default_rng(seed), text.blocks(self.corpus[step.text], self.run.settings.sequence)
+        chosen = rng.permutation(len(blocks))[: max(1, round(float(settings["fraction"]) * len(blocks)))]
+        order = np.concatenate([rng.permutation(chosen) for _ in range(int(settings["epochs"]))])
+        batch = int(settings["batch"])
+        steps = -(-len(order) // batch)
+        batches = torch.from_numpy(blocks[np.resize(order, steps * batch)]).to(self.run.device)
+        theta = torch.from_numpy(self.run.layout.flatten(dict(weights))).to(self.run.device)
+        optimiser = Optimiser(float(settings["learning_rate"]), float(settings["decay"]))
+        self.run.language.train(theta, batches.view(steps, batch, -1), optimiser, seed)
+        return self.run.language.tensors(theta), steps, len(chosen)
 
     def _target(self, step: Step, weights: Mapping[str, Any]) -> Target:
         """What trains does so on the device; what moves weights about, on the CPU."""

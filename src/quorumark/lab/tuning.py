@@ -146,7 +146,7 @@ class LanguageRun:
 
     def perplexity(self, vector: Tensor, ids: Tensor, *, quick: bool = False) -> float:
         """Of a model on a text, in windows of the length that it trains with."""
-        return self.language.perplexity(vector, ids, self.settings.sequence, batch=self.batch, quick=quick)
+        return self.language.perplexity(vector, ids, self.settings.sequence, batch=4 * self.batch, quick=quick)
 
     def train(
         self,
