@@ -236,6 +236,39 @@ def test_attackers_side_by_side_do_what_each_would_do_alone() -> None:
         assert k == 0 or (plain - wanted)[:end].norm() > 0.1 * moved  # fine-tuning does something else
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attackers_on_a_gpu_do_as_on_the_cpu(compiled: bool) -> None:
+    """Up to bfloat16; more of them, fewer, and more again, each number of them a graph of its own."""
+    module = models.make("cnn", 4, 3, 16, 0)
+    layout, start = ModelLayout.of(module), torch.from_numpy(ModelLayout.of(module).flatten(module))
+    generator = torch.Generator().manual_seed(5)
+    end = layout.carrier_size
+    guess = torch.randn(end, generator=generator) + start[:end] / start[:end].std()
+    attackers = [Attacker(start), Attacker(start, guess, 0.7), Attacker(start, kappa=0.5, decay=0.0)]
+    x = torch.randn(6, 1, 64, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 4, (6, 1, 64), generator=generator)
+    x[..., 0] += 0.3 * y[..., None, None]
+    teacher = torch.randn(6, 1, 64, 4, generator=generator)
+    updates: dict[str, Any] = {}
+    for device in ("cpu", "cuda"):
+        own = models.make("cnn", 4, 3, 16, 0)
+        fleet = Attackers(
+            own, layout, 4, 4, (16, 16, 3), torch.device(device), batch=64, streams=2, compiled=compiled
+        )  # fmt: skip
+        fleet.prepare([3, 1])
+        for chosen in (attackers, attackers[:1], attackers):
+            fleet.begin(chosen)
+            fleet.epoch(x.to(device, fleet.kind), y.to(device), teacher.to(device))
+        updates[device] = [(fleet.model(k).cpu() - start)[:end] for k in range(3)]
+    for ours, theirs in zip(updates["cuda"], updates["cpu"], strict=True):
+        assert torch.cosine_similarity(ours, theirs, dim=0) > 0.8
+    before, after = (
+        float(torch.cosine_similarity(v, guess, dim=0).abs()) for v in (start[:end], start[:end] + updates["cuda"][1])
+    )
+    assert after < before
+
+
 def test_a_feed_gives_every_image_in_every_epoch_in_an_order_of_its_own() -> None:
     run = Run(replace(MINI, augment=()), data.load("shapes", "."))
     own = torch.arange(300)[None].expand(2, -1)
