@@ -122,8 +122,12 @@ def attack(
     patience: Patience = None,
 ) -> None:
     """Train a configuration's language models where that is not done, and attack what they release."""
+    from quorumark.errors import InputError
+    from quorumark.lab.config import read
     from quorumark.lab.removal import read_plan
 
+    if read(configuration).task != "language":
+        raise InputError("configuration", "must be of language models", configuration)
     steps, clock = read_plan(plan), _Clock(seconds)
     bench = _Bench(models, data, cache, results, runs, _device(device), compiled, clock, other_text)
     for settings in _chosen(configuration, only, seed, rounds, None, patience):
@@ -245,7 +249,10 @@ def _chosen(
     from quorumark.errors import InputError
     from quorumark.lab.config import read
 
-    runs = [settings for settings in read(configuration).runs if seed in (None, settings.seed)]
+    found_in = read(configuration)
+    if patience is not None and found_in.task != "language":
+        raise InputError("--patience", "must be left out for images", patience)
+    runs = [settings for settings in found_in.runs if seed in (None, settings.seed)]
     found = {s.id: s for glob in only.split(",") for s in runs if fnmatchcase(s.id, glob)}
     if not found:
         raise InputError("--only and --seed", "must leave some runs of the configuration", "none")

@@ -199,14 +199,10 @@ class LanguageModel:
         self._low = torch.empty(self.layout.size, dtype=self.kind, device=self.device) if self.cuda else None
         self._slopes = torch.empty(self.layout.size, device=self.device)
         self._slope_views = [place.view(self._slopes) for place in self._places]
-        plain: Any = self._body
-        self._trained_body = plain
         self._part: Any = _part
-        self.compiled = compiled and self.cuda
-        if self.compiled:
-            torch._dynamo.reset()
-            self._trained_body = torch.compile(plain, dynamic=False)
-            self._part = torch.compile(_part, dynamic=False)
+        self._layers: list[tuple[nn.Module, Any]] = []
+        if compiled and self.cuda:
+            self._compile("inductor")
         self._check()
 
     def _check(self) -> None:
@@ -219,6 +215,31 @@ class LanguageModel:
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             rule = "must make its logits of the hidden states by the output layer alone"
             raise InputError("model", rule, type(self.module).__name__)
+
+    def _compile(self, backend: str) -> None:
+        """Compiles the layers one by one: they are alike, so that it is done once, and the output layer's loss."""
+        torch._dynamo.reset()
+        lists = [module for module in self._body.modules() if isinstance(module, nn.ModuleList)]
+        for layer in max(lists, key=len, default=nn.ModuleList()):
+            layer.compile(backend=backend, dynamic=False)
+            self._layers.append((layer, layer._compiled_call_impl))
+            layer._compiled_call_impl = None  # for training only: windows of other lengths would compile again
+        self._part = torch.compile(_part, backend=backend, dynamic=False)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether training is compiled: it was asked for, and has not failed."""
+        return bool(self._layers)
+
+    @contextmanager
+    def _compiled_layers(self) -> Iterator[None]:
+        try:
+            for layer, call in self._layers:
+                layer._compiled_call_impl = call
+            yield
+        finally:
+            for layer, _ in self._layers:
+                layer._compiled_call_impl = None
 
     @contextmanager
     def holding(self, vector: Tensor) -> Iterator[nn.Module]:
@@ -237,9 +258,9 @@ class LanguageModel:
         found: Tensor = body(input_ids=ids, use_cache=False)[0]
         return found
 
-    def loss(self, ids: Tensor, *, body: Any = None) -> Tensor:
+    def loss(self, ids: Tensor) -> Tensor:
         """The mean loss of blocks of tokens [n, length], each but the first of a block."""
-        hidden = self._hidden(body or self._body, ids)[:, :-1]
+        hidden = self._hidden(self._body, ids)[:, :-1]
         return head_loss(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, ids[:, 1:].reshape(-1), self._part)
 
     # --- training ---
@@ -258,29 +279,31 @@ class LanguageModel:
         )  # fmt: skip
         total = torch.zeros((), device=self.device)
         self.module.train()
-        parameters = [place.parameter for place in self._places]
-        with self.holding(low), torch.random.fork_rng(devices=[self.device] if self.cuda else []):
+        rng = torch.random.fork_rng(devices=[self.device] if self.cuda else [])
+        with self.holding(low), rng:
             torch.manual_seed(seed)  # dropout
             for ids in batches:
-                loss = self._stepped(ids)
-                torch._foreach_copy_(self._slope_views, torch.autograd.grad(loss, parameters))
+                loss, slopes = self._differentiated(ids)
+                torch._foreach_copy_(self._slope_views, slopes)
                 adamw.step()
                 if self._low is not None:
                     self._low.copy_(theta)
-                total += loss.detach()
+                total += loss
         return total / len(batches)
 
-    def _stepped(self, ids: Tensor) -> Tensor:
-        """The loss of a batch; compiled, unless that fails."""
-        if not self.compiled:
-            return self.loss(ids)
+    def _differentiated(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss of a batch and its derivatives; compiled, unless that fails."""
+        parameters = [place.parameter for place in self._places]
         try:
-            return self.loss(ids, body=self._trained_body)
+            with self._compiled_layers():
+                loss = self.loss(ids)
+                return loss.detach(), torch.autograd.grad(loss, parameters)
         except RuntimeError as error:
-            if "out of memory" in str(error):
+            if not self.compiled or "out of memory" in str(error):
                 raise
-            self.compiled, self._trained_body, self._part = False, self._body, _part
-            return self.loss(ids)
+            self._layers, self._part = [], _part
+            loss = self.loss(ids)
+            return loss.detach(), torch.autograd.grad(loss, parameters)
 
     # --- measuring ---
 

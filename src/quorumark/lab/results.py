@@ -97,7 +97,7 @@ def _record(run: AnyRun, released: Any, size: dict[str, int], measured: Callable
     return {
         "format": FORMAT,
         "id": settings.id,
-        "settings": {**settings.asdict(), "augment": list(settings.augment)},
+        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in settings.asdict().items()},
         "rounds": run.round_no,
         "data": {**size, "note": run.note},
         "parameters": run.layout.size,
