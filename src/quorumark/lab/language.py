@@ -27,7 +27,7 @@ from quorumark.errors import InputError, MissingDependencyError
 from quorumark.lab.fleet import Optimiser
 from quorumark.layout import ModelLayout
 
-__all__ = ["LanguageModel", "head_loss", "import_gguf", "load", "negative_log_likelihood"]
+__all__ = ["LanguageModel", "head_loss", "import_gguf", "load", "log_likelihood", "perplexity"]
 
 _ROWS = 4096  # tokens whose logits exist at once
 
@@ -162,6 +162,40 @@ def negative_log_likelihood(hidden: Tensor, weight: Tensor, labels: Tensor) -> T
     return total
 
 
+def log_likelihood(module: nn.Module, ids: Tensor, length: int, *, batch: int = 8) -> tuple[float, int]:
+    """Σ −log p over a text's windows of that length, and how many tokens were predicted."""
+    model: Any = module.eval()
+    weight = model.get_output_embeddings().weight
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    whole, count = ids.numel() // length * length, 0
+    parts = list(ids[:whole].view(-1, length).split(batch)) if whole else []
+    parts += [ids[whole:][None]] if ids.numel() - whole > 1 else []
+    with torch.no_grad():
+        for part in parts:
+            hidden, labels = _hidden(model.base_model, part)[:, :-1], part[:, 1:].reshape(-1)
+            total += negative_log_likelihood(hidden.reshape(-1, hidden.shape[-1]), weight, labels)
+            count += labels.numel()
+    if not count:
+        raise InputError("a text", "must have two tokens or more to measure perplexity", ids.numel())
+    return float(total), count
+
+
+def perplexity(module: nn.Module, ids: Tensor, length: int, *, batch: int = 8, quick: bool = False) -> float:
+    """exp of the mean −log p of a token; `quick` lets a GPU multiply in TF32, which is enough to compare rounds."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if quick else "highest")
+    try:
+        total, count = log_likelihood(module, ids, length, batch=batch)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return exp(min(total / count, 700.0))
+
+
+def _hidden(body: Any, ids: Tensor) -> Tensor:
+    found: Tensor = body(input_ids=ids, use_cache=False)[0]
+    return found
+
+
 # --- a model on a device ----------------------------------------------------------------------------------
 
 
@@ -210,7 +244,7 @@ class LanguageModel:
         ids = torch.arange(4, device=self.device)[None]
         self.module.eval()
         with torch.no_grad(), self.holding(self.initial):
-            ours = self._hidden(self._body, ids) @ self._head.weight.t()
+            ours = _hidden(self._body, ids) @ self._head.weight.t()
             theirs = self.module(input_ids=ids, use_cache=False).logits
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             rule = "must make its logits of the hidden states by the output layer alone"
@@ -253,14 +287,9 @@ class LanguageModel:
             for place, data in zip(self._places, before, strict=True):
                 place.parameter.data = data
 
-    @staticmethod
-    def _hidden(body: Any, ids: Tensor) -> Tensor:
-        found: Tensor = body(input_ids=ids, use_cache=False)[0]
-        return found
-
     def loss(self, ids: Tensor) -> Tensor:
         """The mean loss of blocks of tokens [n, length], each but the first of a block."""
-        hidden = self._hidden(self._body, ids)[:, :-1]
+        hidden = _hidden(self._body, ids)[:, :-1]
         return head_loss(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, ids[:, 1:].reshape(-1), self._part)
 
     # --- training ---
@@ -308,33 +337,14 @@ class LanguageModel:
     # --- measuring ---
 
     def log_likelihood(self, vector: Tensor, ids: Tensor, length: int, *, batch: int = 8) -> tuple[float, int]:
-        """Σ −log p over a text's windows of that length, and how many tokens were predicted."""
-        self.module.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        whole = ids.numel() // length * length
-        parts = list(ids[:whole].view(-1, length).split(batch)) if whole else []
-        rest = ids[whole:]
-        parts += [rest[None]] if rest.numel() > 1 else []
-        count = 0
-        with torch.no_grad(), self.holding(vector):
-            for part in parts:
-                hidden = self._hidden(self._body, part)[:, :-1]
-                labels = part[:, 1:].reshape(-1)
-                total += negative_log_likelihood(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, labels)
-                count += labels.numel()
-        if not count:
-            raise InputError("a text", "must have two tokens or more to measure perplexity", ids.numel())
-        return float(total), count
+        """Of a model of this layout; as the function below."""
+        with self.holding(vector):
+            return log_likelihood(self.module, ids, length, batch=batch)
 
     def perplexity(self, vector: Tensor, ids: Tensor, length: int, *, batch: int = 8, quick: bool = False) -> float:
-        """exp of the mean −log p of a token; `quick` lets a GPU multiply in TF32, which is enough to compare rounds."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if quick else "highest")
-        try:
-            total, count = self.log_likelihood(vector, ids, length, batch=batch)
-        finally:
-            torch.set_float32_matmul_precision(before)
-        return exp(min(total / count, 700.0))
+        """Of a model of this layout; as the function below."""
+        with self.holding(vector):
+            return perplexity(self.module, ids, length, batch=batch, quick=quick)
 
     def tensors(self, vector: Tensor) -> dict[str, Tensor]:
         """A model's state on the CPU, as the module names it."""

@@ -43,7 +43,8 @@ __all__ = [
 ]
 
 FORMAT = "quorumark-lab-result/v1"
-ATTACKS_FORMAT = "quorumark-lab-attacks/v1"
+ATTACKS_FORMAT = "quorumark-language-attacks/v1"
+ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
 
@@ -351,12 +352,19 @@ def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> l
         first.strength,
         f"{found[0]['coordinates'] / 1e6:.1f} M" if found else "",
         _mean([body["perplexity"]["released"] for body in found], 3),
-        _mean(changes, 3) + " %" if changes else "",
+        _change(changes),
         _mean([body["perplexity"]["initial"] for body in found[:1]], 3),
         *(_mean([body["z"]["released"][name] for body in found], 1) for name in (BALANCED, GLOBAL, MEAN)),
         f"{statistics.fmean(rhos):.4f}" if rhos else "",
         _language_evidence(runs, found),
     ]
+
+
+def _change(percents: list[float]) -> str:
+    if not percents:
+        return ""
+    spread = f" ± {statistics.stdev(percents):.3f}" if len(percents) > 1 else ""
+    return f"{statistics.fmean(percents):+.3f}{spread} %"
 
 
 _ALL_CARRY: dict[str, Any] = {"max_coordinates": 0}
