@@ -17,6 +17,7 @@ from quorumark.attacks import ATTACKS, Target, chain, estimate_key, public_scale
 from tests import lab  # noqa: E402
 
 MEMBERS = 5
+TRANSFORMERS = {"rotation": ("gpt2", "llama"), "residual-rotation": ("llama",)}  # attacks on such models only
 
 pytestmark = pytest.mark.research
 
@@ -35,6 +36,7 @@ def target(marked: lab.Run) -> Target:
         scales=public_scales(marked.layout, marked.strength, marked.checkpoints),
         own=[np.sum(updates[:2], axis=0) for updates in marked.own],  # of the first two members
         other=lab.trained(marked.make, marked.checkpoints[0], lab.data_of("cnn"), 5, 3, 2e-3),
+        base=marked.checkpoints[0],
     )
 
 
@@ -53,6 +55,10 @@ def test_every_attack_runs_and_records_its_costs(marked: lab.Run, target: Target
     short = {"fine-tuning": {"epochs": 1}, "adaptive-fine-tuning": {"epochs": 1}, "distillation": {"epochs": 1}}
     for name, attack in ATTACKS.items():
         assert attack.name == name
+        if name in TRANSFORMERS:
+            with pytest.raises(InputError, match="must have attention or norms as GPT-2 or Llama"):
+                run(name, target, seed=1)
+            continue
         for settings in (attack.settings[0], attack.settings[-1]):
             state = torch.get_rng_state()
             result = run(name, target, seed=1, **settings, **short.get(name, {}))
@@ -88,6 +94,7 @@ def test_what_cannot_be_run_says_why(marked: lab.Run, target: Target) -> None:
         ("fine-tuning", "must have data"),
         ("adaptive-fine-tuning", "must have data"),
         ("averaging", "must have other"),
+        ("merging", "must have base"),
         ("permutation", "must have data or an example"),
     ):
         with pytest.raises(InputError, match=match):
@@ -240,11 +247,28 @@ def test_noise_another_mark_and_an_average(marked: lab.Run, target: Target) -> N
     assert 6 < marked.z(mean) < z
 
 
+@pytest.mark.parametrize("strength", [0.5, 0.9, 1.3])
+def test_merging_with_the_initial_model(marked: lab.Run, target: Target, strength: float) -> None:
+    """The mark lies along θ − θ_0: a part of it is as good as all, after the anchor is taken out."""
+    weights = run("merging", target, strength=strength).weights
+    for name, w in weights.items():
+        start = marked.checkpoints[0][name]
+        assert torch.allclose(w, start + strength * (marked.released[name] - start), atol=1e-6)
+    assert marked.z(weights) == pytest.approx(marked.z(marked.released), rel=0.1)
+
+
 # --- the function stays -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attack", [name for name, attack in ATTACKS.items() if attack.keeps])
-@pytest.mark.parametrize("name", lab.MODELS)
+@pytest.mark.parametrize(
+    ("name", "attack"),
+    [
+        (m, name)
+        for m in lab.MODELS
+        for name, a in ATTACKS.items()
+        if a.keeps and m in TRANSFORMERS.get(name, lab.MODELS)
+    ],
+)
 def test_what_keeps_the_function_keeps_it(name: str, attack: str) -> None:
     if name in lab.LANGUAGE:
         pytest.importorskip("transformers")

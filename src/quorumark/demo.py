@@ -396,7 +396,8 @@ def subject(folder: Path) -> Subject:
     parts = [torch.cat(both) for both in zip(*world.data, strict=True)]
     other = torch_train(world.make, epochs=8)(_initial(world, seed=7), (parts[0], parts[1]), seed=7)
     released = load_weights(folder / "suspect.safetensors")
+    data = (parts[0], parts[1])
     target = Target(
-        world.make, released, (parts[0], parts[1]), checkpoints, scales, other=other, layout=reference.layout
+        world.make, released, data, checkpoints, scales, other=other, layout=reference.layout, base=checkpoints[0]
     )
     return Subject("the demo's model", target, classifier(*world.test), reference, known)

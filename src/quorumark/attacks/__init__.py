@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quorumark.attacks import learning, symmetry, weights
+from quorumark.attacks import learning, rotation, symmetry, weights
 from quorumark.attacks.base import Attack, Result, Target, _torch, fitted
 from quorumark.attacks.learning import estimate_key, public_scales, transfer_rate
 from quorumark.errors import InputError
@@ -35,7 +35,9 @@ __all__ = [
     "transfer_rate",
 ]
 
-ATTACKS: Mapping[str, Attack] = {a.name: a for a in (*learning.ATTACKS, *weights.ATTACKS, *symmetry.ATTACKS)}
+ATTACKS: Mapping[str, Attack] = {
+    a.name: a for a in (*learning.ATTACKS, *weights.ATTACKS, *symmetry.ATTACKS, *rotation.ATTACKS)
+}
 
 
 def run(name: str, target: Target, *, seed: int = 0, **settings: Any) -> Result:
@@ -48,7 +50,8 @@ def run(name: str, target: Target, *, seed: int = 0, **settings: Any) -> Result:
             raise InputError("target", f"must have {need} for the attack {name!r}", "none")
     torch = _torch()
     started = time.perf_counter()
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left alone
+    devices = sorted({tensor.get_device() for tensor in target.weights.values() if tensor.is_cuda})
+    with torch.random.fork_rng(devices=devices):  # the caller's random numbers are left alone
         torch.manual_seed(seed)
         changed, cost = attack.function(target, seed, **settings)
     seconds = time.perf_counter() - started

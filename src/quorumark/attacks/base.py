@@ -23,23 +23,35 @@ def _torch() -> Any:
     return torch
 
 
+def logits_of(module: Any, inputs: Any) -> Any:
+    """What a module gives for inputs: a tensor, or keyword arguments such as a tokeniser makes."""
+    out = module(**inputs) if isinstance(inputs, Mapping) else module(inputs)
+    return out.logits if hasattr(out, "logits") else out
+
+
 def _cross_entropy(module: Any, inputs: Any, labels: Any) -> Any:
-    return _torch().nn.functional.cross_entropy(module(inputs), labels)
+    """Of classes; where logits and labels have a place for each word, of the next word (−100 is not counted)."""
+    logits = logits_of(module, inputs)
+    if logits.dim() == 3 and labels.dim() == 2:
+        logits, labels = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    return _torch().nn.functional.cross_entropy(logits, labels)
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What an attacker has.
+    """What an attacker has. Attacks run on the device that the weights are on.
 
     Attributes:
         make: gives a module of the released architecture.
         weights: the released model.
-        data: (inputs, labels), the whole training set; attacks take their fraction of it.
+        data: (inputs, labels), the whole training set; attacks take their fraction of it. For a language model the
+            inputs are words (batch × places), or a mapping of such tensors, and the labels the same words.
         checkpoints: the public global models θ_0 … θ_T of the training, the initial one first.
         scales: for each round 1 … T the public amplitudes S_r, one number for each carrying coordinate.
         own: for each round 1 … T the sum of the attacking members' own weighted updates, as a flat vector.
         other: a second model of the architecture, for averaging.
-        loss: of (module, inputs, labels); cross-entropy of classes if not given.
+        base: the model that training began with, for merging; the anchor is public.
+        loss: of (module, inputs, labels); cross-entropy of classes, or of the next word, if not given.
         example: an input to find groups with; one of the data if not given.
     """
 
@@ -53,10 +65,12 @@ class Target:
     loss: Callable[[Any, Any, Any], Any] = _cross_entropy
     example: Any = None
     layout: ModelLayout | None = None
+    base: Mapping[str, Any] | None = None
 
     def module(self, weights: Mapping[str, Any] | None = None) -> Any:
-        """A module with these weights, of whatever sizes they have."""
-        return fitted(self.make(), self.weights if weights is None else weights)
+        """A module with these weights, of whatever sizes they have, where they are."""
+        weights = self.weights if weights is None else weights
+        return fitted(self.make(), weights).to(next(iter(weights.values())).device)
 
     def copied(self) -> Weights:
         return {name: tensor.detach().clone() for name, tensor in self.weights.items()}
@@ -76,14 +90,15 @@ class Target:
             return self.example
         if self.data is None:
             raise InputError("target", "must have data or an example for this attack", "neither")
-        return self.data[0][:1]
+        inputs = self.data[0]
+        return {name: part[:1].cpu() for name, part in inputs.items()} if isinstance(inputs, Mapping) else inputs[:1]
 
     @cached_property
     def groups(self) -> Groups:
         """The coupled channels of the model as it is now."""
         from quorumark.verify.graph import derive_groups
 
-        return derive_groups(self.module(), self.one())
+        return derive_groups(self.module().cpu(), self.one())
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +145,33 @@ _SIZES = {
 }  # a layer's own record of its sizes, by the axes of its weight
 
 
+def aliases(module: Any) -> dict[str, str]:
+    """Second names of tied weights, with the first."""
+    seen: dict[int, str] = {}
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            found[name] = seen[id(tensor)]
+        seen.setdefault(id(tensor), name)
+    return found
+
+
 def fitted(module: Any, weights: Mapping[str, Any]) -> Any:
-    """The module with these weights; layers whose sizes changed are changed likewise."""
+    """The module with these weights; layers whose sizes changed are changed likewise, tied ones that differ are untied.
+
+    A second name of a tied tensor may be left out.
+    """
     torch = _torch()
     module = copy.deepcopy(module)
+    weights = dict(weights)
+    for second, first in aliases(module).items():
+        if second not in weights and first in weights:
+            weights[second] = weights[first]
+        elif weights[second] is not weights[first] and not torch.equal(weights[second], weights[first]):
+            path, _, leaf = second.rpartition(".")
+            setattr(module.get_submodule(path), leaf, torch.nn.Parameter(weights[second].detach().clone()))
+            if hasattr(getattr(module, "config", None), "tie_word_embeddings"):
+                module.config.tie_word_embeddings = False
     state = module.state_dict(keep_vars=True)
     for name, tensor in weights.items():
         if name not in state or tuple(state[name].shape) == tuple(tensor.shape):
@@ -151,5 +189,5 @@ def fitted(module: Any, weights: Mapping[str, Any]) -> Any:
             for size, attribute in zip(tensor.shape, _SIZES[kind], strict=False):
                 if attribute is not None:
                     setattr(layer, attribute, int(size))
-    module.load_state_dict(dict(weights))
+    module.load_state_dict(weights)
     return module

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.attacks.base import Attack, Target, Weights, _torch
+from quorumark.attacks.base import Attack, Target, Weights, _cross_entropy, _torch, logits_of
 from quorumark.codec import FRACTION_BITS
 from quorumark.embed import MarkState, Strength
 from quorumark.errors import InputError
@@ -31,10 +31,18 @@ def _subset(target: Target, fraction: float, seed: int) -> tuple[Any, Any]:
     torch = _torch()
     if not 0 < fraction <= 1:
         raise InputError("fraction", "must be above 0 and at most 1", fraction)
-    inputs, labels = target.data or ((), ())
+    inputs, labels = target.data or (torch.empty(0), torch.empty(0))
     count = max(1, round(fraction * len(labels)))
     chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:count]
-    return inputs[chosen], labels[chosen]
+    return _taken(inputs, chosen), labels[chosen.to(labels.device)]
+
+
+def _taken(inputs: Any, chosen: Any, device: Any = None) -> Any:
+    """Some of the inputs, on a device: a tensor, or a mapping of them."""
+    if isinstance(inputs, Mapping):
+        return {name: _taken(part, chosen, device) for name, part in inputs.items()}
+    part = inputs[chosen.to(inputs.device)]
+    return part if device is None else part.to(device)
 
 
 def _fit(
@@ -57,22 +65,23 @@ def _fit(
     else:
         optimiser = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=decay, betas=(0.9, 0.999))
     order = torch.Generator().manual_seed(seed)
+    device = parameters[0].device
     module.train()
-    steps, last = 0, float("nan")
+    steps = 0
+    total = torch.full((), float("nan"), dtype=torch.float64, device=device)
     for _ in range(epochs):
-        total = 0.0
+        total = torch.zeros_like(total)
         for part in torch.randperm(len(labels), generator=order).split(batch):
-            if len(part) == 1 and len(labels) > 1:
+            if len(part) == 1 < batch and len(labels) > 1:
                 continue  # a batch of one has no statistics for BatchNorm
             optimiser.zero_grad()
-            value = loss(module, inputs[part], labels[part])
+            value = loss(module, _taken(inputs, part, device), _taken(labels, part, device))
             value.backward()
             optimiser.step()
             steps += 1
-            total += float(value.detach()) * len(part)
-        last = total / len(labels)
+            total += value.detach() * len(part)  # stays on the device: nothing waits for a number
     module.eval()
-    return {"examples": len(labels), "steps": steps, "loss": last}
+    return {"examples": len(labels), "steps": steps, "loss": float(total) / len(labels)}
 
 
 def _weights(module: Any) -> Weights:
@@ -181,16 +190,17 @@ def fine_tune_against(
         raise InputError("alpha", "must be from 0 to 1", alpha)
     layout = target.layout or ModelLayout.of(target.module())
     carrying = layout.carrying()
-    guess = torch.from_numpy(estimate_key(target, estimate, coalition=coalition)).float()
-    guess = guess / guess.norm().clamp_min(1e-30)
-    places = torch.from_numpy(np.arange(layout.carrier_size)[carrying])
     module = target.module()
+    device = next(module.parameters()).device
+    guess = torch.from_numpy(estimate_key(target, estimate, coalition=coalition)).float().to(device)
+    guess = guess / guess.norm().clamp_min(1e-30)
+    places = torch.from_numpy(np.arange(layout.carrier_size)[carrying]).to(device)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = [spec.name for spec, _ in layout.spans("carrier")]
-    anchor = torch.cat([target.checkpoints[0][name].flatten() for name in names])
+    anchor = torch.cat([target.checkpoints[0][name].flatten() for name in names]).to(device)
 
     def loss(module: Any, inputs: Any, labels: Any) -> Any:
-        flat = torch.cat([parameters[name].flatten() for name in names])
+        flat = torch.cat([parameters[name].flatten() for name in names]).float()
         theta = (flat - anchor if from_anchor else flat)[places]
         cosine = (theta @ guess) / theta.norm().clamp_min(1e-30)
         return (1 - alpha) * target.loss(module, inputs, labels) + alpha * cosine.abs()
@@ -222,15 +232,15 @@ def distil(
     torch = _torch()
     teacher = target.module().eval()
     torch.manual_seed(seed)
-    student = target.make()
+    student = target.make().to(next(teacher.parameters()).device)
 
     def loss(module: Any, inputs: Any, labels: Any) -> Any:
-        logits = module(inputs)
+        logits = logits_of(module, inputs)
         with torch.no_grad():
-            wanted = torch.log_softmax(teacher(inputs) / temperature, dim=-1)
+            wanted = torch.log_softmax(logits_of(teacher, inputs) / temperature, dim=-1)
         given = torch.log_softmax(logits / temperature, dim=-1)
         divergence = (given.exp() * (given - wanted)).sum(-1).mean()
-        return alpha * divergence + (1 - alpha) * torch.nn.functional.cross_entropy(logits, labels)
+        return alpha * divergence + (1 - alpha) * _cross_entropy(lambda *_, **__: logits, inputs, labels)
 
     data = _subset(target, fraction, seed)
     cost = _fit(student, data, loss, seed, epochs=epochs, batch=batch, learning_rate=learning_rate, decay=None)
@@ -241,8 +251,16 @@ def distil(
 def transfer_rate(teacher: Any, student: Any, inputs: Any) -> float:
     """The share of inputs on which both give the same class."""
     torch = _torch()
+    device = next(teacher.parameters()).device
+    same = []
     with torch.no_grad():
-        return float((teacher.eval()(inputs).argmax(-1) == student.eval()(inputs).argmax(-1)).float().mean())
+        for part in torch.arange(len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)).split(
+            256
+        ):
+            chosen = _taken(inputs, part, device)
+            one, two = (logits_of(model.eval(), chosen).argmax(-1) for model in (teacher, student))
+            same.append((one == two).flatten())
+    return float(torch.cat(same).float().mean())
 
 
 _FRACTIONS = (0.01, 0.05, 0.1, 0.2)

@@ -267,7 +267,14 @@ def read_subject(plan: Plan) -> Subject:
             scales = public_scales(reference.layout, reference.manifest.terms.strength, checkpoints, norms)
     other = load_weights(path("other")) if "other" in body else None
     target = Target(
-        make, load_weights(path("model")), tuple(train), checkpoints, scales, other=other, layout=reference.layout
+        make,
+        load_weights(path("model")),
+        tuple(train),
+        checkpoints,
+        scales,
+        other=other,
+        layout=reference.layout,
+        base={name: torch.from_numpy(values) for name, values in _anchor(reference).items()},
     )
     accuracy = function("evaluate") if "evaluate" in body else classifier(*test)
     return Subject(plan.title, target, accuracy, reference, known)

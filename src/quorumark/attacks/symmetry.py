@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.attacks.base import Attack, Target, Weights, _torch
+from quorumark.attacks.base import Attack, Target, Weights, _torch, aliases
 from quorumark.errors import InputError
 from quorumark.verify.align import Axis, Group
 
@@ -27,7 +27,7 @@ def permute(target: Target, seed: int) -> tuple[Weights, dict[str, Any]]:
     orders = [rng.permutation(group.size) for group in target.groups.groups]
     moved = target.groups.places({name: tuple(w.shape) for name, w in weights.items()}, orders)
     for (name, axis), order in moved.items():
-        weights[name] = weights[name].index_select(axis, torch.from_numpy(order))
+        weights[name] = weights[name].index_select(axis, torch.from_numpy(order).to(weights[name].device))
     return weights, {"groups": len(orders)}
 
 
@@ -39,14 +39,13 @@ def rescale(target: Target, seed: int, *, octaves: float = 2.0) -> tuple[Weights
     from quorumark.verify.graph import derive_scalings
 
     rng = np.random.default_rng(seed)
-    module, weights = target.module(), target.copied()
+    module, weights = target.module().cpu(), target.copied()
     scalings = derive_scalings(module, target.one())
     epsilon = {
         f"{path}.running_var" if path else "running_var": layer.eps
         for path, layer in module.named_modules()
         if "BatchNorm" in type(layer).__name__
     }
-    aliases = _aliases(module)
     for scaling in scalings:
         octave = rng.uniform(-octaves, octaves)
         for knob in scaling:
@@ -54,20 +53,9 @@ def rescale(target: Target, seed: int, *, octaves: float = 2.0) -> tuple[Weights
             place = weights[knob.tensor].select(knob.axis, knob.index)
             eps = epsilon.get(knob.tensor, 0.0)
             place.copy_(((place + eps) * factor - eps).clamp_min(0) if eps else place * factor)
-    for alias, original in aliases.items():
+    for alias, original in aliases(module).items():
         weights[alias] = weights[original].clone()
     return weights, {"scalings": len(scalings)}
-
-
-def _aliases(module: Any) -> dict[str, str]:
-    """Second names of tied weights, with the first."""
-    seen: dict[int, str] = {}
-    found = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            found[name] = seen[id(tensor)]
-        seen.setdefault(id(tensor), name)
-    return found
 
 
 # --- other sizes ------------------------------------------------------------------------------------------
@@ -112,7 +100,7 @@ def _taken(weights: Weights, group: Group, elements: np.ndarray[Any, Any]) -> di
             length += elements.size * width
             done = start + group.size * width
         order.append(np.arange(done, weights[name].shape[a]))
-        weights[name] = weights[name].index_select(a, torch.from_numpy(np.concatenate(order)))
+        weights[name] = weights[name].index_select(a, torch.from_numpy(np.concatenate(order)).to(weights[name].device))
         now[axis] = torch.from_numpy(np.stack([columns[j] for j in range(places.shape[1])], axis=1))
     return now
 
@@ -121,8 +109,8 @@ def _scaled_places(weights: Weights, axis: Axis, places: Any, factors: Any) -> N
     """Multiplies the elements' places on an axis, one factor for each element."""
     name, a = axis
     w = weights[name].movedim(a, 0).clone()
-    flat = places.reshape(-1)
-    each = factors.repeat_interleave(places.shape[1]).view(-1, *[1] * (w.dim() - 1)).to(w.dtype)
+    flat = places.reshape(-1).to(w.device)
+    each = factors.repeat_interleave(places.shape[1]).view(-1, *[1] * (w.dim() - 1)).to(w)
     w[flat] = w[flat] * each
     weights[name] = w.movedim(0, a).contiguous()
 
@@ -142,7 +130,7 @@ def remove(target: Target, _seed: int, *, ratio: float = 0.3) -> tuple[Weights, 
         size = torch.zeros(group.size)
         for (name, axis), places in group.axes().items():
             if weights[name].dim() > 1:
-                each = weights[name].movedim(axis, 0).flatten(1).abs().mean(1)
+                each = weights[name].movedim(axis, 0).flatten(1).abs().mean(1).float().cpu()
                 size += each[torch.from_numpy(places)].mean(1)
         gone = min(floor(ratio * group.size), group.size - 1)
         keep = np.sort(size.argsort(stable=True).numpy()[gone:])
@@ -205,23 +193,24 @@ def add_decoys(target: Target, seed: int, *, noise: float = 0.3) -> tuple[Weight
     decoys = {name: tensor.detach().clone() for name, tensor in target.checkpoints[0].items()}
     for name in target.carriers:
         w = decoys[name]
-        decoys[name] = w + noise * w.std() * torch.randn(w.shape, generator=generator)
+        decoys[name] = w + noise * w.std() * torch.randn(w.shape, generator=generator).to(w)
     kinds: dict[Axis, Any] = {}  # for each place: 0 as it was, 1 a decoy, 2 its opposite
     groups = _resizable(target)
     for group in groups:
         elements = np.tile(np.arange(group.size), 3)
         _taken(decoys, group, elements)
         for axis, places in _taken(weights, group, elements).items():
-            kinds[axis] = torch.zeros(weights[axis[0]].shape[axis[1]], dtype=torch.int64)
+            w = weights[axis[0]]
+            kinds[axis] = torch.zeros(w.shape[axis[1]], dtype=torch.int64, device=w.device)
             for kind in (1, 2):
-                kinds[axis][places[kind * group.size : (kind + 1) * group.size]] = kind
+                kinds[axis][places[kind * group.size : (kind + 1) * group.size].to(w.device)] = kind
     for name in {name for name, _ in kinds}:
         w, z = weights[name], decoys[name]
         axes = {}
         for a in (a for n, a in kinds if n == name):
             shape = [-1 if other == a else 1 for other in range(w.dim())]
             axes[_reads(target, module, (name, a))] = kinds[name, a].view(shape).expand(w.shape)
-        outgoing, incoming = axes.get(False, torch.zeros(w.shape)), axes.get(True)
+        outgoing, incoming = axes.get(False, torch.zeros(w.shape, device=w.device)), axes.get(True)
         if incoming is None:
             weights[name] = torch.where(outgoing == 0, w, z)
             continue

@@ -1,15 +1,67 @@
-"""Attacks that change the weights as they lie there: quantisation, pruning, noise, another mark, averaging."""
+"""Attacks that change the weights as they lie there: quantisation, pruning, noise, another mark, averaging, merging."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import floor
 from typing import Any
 
 from quorumark.attacks.base import Attack, Target, Weights, _torch
 from quorumark.errors import InputError
 
-SCHEMES = {"static8": (8, False), "static4": (4, False), "dynamic8": (8, True)}
-"""Bits, and whether each output channel has its own scale."""
+# --- quantisation -----------------------------------------------------------------------------------------
+
+
+def _symmetric(bits: int, *, by_row: bool = False) -> Callable[[Any], Any]:
+    """w → scale·round(w/scale), scale = max|w|/(2^(bits−1) − 1) of a tensor or of each row."""
+
+    def function(rows: Any) -> Any:
+        largest = rows.abs().amax(1, keepdim=True) if by_row else rows.abs().max()
+        scale = largest / (2 ** (bits - 1) - 1)
+        return (rows / scale.clamp_min(1e-30)).round() * scale
+
+    return function
+
+
+def _in_blocks(size: int, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same for blocks of so many weights that follow each other in a row, the last one filled up with zeros."""
+
+    def blockwise(rows: Any) -> Any:
+        count, width = rows.shape
+        filled = _torch().nn.functional.pad(rows, (0, -width % size)).reshape(-1, size)
+        return function(filled).reshape(count, -1)[:, :width]
+
+    return blockwise
+
+
+def _inverse(scale: Any) -> Any:
+    """1/scale, and 0 for 0."""
+    return _torch().where(scale == 0, scale, 1 / scale)
+
+
+def _q8_0(blocks: Any) -> Any:
+    """GGUF's Q8_0: d = max|w|/127, q = round(w/d) (halves away from 0), and d·q with d as float16."""
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    scaled = blocks * _inverse(scale)
+    return scaled.sign() * (scaled.abs() + 0.5).floor() * scale.half().float()
+
+
+def _q4_0(blocks: Any) -> Any:
+    """GGUF's Q4_0: d = m/−8 for the weight m of the largest size, q = ⌊w/d + 8.5⌋ cut to 0 … 15, and d·(q − 8)."""
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scale = largest / -8
+    return ((blocks * _inverse(scale) + 8.5).floor().clamp(0, 15) - 8) * scale.half().float()
+
+
+SCHEMES: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "static8": (8, _symmetric(8)),
+    "static4": (4, _symmetric(4)),
+    "dynamic8": (8, _symmetric(8, by_row=True)),
+    "q8_0": (8, _in_blocks(32, _q8_0)),
+    "q4_0": (4, _in_blocks(32, _q4_0)),
+    "absmax4": (4, _in_blocks(64, _symmetric(4, by_row=True))),
+}
+"""Bits, and what is done to the rows of a tensor: one scale for all, for each row, for each block of 32 or 64."""
 
 
 def _share(name: str, value: float) -> float:
@@ -19,17 +71,18 @@ def _share(name: str, value: float) -> float:
 
 
 def quantise(target: Target, _seed: int, *, scheme: str = "static8") -> tuple[Weights, dict[str, Any]]:
-    """Symmetric weight-only quantisation and back: w → scale·round(w/scale), scale = max|w|/(2^(bits−1) − 1)."""
+    """Weight-only quantisation and back, in float32 whatever the type of the weights is."""
     if scheme not in SCHEMES:
         raise InputError("scheme", f"must be one of {', '.join(SCHEMES)}", repr(scheme))
-    bits, by_row = SCHEMES[scheme]
+    bits, function = SCHEMES[scheme]
     weights = target.copied()
     for name in target.carriers:
         w = weights[name]
-        largest = w.abs().flatten(1).amax(1).view(-1, *[1] * (w.dim() - 1)) if by_row else w.abs().max()
-        scale = largest / (2 ** (bits - 1) - 1)
-        weights[name] = (w / scale.clamp_min(1e-30)).round() * scale
+        weights[name] = function(w.float().flatten(1)).view(w.shape).to(w.dtype)
     return weights, {"bits": bits}
+
+
+# --- the rest ---------------------------------------------------------------------------------------------
 
 
 def prune(target: Target, _seed: int, *, ratio: float = 0.5) -> tuple[Weights, dict[str, Any]]:
@@ -37,7 +90,7 @@ def prune(target: Target, _seed: int, *, ratio: float = 0.5) -> tuple[Weights, d
     torch = _torch()
     weights = target.copied()
     flat = torch.cat([weights[name].abs().flatten() for name in target.carriers])
-    gone = torch.zeros(flat.numel(), dtype=torch.bool)
+    gone = torch.zeros(flat.numel(), dtype=torch.bool, device=flat.device)
     gone[flat.argsort(stable=True)[: floor(_share("ratio", ratio) * flat.numel())]] = True
     parts = gone.split([weights[name].numel() for name in target.carriers])
     for name, part in zip(target.carriers, parts, strict=True):
@@ -67,7 +120,7 @@ def add_noise(target: Target, seed: int, *, strength: float = 0.1) -> tuple[Weig
     weights = target.copied()
     for name in target.carriers:
         w = weights[name]
-        weights[name] = w + strength * w.std() * torch.randn(w.shape, generator=generator)
+        weights[name] = w + strength * w.std() * torch.randn(w.shape, generator=generator).to(w)
     return weights, {}
 
 
@@ -81,10 +134,10 @@ def overwrite(target: Target, seed: int, *, strength: float = 0.05) -> tuple[Wei
     weights = target.copied()
     for name in target.carriers:
         w = weights[name]
-        moved = w - target.checkpoints[0][name] if target.checkpoints else w
+        moved = w - target.checkpoints[0][name].to(w) if target.checkpoints else w
         size = moved.flatten(1).pow(2).mean(1).sqrt().view(-1, *[1] * (w.dim() - 1))
         signs = torch.randint(0, 2, w.shape, generator=generator) * 2 - 1
-        weights[name] = w + strength * size * signs
+        weights[name] = w + strength * size * signs.to(w)
     return weights, {}
 
 
@@ -95,7 +148,20 @@ def average(target: Target, _seed: int, *, share: float = 0.5) -> tuple[Weights,
     other = target.other or {}
     for name, w in weights.items():
         if w.is_floating_point():
-            weights[name] = (1 - share) * w + share * other[name]
+            weights[name] = (1 - share) * w + share * other[name].to(w)
+    return weights, {}
+
+
+def merge(target: Target, _seed: int, *, strength: float = 0.5) -> tuple[Weights, dict[str, Any]]:
+    """θ_0 + strength·(θ − θ_0) for the model θ_0 that training began with: back towards it, or (above 1) beyond."""
+    if not 0 <= strength <= 10:
+        raise InputError("strength", "must be from 0 to 10", strength)
+    weights = target.copied()
+    base = target.base or {}
+    for name, w in weights.items():
+        if w.is_floating_point():
+            start = base[name].to(w.device).float()
+            weights[name] = (start + strength * (w.float() - start)).to(w.dtype)
     return weights, {}
 
 
@@ -107,4 +173,5 @@ ATTACKS = (
     Attack("noise", add_noise, tuple({"strength": s} for s in (0.05, 0.1, 0.2, 0.5))),
     Attack("overwriting", overwrite, tuple({"strength": s} for s in (0.05, 0.1, 0.2))),
     Attack("averaging", average, tuple({"share": s} for s in (0.25, 0.5)), needs=("other",)),
+    Attack("merging", merge, tuple({"strength": s} for s in (0.5, 0.7, 0.9, 1.3)), needs=("base",)),
 )
