@@ -138,13 +138,15 @@ def test_estimates_of_the_key(marked: lab.Run, target: Target) -> None:
     assert np.allclose(total, telescoped.numpy(), atol=1e-6)
     found = {
         (how, coalition): cosine(estimate_key(target, how, coalition=coalition), marked.key)
-        for how in ("sum", "last", "regression")
+        for how in ("sum", "last", "regression", "gls")
         for coalition in (False, True)
     }
     assert all(value > 0.03 for value in found.values())  # chance: 0.004
     assert found["regression", False] > found["sum", False]
-    for how in ("sum", "last", "regression"):
+    for how in ("sum", "last", "regression", "gls"):
         assert found[how, True] > found[how, False]
+    for coalition in (False, True):
+        assert found["gls", coalition] > found["regression", coalition]
     with pytest.raises(InputError, match="must have scales for each of the 12 rounds"):
         estimate_key(marked.target(checkpoints=marked.checkpoints), "regression")
     with pytest.raises(InputError, match="two checkpoints"):

@@ -283,7 +283,12 @@ batch = 8
 learning_rate = 1e-3
 [[attack]]
 name = "quantisation"
-scheme = ["static8", "static4"]
+scheme = ["static8", "q4_0"]
+[[attack]]
+name = "merging"
+strength = 0.5
+[[attack]]
+name = "rotation"
 [[attack]]
 name = "averaging"
 share = 0.5
@@ -320,13 +325,17 @@ def test_the_whole_path_in_miniature(kind: str, folder: Path, tmp_path: Path) ->
     assert marked["perplexity"]["released"] < 0.5 * marked["perplexity"]["initial"]
     found = json.loads((results / "attacks" / "language" / f"{name}.json").read_text())
     rows = {row["attack"] + " " + row["settings"]: row for row in found["rows"]}
-    assert len(rows) == 5
+    assert len(rows) == 7
     assert found["released"]["perplexity"] == marked["perplexity"]["released"]
     moved = rows["permutation + rescaling "]
     assert abs(moved["change"]) < 0.01
     assert moved["z"] < 6
     assert moved["z_aligned"] == pytest.approx(found["released"]["z"], rel=0.05)
+    assert rows["rotation "]["z_aligned"] > 8
+    assert rows["rotation "]["z_aligned"] > rows["rotation "]["z"] + 2
+    assert abs(rows["rotation "]["change"]) < 0.01
     assert rows["quantisation scheme static8"]["z"] > 6
+    assert rows["merging strength 0.5"]["z"] > 6
     assert rows["averaging share 0.5"]["z"] < found["released"]["z"]
     tuned = next(row for label, row in rows.items() if label.startswith("fine-tuning text other"))
     assert tuned["steps"] > 0
@@ -354,9 +363,9 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
     assert "shorter (4 of 20 rounds, 1 of 3 seeds; released: round 4)" in ours
     assert "| c = 0.50 | 10.58 ± 0.03 | +0.57 % | 6.89 ± 2.51 |" in rows
     assert f"## Attacks on {name}" in rows
-    assert "| quantisation | scheme static4 |" in rows
+    assert "| quantisation | scheme q4_0 |" in rows
     _invoke([*words, "--check"])
-    page.write_text(rows.replace("scheme static4", "scheme static5"))
+    page.write_text(rows.replace("scheme q4_0", "scheme q5_0"))
     assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)
     (results / "attacks" / "language" / "forged.json").write_text("{}")
     assert isinstance(CliRunner().invoke(app, words).exception, RecordError)

@@ -12,6 +12,7 @@ import pytest
 # From the ground up. A module may import only modules on earlier lines (and its own package).
 ORDER = [
     "quorumark.errors",
+    "quorumark.outcomes",
     "quorumark.checks",
     "quorumark.field",
     "quorumark.shamir",
@@ -56,6 +57,7 @@ CORE = {
 WHOLE = {  # modules that are about such a package, and import it at the top: others import them inside functions only
     "quorumark.field._triton",
     "quorumark.lab._kernels",
+    "quorumark.lab.attack",
     "quorumark.lab.augment",
     "quorumark.lab.fleet",
     "quorumark.lab.language",
@@ -64,6 +66,8 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.lab.masked",
     "quorumark.lab.models",
     "quorumark.lab.removal",
+    "quorumark.lab.observer",
+    "quorumark.lab.retrain",
     "quorumark.lab.timing",
     "quorumark.lab.tuning",
 }
@@ -83,6 +87,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.bench.dkg",
         "quorumark.bench.field",
         "quorumark.bench.peers",
+        "quorumark.lab.attack",
         "quorumark.lab.augment",
         "quorumark.lab.data",
         "quorumark.lab.fleet",
@@ -95,6 +100,8 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.lab.mark",
         "quorumark.lab.masked",
         "quorumark.lab.models",
+        "quorumark.lab.observer",
+        "quorumark.lab.retrain",
         "quorumark.lab.results",
         "quorumark.lab.timing",
         "quorumark.cli.lab",

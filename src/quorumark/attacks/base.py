@@ -156,6 +156,12 @@ def aliases(module: Any) -> dict[str, str]:
     return found
 
 
+def kind_of(layer: Any) -> str:
+    """The name of PyTorch's layer that this one is or derives from; its own if it is none that can be resized."""
+    names = [base.__name__ for base in type(layer).__mro__]
+    return next((name for name in names if name in _SIZES), names[0])
+
+
 def fitted(module: Any, weights: Mapping[str, Any]) -> Any:
     """The module with these weights; layers whose sizes changed are changed likewise, tied ones that differ are untied.
 
@@ -178,7 +184,7 @@ def fitted(module: Any, weights: Mapping[str, Any]) -> Any:
             continue
         path, _, leaf = name.rpartition(".")
         layer = module.get_submodule(path)
-        kind = type(layer).__name__
+        kind = kind_of(layer)
         if kind not in _SIZES:
             raise InputError(
                 f"tensor {name!r}", f"must keep its shape: a {kind} cannot be resized", tuple(tensor.shape)

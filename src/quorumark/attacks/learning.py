@@ -20,7 +20,7 @@ from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.layout import ModelLayout
 
-ESTIMATES = ("sum", "last", "regression")
+ESTIMATES = ("sum", "last", "regression", "gls")
 
 
 # --- fine-tuning ------------------------------------------------------------------------------------------
@@ -124,6 +124,8 @@ def estimate_key(target: Target, how: str = "sum", *, coalition: bool = False, l
         sum          Σ D_r                            the paper's; without a coalition it telescopes to θ_T − θ_0
         last         Σ D_r over the last rounds       where training moves little
         regression   Σ S_r·D_r / Σ S_r²               D_r = S_r·τ + noise, for the public amplitudes S_r
+        gls          as `LeastSquares` has it         the same, with what can be foreseen of the noise taken out, and
+                                                      each row and round weighted by how quiet it is
     """
     if how not in ESTIMATES:
         raise InputError("estimate", f"must be one of {', '.join(ESTIMATES)}", repr(how))
@@ -132,13 +134,16 @@ def estimate_key(target: Target, how: str = "sum", *, coalition: bool = False, l
     if len(models) < 2:
         raise InputError("target", "must have two checkpoints or more for an estimate of the key", len(models))
     deltas = [after - before for before, after in pairwise(models)]
-    for what, there in (("own", coalition), ("scales", how == "regression")):
+    for what, there in (("own", coalition), ("scales", how in ("regression", "gls"))):
         if there and len(getattr(target, what)) != len(deltas):
             raise InputError(
                 "target", f"must have {what} for each of the {len(deltas)} rounds", len(getattr(target, what))
             )
+    own = [np.asarray(o, np.float64)[layout.carrying()] for o in target.own] if coalition else []
+    if how == "gls":
+        return _generalised(layout, models, deltas, [np.asarray(s, np.float64) for s in target.scales], own)
     if coalition:
-        deltas = [d - np.asarray(o, np.float64)[layout.carrying()] for d, o in zip(deltas, target.own, strict=True)]
+        deltas = [d - o for d, o in zip(deltas, own, strict=True)]
     if how == "last":
         deltas = deltas[-last:]
     total: NDArray[np.float64] = np.sum(deltas, axis=0)
@@ -148,6 +153,73 @@ def estimate_key(target: Target, how: str = "sum", *, coalition: bool = False, l
     above = np.sum([s * d for s, d in zip(scales, deltas, strict=True)], axis=0)
     below = np.sum([s * s for s in scales], axis=0)
     return np.divide(above, below, out=total * 0, where=below > 0)  # type: ignore[no-any-return]
+
+
+class LeastSquares:
+    """τ′ by generalised least squares, round by round, over the rows of the carriers; for arrays of numpy or torch.
+
+    D_r = S_r·τ + n_r. What an observer can foresee of n_r is taken out first, row by row, by least squares on known
+    regressors b_j that hold m_j·τ of the mark themselves: the change of the round before (S_(r−1)·τ), the distance
+    from the initial model (Σ S·τ), and for a coalition its own updates (nothing). What is left is
+
+        E_r = D_r − Σ β_j·b_j = X_r·τ + e_r          X_r = S_r − Σ β_j·m_j,    v_r = the row's mean of E_r²
+
+    and, for noise of variance v_r without correlation, the linear estimate of the least mean square error of a τ with
+    mean 0 and variance 1 is τ′ = (Σ X_r·E_r/v_r) / (1 + Σ X_r²/v_r).
+    """
+
+    def __init__(self, rows: Sequence[tuple[slice, int]], above: Any, below: Any) -> None:
+        """`rows`: where each tensor lies, and how many rows it has; two arrays of zeros to sum up in, in float64."""
+        self.rows, self.above, self.below = rows, above, below
+
+    def see(self, delta: Any, scale: Any, known: Sequence[tuple[Any, Any]]) -> None:
+        """A round: its D_r and S_r, and pairs (b_j, m_j)."""
+        for place, count in self.rows:
+            d, x = delta[place].reshape(count, -1), scale[place].reshape(count, -1)
+            basis: list[tuple[Any, Any]] = []
+            for values, marks in known:
+                b, m = _without(values[place].reshape(count, -1), marks[place].reshape(count, -1), basis)
+                basis.append((b, m))
+            d, x = _without(d, x, basis)
+            variance = (d * d).mean(1)[:, None] + 1e-30
+            self.above[place] += (x * d / variance).reshape(-1)
+            self.below[place] += (x * x / variance).reshape(-1)
+
+    def estimate(self) -> Any:
+        return self.above / (1 + self.below)
+
+
+def _without(d: Any, x: Any, basis: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """A change and its mark without their parts along orthogonal regressors, row by row."""
+    for b, m in basis:
+        beta = ((d * b).sum(1) / ((b * b).sum(1) + 1e-300))[:, None]
+        d, x = d - beta * b, x - beta * m
+    return d, x
+
+
+def carrier_rows(layout: ModelLayout) -> list[tuple[slice, int]]:
+    """Where each tensor lies among the carrying coordinates, and its rows; one row if not all of its weights carry."""
+    spans = [(spec, place) for spec, place in layout.spans("carrier") if spec.size]
+    if layout.coordinates == layout.carrier_size:
+        return [(place, spec.shape[0]) for spec, place in spans]
+    places = np.arange(layout.carrier_size)[layout.carrying()]
+    ends = [(np.searchsorted(places, place.start), np.searchsorted(places, place.stop)) for _, place in spans]
+    return [(slice(int(a), int(b)), 1) for a, b in ends if b > a]
+
+
+def _generalised(
+    layout: ModelLayout, models: Sequence[Any], deltas: Sequence[Any], scales: Sequence[Any], own: Sequence[Any]
+) -> NDArray[np.float64]:
+    zeros = np.zeros_like(deltas[0])
+    found, marks = LeastSquares(carrier_rows(layout), zeros.copy(), zeros.copy()), zeros.copy()
+    for r, (delta, scale) in enumerate(zip(deltas, scales, strict=True)):
+        known = [(own[r], zeros)] if own else []
+        if r:
+            known += [(deltas[r - 1], scales[r - 1]), (models[r] - models[0], marks)]
+        found.see(delta, scale, known)
+        marks = marks + scale
+    estimate: NDArray[np.float64] = found.estimate()
+    return estimate
 
 
 def public_scales(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.attacks.base import Attack, Target, Weights, _torch, aliases
+from quorumark.attacks.base import Attack, Target, Weights, _torch, aliases, kind_of
 from quorumark.errors import InputError
 from quorumark.verify.align import Axis, Group
 
@@ -71,7 +71,7 @@ def _resizable(target: Target) -> list[Group]:
     for group in (g for number, g in enumerate(target.groups.groups) if g.within is None and number not in heads):
         layers = [module.get_submodule(slot.tensor.rpartition(".")[0]) for slot in group.slots]
         regular = all(group.segments(axis) is not None and touched[axis] == 1 for axis in group.axes())
-        if regular and all(type(layer).__name__ in _OUTPUT_AXIS for layer in layers):
+        if regular and all(kind_of(layer) in _OUTPUT_AXIS for layer in layers):
             found.append(group)
     return found
 
@@ -79,7 +79,7 @@ def _resizable(target: Target) -> list[Group]:
 def _reads(target: Target, module: Any, axis: Axis) -> bool:
     """Whether a layer takes these channels in, rather than giving them out."""
     layer = module.get_submodule(axis[0].rpartition(".")[0])
-    return target.weights[axis[0]].dim() > 1 and axis[1] != _OUTPUT_AXIS[type(layer).__name__]
+    return target.weights[axis[0]].dim() > 1 and axis[1] != _OUTPUT_AXIS[kind_of(layer)]
 
 
 def _taken(weights: Weights, group: Group, elements: np.ndarray[Any, Any]) -> dict[Axis, Any]:

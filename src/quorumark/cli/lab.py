@@ -66,6 +66,10 @@ def run(
     runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
     streams: Annotated[int, typer.Option(help="Members in flight at once on a GPU.")] = 8,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
+    observe: Annotated[
+        str | None,
+        typer.Option(help="Keep what outsiders and coalitions of these sizes (8,16) could learn about the key."),
+    ] = None,
     masked: Annotated[
         int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
     ] = 0,
@@ -111,7 +115,53 @@ def run(
         if left is not None and left < _LEAST:
             typer.echo(f"{settings.id}: no time left")
             continue
-        fleet = _one(settings, images, _device(device), left, results, runs / settings.id, streams, compiled, fleet)
+        seen = None if observe is None else [int(c) for c in observe.split(",") if c]
+        fleet = _one(
+            settings, images, _device(device), left, results, runs / settings.id, streams, compiled, fleet, seen
+        )
+
+
+@app.command("attack")
+def attack(
+    run: Annotated[str, typer.Argument(help="A run's id: its checkpoint must be in --runs.")],
+    seconds: Annotated[float | None, typer.Option(help="Stop after so long, and keep what there is.")] = None,
+    innocents: Annotated[int, typer.Option(help="Also train so many innocent models, which must not be accused.")] = 0,
+    innocent_epochs: Annotated[int, typer.Option("--innocent-rounds", help="Their epochs.")] = 5,
+    epochs: Annotated[int, typer.Option(help="Of attacks that train; the paper's are 100.")] = 100,
+    plot: Annotated[bool, typer.Option("--plot", help="Only draw the figures, from the results.")] = False,
+    figures: Annotated[Path, typer.Option(help="The folder for figures.")] = Path("docs/figures"),
+    device: Device = "auto",
+    data: Data = Path("data"),
+    results: Results = Path("results"),
+    runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
+    side: Annotated[int, typer.Option(help="Attacks that train side by side.")] = 8,
+    streams: Annotated[int, typer.Option(help="Attacks in flight at once on a GPU.")] = 8,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
+) -> None:
+    """Attack a run's released model with the paper's budgets, or go on with it; results are in RESULTS/attacks."""
+    from quorumark.errors import InputError
+    from quorumark.lab.attacked import Attacked, draw, read_attacked
+
+    if plot:
+        found = read_attacked(results / "attacks")
+        if run not in found:
+            raise InputError("RUN", f"must be one that was attacked: {', '.join(found) or 'none is'}", run)
+        drawn = draw(found[run], figures)
+        typer.echo(f"{len(found[run].rows)} rows; drawn: {', '.join(path.name for path in drawn)}")
+        return
+    from quorumark.lab.attack import Suite, open_run
+
+    start = time.monotonic()
+    opened, images = open_run(runs / run, data, _device(device))
+    left = None if seconds is None else seconds - (time.monotonic() - start)
+    suite = Suite(
+        opened, images, runs / run, results / "attacks", epochs, side, streams, compiled, left, lambda t: typer.echo(t)
+    )
+    done = suite.run_all(innocents, innocent_epochs)
+    suite.close()
+    for text, holds, shown in Attacked(suite.rows, suite.body).aims():
+        typer.echo(f"{text}: {'not known' if holds is None else str(holds).lower()}; {shown}")
+    typer.echo(f"{run}: {len(suite.rows) - 1} attacked models{'' if done else '; not all yet: run it again'}")
 
 
 @app.command("tokens")
@@ -150,10 +200,12 @@ def table(
 ) -> None:
     """Make docs/results.md from the result files."""
     from quorumark.errors import RecordError
+    from quorumark.lab.attacked import section
     from quorumark.lab.config import configurations, read
-    from quorumark.lab.results import ATTACKED, page, read_all, read_attacks, replace_text
+    from quorumark.lab.results import ATTACKED, attack_section, page, read_all, replace_text
 
-    text = page([read(name) for name in configurations()], read_all(results), read_attacks(results / ATTACKED))
+    sections = [section(results / "attacks", out.parent / "figures"), attack_section(results / ATTACKED)]
+    text = page([read(name) for name in configurations()], read_all(results), "\n".join(filter(None, sections)))
     if check:
         if not out.exists() or out.read_text() != text:
             raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")
@@ -250,13 +302,14 @@ def _one(
     streams: int,
     compiled: bool,
     fleet: Fleet | None,
+    observe: list[int] | None,
 ) -> Fleet:
     """One run; its fleet, for the next one."""
     from quorumark.lab.loop import RoundLog, Run
     from quorumark.lab.results import record, write
 
     begun = time.monotonic()
-    run = Run(settings, images, device, streams=streams, compiled=compiled, fleet=fleet)
+    run = Run(settings, images, device, streams=streams, compiled=compiled, fleet=fleet, observe=observe)
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
         run.restore(checkpoint)

@@ -114,6 +114,7 @@ class Fleet:
         compiled: bool = False,
     ) -> None:
         self.module, self.device, self.members = module.to(device), device, members
+        self.active = members  # how many of them take part in a step
         self.optimiser = optimiser or Optimiser()
         self.made_of = (layout, members, batch, image, device, self.optimiser, streams, compiled)
         self.order = order = Order(module, layout, device)
@@ -183,10 +184,14 @@ class Fleet:
                 self._step()
             else:
                 self._graph.replay()
+        self._settle()
+        return self._losses.mean() / len(images)
+
+    def _settle(self) -> None:
+        """Running statistics, which train in memory of their own, into the members' rows."""
         if self.order.statistics:
             for row, statistics in zip(self.theta, self._statistics, strict=True):
                 torch.cat([s.view(-1) for s in statistics], out=row[self.order.trained :])
-        return self._losses.mean() / len(images)
 
     def _capture(self, x: Tensor, y: Tensor) -> None:
         """Records a step of all members. What warms it up changes models: they are loaded again."""
@@ -210,13 +215,13 @@ class Fleet:
     def _step(self) -> None:
         """One step of every member."""
         if not self._streams:
-            for k in range(self.members):
+            for k in range(self.active):
                 self._member(k, 0)
             return
         main = torch.cuda.current_stream()
         for stream in self._streams:
             stream.wait_stream(main)
-        for k in range(self.members):
+        for k in range(self.active):
             lane = k % len(self._streams)
             with torch.cuda.stream(self._streams[lane]):
                 self._member(k, lane)
@@ -224,25 +229,37 @@ class Fleet:
             main.wait_stream(stream)
 
     def _loss(self, parameters: list[Tensor], statistics: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self._outputs(parameters, statistics, x), y)
+
+    def _outputs(self, parameters: list[Tensor], statistics: list[Tensor], x: Tensor) -> Tensor:
         places = (*self.order.carriers, *self.order.parameters, *self.order.statistics)
         named = {place.name: t for place, t in zip(places, (*parameters, *statistics), strict=True)}
-        logits = functional_call(self.module, named, (x,))
-        return F.cross_entropy(logits.float(), y)
+        return functional_call(self.module, named, (x,)).float()  # type: ignore[no-any-return]
+
+    def _inputs(self, k: int) -> tuple[Any, ...]:
+        """What the loss of a member is computed from, after its parameters and statistics."""
+        return self._x[k].permute(0, 3, 1, 2), self._y[k]
+
+    def _bent(self, _k: int, lane: int) -> tuple[Tensor, Tensor]:
+        """The gradients that a member's step follows, of carriers and other parameters: those of its loss."""
+        return self._grads_low[lane], self._grads[lane]
 
     def _member(self, k: int, lane: int) -> None:
         """One member's step: gradients into the lane's buffers, then AdamW on the member's row."""
         parameters = self._parameters[k]
-        loss = self._forward(parameters, self._statistics[k], self._x[k].permute(0, 3, 1, 2), self._y[k])
+        loss = self._forward(parameters, self._statistics[k], *self._inputs(k))
         grads = torch.autograd.grad(loss, parameters)
         self._losses[k].add_(loss.detach())
         flat = [g.permute(0, 2, 3, 1).reshape(-1) if g.dim() == 4 else g.reshape(-1) for g in grads]
         count, a, b = len(self.order.carriers), self.order.low, self.order.trained
         torch.cat(flat[:count], out=self._grads_low[lane])
-        low = None if self._low is None else self._low[k]
-        self._adamw(self.theta[k, :a], self._m[k, :a], self._v[k, :a], self._grads_low[lane], low)
         if b > a:
             torch.cat(flat[count:], out=self._grads[lane])
-            self._adamw(self.theta[k, a:b], self._m[k, a:b], self._v[k, a:b], self._grads[lane], None)
+        carriers, others = self._bent(k, lane)
+        low = None if self._low is None else self._low[k]
+        self._adamw(self.theta[k, :a], self._m[k, :a], self._v[k, :a], carriers, low)
+        if b > a:
+            self._adamw(self.theta[k, a:b], self._m[k, a:b], self._v[k, a:b], others, None)
 
     def _adamw(self, p: Tensor, m: Tensor, v: Tensor, g: Tensor, low: Tensor | None) -> None:
         """A step in place; `low` becomes p in bfloat16."""

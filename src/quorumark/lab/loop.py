@@ -14,7 +14,7 @@ A member's last batch of a round is filled up from the beginning of its order, s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +29,7 @@ from quorumark.lab import augment, data, models
 from quorumark.lab.config import Settings, strength_settings
 from quorumark.lab.fleet import Fleet, Optimiser
 from quorumark.lab.mark import Mark, decoded, weighted_sum
+from quorumark.lab.observer import Observer
 from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.research import SeededKey
 
@@ -67,8 +68,12 @@ class Run:
         streams: int = 8,
         compiled: bool = True,
         fleet: Fleet | None = None,
+        observe: Sequence[int] | None = None,
     ) -> None:
-        """`fleet` is that of a run before, which serves again if it is of the same kind: making one takes a while."""
+        """`fleet` is that of a run before, which serves again if it is of the same kind: making one takes a while.
+
+        `observe` keeps what could be learnt about the key from outside, and by coalitions of these sizes.
+        """
         self.settings, self.device, self.note = settings, torch.device(device), images.note
         self._cuda = self.device.type == "cuda"
         if self._cuda:
@@ -94,6 +99,7 @@ class Run:
         ]
         strength = strength_settings(settings.strength)
         self.mark = None if strength is None else Mark(strength, self.layout, self.initial, self.keys, self.device)
+        self.observer = None if observe is None else self._observer(observe)
         self.log: list[RoundLog] = []
         self.best = Best()
         self._ahead = torch.cuda.Stream(priority=-1) if self._cuda else None
@@ -124,6 +130,9 @@ class Run:
 
         self.validation = ready(images.train_x[held_out], images.train_y[held_out])
         self.test = ready(images.test_x, images.test_y)
+
+    def _observer(self, coalitions: Sequence[int]) -> Observer:
+        return Observer(self.layout, self.initial, coalitions, self.settings.members)
 
     # --- a round ---
 
@@ -179,11 +188,15 @@ class Run:
         if number < settings.rounds:
             self._prepare(number + 1)
         total = weighted_sum(self.fleet.theta, self.weights)[self.fleet.order.to_layout]
-        c = 0.0
+        c, before = 0.0, self.model
         if self.mark is None:
             self.model = decoded(total)
         else:
-            self.model, c = self.mark.apply(number, self.model, total, self.weights, self.fleet.model)
+            self.model, c = self.mark.apply(number, before, total, self.weights, self.fleet.model)
+        if self.observer is not None:
+            own = self.observer.own(self.fleet.theta, self.weights, before, self.fleet.order.to_layout)
+            added = None if self.mark is None or self.mark.added is None else self.mark.added.double() * 2.0**-40
+            self.observer.see(before, self.model, added, own)
         accuracy = None
         if number % settings.evaluate_every == 0 or number == settings.rounds:
             accuracy = self.fleet.accuracy(self.model, *self.validation)
@@ -223,6 +236,7 @@ class Run:
             "best": (self.best.accuracy, self.best.round, None if self.best.model is None else self.best.model.cpu()),
             "log": [asdict(entry) for entry in self.log],
             "mark": None if self.mark is None else self.mark.saved(),
+            "observer": None if self.observer is None else self.observer.saved(),
         }
         partial = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,6 +266,12 @@ class Run:
         self.log = [RoundLog(**entry) for entry in body["log"]]
         if self.mark is not None:
             self.mark.restore(body["mark"], self.model)
+        seen = body.get("observer")
+        if seen is not None:
+            self.observer = self._observer(seen["coalitions"])
+            self.observer.restore(seen)
+        elif self.observer is not None and self.log:
+            raise RecordError(f"{str(path)!r} is of a run that was not observed from its first round: begin it again")
 
 
 def _kept(settings: Settings) -> dict[str, Any]:

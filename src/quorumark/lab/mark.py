@@ -149,6 +149,7 @@ class Mark:
         self._worker = ThreadPoolExecutor(1)
         self._next: Future[Amplitudes] | None = None
         self._host: Tensor | None = None  # where models arrive for the worker
+        self.added: Tensor | None = None  # the last round's S in 2^-40, if it was marked
 
     @property
     def needs_updates(self) -> bool:
@@ -181,6 +182,7 @@ class Mark:
         else:
             amplitudes = self._next.result() if self._next is not None else self.state.amplitudes(round_no)
         embedded = amplitudes if amplitudes.marks else None
+        self.added = None
         if embedded is not None:
             self._add(total, embedded, weights)
         after = decoded(total)
@@ -245,7 +247,7 @@ class Mark:
 
     def _add(self, total: Tensor, amplitudes: Amplitudes, weights: Sequence[Fraction]) -> None:
         """total += S ⊙ τ, or the members' own marks, as `federation` rounds them."""
-        vector = self.amplitude_vector(amplitudes)
+        vector = self.added = self.amplitude_vector(amplitudes)
         if self._signs is not None:
             total[self._carrying] += vector * self._signs
             return

@@ -186,7 +186,9 @@ class Attacked:
         """What trains does so on the device; what moves weights about, on the CPU."""
         run = self.run
         other = None if self.other is None else run.language.tensors(self.other)
-        common: Any = {"checkpoints": [self.anchor], "other": other, "loss": _loss, "layout": run.layout}
+        common: Any = {
+            "checkpoints": [self.anchor], "base": self.anchor, "other": other, "loss": _loss, "layout": run.layout,
+        }  # fmt: skip
         if not step.text:
             return Target(lambda: self._plain, weights, example=self._example, **common)
         ids = torch.from_numpy(text.blocks(self.corpus[step.text], run.settings.sequence)).to(run.device)

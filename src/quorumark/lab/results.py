@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMAT",
     "attack_record",
+    "attack_section",
     "best_evidence",
     "finished",
     "groups",
@@ -285,10 +286,8 @@ the paper's code (the mean of the tensors' cosines). ρ is the mark's share of t
 """
 
 
-def page(
-    configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], attacks: Iterable[dict[str, Any]] = ()
-) -> str:
-    """docs/results.md."""
+def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], more: str = "") -> str:
+    """docs/results.md; `more` are sections that other results make."""
     parts = [_HEAD]
     for configuration in configurations:
         parts.append(f"## {configuration.title}\n\n`quorumark lab run {configuration.name}`\n")
@@ -300,7 +299,7 @@ def page(
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
             parts.append(_table(["run", "keys", "mean", "deviation", "excess kurtosis", "largest"], nulls))
-    parts += [part for body in attacks for part in _attacked(body)]
+    parts += [more] if more else []
     machines = sorted({(b["hardware"], b["torch"]) for b in results.values()})
     if machines:
         parts.append("## Where they were run\n")
@@ -384,6 +383,11 @@ def _language_evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str
 
 def _range(numbers: list[int]) -> str:
     return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def attack_section(folder: Path) -> str:
+    """Attacks on language models, a section for each; nothing if there are none."""
+    return "\n".join(part for body in read_attacks(folder) for part in _attacked(body))
 
 
 def _attacked(body: dict[str, Any]) -> list[str]:

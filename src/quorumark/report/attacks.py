@@ -10,27 +10,22 @@ The figures need the extra `report`. Nothing here knows a key.
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quorumark.errors import MissingDependencyError, RecordError
 from quorumark.home import read_file
 from quorumark.keystore import write_shared
+from quorumark.outcomes import COLUMNS, ORIGINAL, Row, parsed_rows, table_text
 
 __all__ = ["COLUMNS", "ORIGINAL", "Row", "attacks_page", "figures", "read_rows", "write_report", "write_rows"]
 
-COLUMNS = (
-    "attack", "budget", "accuracy", "z", "z_aligned", "seconds", "seed", "settings", "examples", "steps", "surplus",
-)  # fmt: skip
-ORIGINAL = "none"
 _INK = "#010203"  # becomes the page's own colour of text
 _COLOURS = ("#888888", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")  # Okabe and Ito's
 _MARKERS: tuple[Any, ...] = (*"osD^v<>PXphdH8", (4, 1, 45), (3, 0, 30), (6, 1, 0), (3, 1, 0))  # all can be hollow
@@ -41,77 +36,14 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 
 # --- results ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One attacked model. z is None where it could not be tested: too few weights fit."""
-
-    attack: str
-    accuracy: float
-    z: float | None
-    z_aligned: float | None
-    seconds: float = 0.0
-    seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    examples: int = 0
-    steps: int = 0
-    surplus: int = 0
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What makes it this attack and no other."""
-        return self.attack, json.dumps(dict(self.settings), sort_keys=True), self.seed
-
-    @property
-    def budget(self) -> str:
-        """What the attacker chose and spent, in words."""
-        parts = [f"{name}={value}" for name, value in self.settings.items()]
-        if self.examples:
-            parts.append(f"{self.examples} examples")
-        if self.steps:
-            parts.append(f"{self.steps} steps")
-        return ", ".join(parts)
-
-    @property
-    def best(self) -> float | None:
-        """The larger z of both queries: what verifiers get who ask twice."""
-        return max((z for z in (self.z, self.z_aligned) if z is not None), default=None)
-
-    @property
-    def fraction(self) -> float:
-        """How much of the training data was used."""
-        return max((float(v) for k, v in self.settings.items() if k.rpartition(".")[2] == "fraction"), default=0.0)
-
-
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """All rows at once: whoever is interrupted has the ones before."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(COLUMNS)
-    for row in rows:
-        zs = ["" if z is None else f"{z:.4f}" for z in (row.z, row.z_aligned)]
-        settings = json.dumps(dict(row.settings))
-        table.writerow(
-            [row.attack, row.budget, f"{row.accuracy:.6f}", *zs, f"{row.seconds:.3f}", row.seed, settings, row.examples,
-             row.steps, row.surplus]
-        )  # fmt: skip
-    write_shared(path, text.getvalue().encode())
+    write_shared(path, table_text(rows).encode())
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a results.csv."""
-    found = []
-    for number, line in enumerate(csv.DictReader(io.StringIO(read_file(path, "a table of results").decode())), 2):
-        try:
-            zs = [float(line[name]) if line[name] else None for name in ("z", "z_aligned")]
-            found.append(
-                Row(
-                    line["attack"], float(line["accuracy"]), zs[0], zs[1], float(line["seconds"]), int(line["seed"]),
-                    json.loads(line["settings"]), int(line["examples"]), int(line["steps"]), int(line["surplus"]),
-                )
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError):
-            raise RecordError(f"line {number} of {str(path)!r} is not a result: remove it, and run again") from None
-    return found
+    return parsed_rows(read_file(path, "a table of results").decode(), str(path))
 
 
 def _original(rows: Iterable[Row]) -> Row:
@@ -130,8 +62,9 @@ def figures(rows: Sequence[Row], threshold: float) -> dict[str, str]:
     attacked = [row for row in rows if row.attack != ORIGINAL]
     found = {"pareto": _drawn("pareto", (8.6, 4.8), lambda f: _pareto(f, original, attacked, threshold))}
     fixed: list[Row] = []
-    for name in dict.fromkeys(row.attack for row in attacked):
-        mine = [row for row in attacked if row.attack == name]
+    last = [row for row in attacked if "epoch" not in row.settings]  # others are on the way: the frontiers have them
+    for name in dict.fromkeys(row.attack for row in last):
+        mine = [row for row in last if row.attack == name]
         dial = _dial(mine)
         if dial is None:
             fixed += mine

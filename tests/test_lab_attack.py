@@ -1,0 +1,448 @@
+"""Attacks on the lab's models: what an observer learns, attackers side by side, the suite, what its files say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from quorumark.attacks import Target, estimate_key, public_scales
+from quorumark.attacks.learning import LeastSquares
+from quorumark.cli import app
+from quorumark.errors import InputError, RecordError
+from quorumark.lab import data
+from quorumark.lab.attacked import Attacked, read_attacked
+from quorumark.lab.config import Settings, strength_settings
+from quorumark.outcomes import ORIGINAL, Row
+
+torch = pytest.importorskip("torch")
+from quorumark.lab import models  # noqa: E402
+from quorumark.lab.attack import Trained, plan  # noqa: E402
+from quorumark.lab.loop import Run  # noqa: E402
+from quorumark.lab.mark import axis_norms, encoded  # noqa: E402
+from quorumark.lab.observer import LAST, Observer  # noqa: E402
+from quorumark.lab.retrain import TEMPERATURE, Attacker, Attackers, Feed  # noqa: E402
+from quorumark.layout import ModelLayout  # noqa: E402
+
+pytestmark = pytest.mark.research
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+MINI = Settings("shapes", "relative:0.1", members=4, rounds=7, model="cnn", global_batch=128, augment=("flip",))
+
+
+def cosine(one: Any, two: Any) -> float:
+    return float(one @ two / (np.linalg.norm(one) * np.linalg.norm(two)))
+
+
+# --- the observer -----------------------------------------------------------------------------------------
+
+
+def watched(settings: Settings, observe: list[int]) -> tuple[Run, Target, dict[int, list[Any]]]:
+    """A run, all of its global models as an attacker would have kept them, and coalitions' own updates."""
+    run = Run(settings, data.load("shapes", "."), observe=observe)
+    kept, scales = [run.initial], []
+    own: dict[int, list[Any]] = {c: [] for c in observe}
+    weights = np.array([float(w) for w in run.weights])
+    for _ in range(settings.rounds):
+        before = run.model
+        run.round()
+        kept.append(run.model)
+        assert run.mark is not None
+        added = run.mark.added
+        scales.append(np.zeros(run.layout.coordinates) if added is None else added.numpy() / 2.0**40)
+        each = np.stack([(run.fleet.model(k).double() - before.double()).numpy() for k in range(settings.members)])
+        for c in observe:
+            own[c].append(weights[:c] @ each[:c])
+    like = {name: tensor.numpy() for name, tensor in run.fleet.module.state_dict().items()}
+    checkpoints = [run.layout.unflatten(model.numpy(), like) for model in kept]
+    return run, Target(lambda: run.fleet.module, {}, checkpoints=checkpoints, scales=scales, layout=run.layout), own
+
+
+@pytest.mark.parametrize("strength", ["relative:0.1", "rho:0.05", "paper:0.1"])
+def test_an_observer_needs_no_models_to_estimate_as_with_all_of_them(strength: str) -> None:
+    run, target, own = watched(replace(MINI, strength=strength), [1, 3])
+    assert run.observer is not None
+    for coalition in (0, 1, 3):
+        known = replace(target, own=own[coalition]) if coalition else target
+        for how in ("sum", "last", "regression", "gls"):
+            wanted = estimate_key(known, how, coalition=coalition > 0, last=LAST)
+            assert np.abs(wanted).max() > 0
+            assert np.allclose(run.observer.estimate(how, coalition), wanted, rtol=1e-6, atol=1e-6 * wanted.std())
+    with pytest.raises(InputError, match="estimate"):
+        run.observer.estimate("sum", 2)
+    run.close()
+
+
+def test_the_amplitudes_that_are_observed_are_those_that_anybody_works_out() -> None:
+    """From the global models, the terms and the norms that rounds open."""
+    run = Run(MINI, data.load("shapes", "."), observe=[])
+    kept, seen, norms = [run.initial], [], []
+    for _ in range(MINI.rounds):
+        run.round()
+        origin = encoded(kept[-1][: run.layout.carrier_size])
+        each = [encoded(run.fleet.model(k)[: run.layout.carrier_size]) - origin for k in range(MINI.members)]
+        parts = [axis_norms(d, w, run.layout) for d, w in zip(each, run.weights, strict=True)]
+        norms.append(np.sum(parts, axis=0).astype(np.uint64))
+        kept.append(run.model)
+        assert run.mark is not None
+        seen.append(np.zeros(run.layout.coordinates) if run.mark.added is None else run.mark.added.numpy() / 2.0**40)
+    like = {name: tensor.numpy() for name, tensor in run.fleet.module.state_dict().items()}
+    checkpoints = [run.layout.unflatten(model.numpy(), like) for model in kept]
+    strength = strength_settings(MINI.strength)
+    assert strength is not None
+    worked_out = public_scales(run.layout, strength, checkpoints, norms)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(seen, worked_out, strict=True))
+    assert max(scale.max() for scale in worked_out) > 0
+    run.close()
+
+
+def test_an_observer_outlasts_a_checkpoint(tmp_path: Path) -> None:
+    images, found = data.load("shapes", "."), []
+    for stops in ((), (3,)):
+        run = Run(MINI, images, observe=[2])
+        while run.round_no < MINI.rounds:
+            run.round()
+            if run.round_no in stops:
+                run.save(tmp_path / "c.pt")
+                run.close()
+                run = Run(MINI, images)
+                run.restore(tmp_path / "c.pt")
+        assert run.observer is not None
+        found.append([run.observer.estimate(how, c) for how in ("sum", "last", "regression", "gls") for c in (0, 2)])
+        run.close()
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    blind = Run(MINI, images)
+    blind.round()
+    blind.save(tmp_path / "blind.pt")
+    blind.close()
+    late = Run(MINI, images, observe=[2])
+    with pytest.raises(RecordError, match="not observed from its first round"):
+        late.restore(tmp_path / "blind.pt")
+    late.close()
+    with pytest.raises(InputError, match="below all 4"):
+        Observer(late.layout, late.initial, [4], 4)
+
+
+def test_generalised_least_squares_is_as_near_as_theory_says() -> None:
+    """White noise of known variance in each row: cos² = the mean of I/(1 + I), I = Σ S²/v, for the best linear τ′.
+
+    Over seeds the cosine varies by about 1/√d = 0.006.
+    """
+    rng = np.random.default_rng(0)
+    rows, columns, rounds = 40, 600, 20
+    key = rng.choice([-1.0, 1.0], rows * columns)
+    noise = np.repeat(np.exp(rng.uniform(-1.5, 1.5, rows)), columns)  # some rows are quieter than others
+    scales = [np.full(key.size, s) for s in rng.uniform(0.02, 0.1, rounds)]
+    deltas = [s * key + noise * rng.standard_normal(key.size) for s in scales]
+    found = LeastSquares([(slice(0, key.size), rows)], np.zeros(key.size), np.zeros(key.size))
+    for delta, scale in zip(deltas, scales, strict=True):
+        found.see(delta, scale, [])
+    information = sum(s * s for s in scales) / noise**2
+    expected = np.sqrt(np.mean(information / (1 + information)))
+    assert cosine(found.estimate(), key) == pytest.approx(expected, abs=0.03)
+    plain = sum(s * d for s, d in zip(scales, deltas, strict=True)) / sum(s * s for s in scales)
+    assert cosine(found.estimate(), key) > 1.3 * cosine(plain, key)
+
+
+def test_what_can_be_foreseen_of_the_noise_does_not_hide_the_mark() -> None:
+    """Training that goes on as before, ten times as large as what is new in it, makes no difference to the estimate."""
+    rng = np.random.default_rng(1)
+    size, rounds = 12000, 15
+    key = rng.choice([-1.0, 1.0], size)
+    scale = np.full(size, 0.05)
+    drift = 10 * rng.standard_normal(size)
+    with_past, without = (LeastSquares([(slice(0, size), 6)], np.zeros(size), np.zeros(size)) for _ in range(2))
+    before = drift.copy()
+    for _ in range(rounds):
+        delta = 0.9 * before + scale * key + rng.standard_normal(size)
+        with_past.see(delta, scale, [(before, np.zeros(size))])
+        without.see(delta, scale, [])
+        before = drift
+    assert cosine(with_past.estimate(), key) == pytest.approx(0.05 * np.sqrt(rounds), rel=0.25)
+    assert cosine(without.estimate(), key) < 0.3 * cosine(with_past.estimate(), key)
+
+
+# --- attackers --------------------------------------------------------------------------------------------
+
+
+def reference(module: Any, layout: ModelLayout, batches: Any, attacker: Attacker, teacher: Any) -> Any:
+    """The same attack by PyTorch's own optimiser and autograd."""
+    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=attacker.decay)
+    names = [spec.name for spec, _ in layout.spans("carrier")]
+    parameters = dict(module.named_parameters())
+    module.train()
+    for x, y, t in zip(*batches, teacher, strict=True):
+        logits = module(x.permute(0, 3, 1, 2))
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        if attacker.kappa:
+            given, wanted = (torch.log_softmax(part / TEMPERATURE, -1) for part in (logits, t))
+            loss = 0.5 * loss + 0.5 * (given.exp() * (given - wanted)).sum(-1).mean()
+        if attacker.guess is not None:
+            theta = torch.cat([parameters[name].flatten() for name in names])
+            against = theta @ attacker.guess / (theta.norm() * attacker.guess.norm())
+            loss = (1 - attacker.alpha) * loss + attacker.alpha * against.abs()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return torch.from_numpy(layout.flatten(module))
+
+
+def test_attackers_side_by_side_do_what_each_would_do_alone() -> None:
+    """Fine-tuning, adaptive fine-tuning (a guess beside and against the weights), distillation; after others."""
+    made = [models.make("cnn", 4, 3, 16, seed) for seed in range(4)]
+    layout = ModelLayout.of(made[0])
+    starts = [torch.from_numpy(layout.flatten(module)) for module in made]
+    generator = torch.Generator().manual_seed(5)
+    guess = torch.randn(layout.coordinates, generator=generator) - 0.5 * starts[1][: layout.coordinates]
+    attackers = [
+        Attacker(starts[0]),
+        Attacker(starts[1], guess, 0.7),
+        Attacker(starts[2], -guess, 0.3),
+        Attacker(starts[3], kappa=0.5, decay=0.0),
+    ]
+    x = torch.randn(5, 1, 16, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 4, (5, 1, 16), generator=generator)
+    teacher = torch.randn(5, 1, 16, 4, generator=generator)
+    fleet = Attackers(models.make("cnn", 4, 3, 16, 9), layout, 5, 4, (16, 16, 3), torch.device("cpu"), batch=16)
+    fleet.begin([Attacker(starts[3], guess, 0.9)] * 5)  # leaves nothing behind
+    fleet.epoch(x, y)
+    fleet.begin(attackers)
+    fleet.epoch(x[:2], y[:2], teacher[:2])
+    fleet.epoch(x[2:], y[2:], teacher[2:])
+    batches, end = (x[:, 0], y[:, 0]), layout.carrier_size
+    for k, (module, attacker) in enumerate(zip(made, attackers, strict=True)):
+        wanted = reference(module, layout, batches, attacker, teacher[:, 0])
+        moved = (wanted - attacker.start)[:end].norm()
+        # Adam divides by the gradient's size: where that is next to nothing, rounding decides a step of 10⁻³
+        assert (fleet.model(k) - wanted)[:end].norm() < 0.03 * moved
+        assert torch.allclose(fleet.model(k)[end:], wanted[end:], rtol=1e-3, atol=1e-3)  # running statistics, too
+        plain = reference(models.make("cnn", 4, 3, 16, k), layout, batches, Attacker(attacker.start), teacher[:, 0])
+        assert k == 0 or (plain - wanted)[:end].norm() > 0.1 * moved  # fine-tuning does something else
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attackers_on_a_gpu_do_as_on_the_cpu(compiled: bool) -> None:
+    """Up to bfloat16; more of them, fewer, and more again, each number of them a graph of its own."""
+    module = models.make("cnn", 4, 3, 16, 0)
+    layout, start = ModelLayout.of(module), torch.from_numpy(ModelLayout.of(module).flatten(module))
+    generator = torch.Generator().manual_seed(5)
+    end = layout.carrier_size
+    guess = torch.randn(end, generator=generator) + start[:end] / start[:end].std()
+    attackers = [Attacker(start), Attacker(start, guess, 0.7), Attacker(start, kappa=0.5, decay=0.0)]
+    x = torch.randn(6, 1, 64, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 4, (6, 1, 64), generator=generator)
+    x[..., 0] += 0.3 * y[..., None, None]
+    teacher = torch.randn(6, 1, 64, 4, generator=generator)
+    updates: dict[str, Any] = {}
+    for device in ("cpu", "cuda"):
+        own = models.make("cnn", 4, 3, 16, 0)
+        fleet = Attackers(
+            own, layout, 4, 4, (16, 16, 3), torch.device(device), batch=64, streams=2, compiled=compiled
+        )  # fmt: skip
+        fleet.prepare([3, 1])
+        for chosen in (attackers, attackers[:1], attackers):
+            fleet.begin(chosen)
+            fleet.epoch(x.to(device, fleet.kind), y.to(device), teacher.to(device))
+        updates[device] = [(fleet.model(k).cpu() - start)[:end] for k in range(3)]
+    for ours, theirs in zip(updates["cuda"], updates["cpu"], strict=True):
+        assert torch.cosine_similarity(ours, theirs, dim=0) > 0.8
+    before, after = (
+        float(torch.cosine_similarity(v, guess, dim=0).abs()) for v in (start[:end], start[:end] + updates["cuda"][1])
+    )
+    assert after < before
+
+
+def test_a_feed_gives_every_image_in_every_epoch_in_an_order_of_its_own() -> None:
+    run = Run(replace(MINI, augment=()), data.load("shapes", "."))
+    own = torch.arange(300)[None].expand(2, -1)
+    feed = Feed(run, own, [1, 2], torch.float32)
+    assert feed.steps == 3
+    x, y = feed.take(1)
+    assert x.shape == (3, 2, 128, 16, 16, 3)
+    assert sorted(y[:, 0].flatten()[:300].tolist()) == sorted(run._y[:300].tolist())
+    assert not torch.equal(y[:, 0], y[:, 1])
+    feed.ahead(2)
+    assert not torch.equal(feed.take(2)[1], y)
+    assert torch.equal(feed.take(1)[0], x)
+    run.close()
+
+
+# --- what is tried ----------------------------------------------------------------------------------------
+
+
+def test_the_plan_has_the_paper_s_budgets_first() -> None:
+    groups = plan((8, 16), observed=True)
+    assert all(len({job.fraction for job in group}) == 1 and len(group) <= 8 for group in groups)
+    jobs = [job for group in groups for job in group]
+    assert len(set(jobs)) == len(jobs)
+    for fraction in (0.01, 0.05, 0.1, 0.2):
+        assert Trained("fine-tuning", fraction) in jobs
+        assert Trained("distillation", fraction) in jobs
+        for alpha in (0.1, 0.3, 0.5, 0.7):
+            assert Trained("adaptive-fine-tuning", fraction, alpha, "sum") in jobs
+    tried = {(job.estimate, job.coalition) for job in jobs if job.estimate}
+    assert tried == {("sum", 0), ("gls", 0), ("regression", 0), ("last", 0)} | {
+        (how, c) for how in ("gls", "sum", "regression") for c in (8, 16)
+    }
+    assert groups[0][0] == Trained("fine-tuning", 0.2)
+    assert {job.estimate for group in plan((), observed=False) for job in group} == {"", "sum"}
+
+
+# --- the suite --------------------------------------------------------------------------------------------
+
+RUN = "shapes-mlp-k4-iid-relative0.1-s0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run with an unmarked one beside it, attacked in two pieces by processes with little installed."""
+    folder = tmp_path_factory.mktemp("attacked")
+    (folder / "mini.toml").write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "mlp"\nmembers = 4\nrounds = 8\nglobal_batch = 96\n'
+        '[[grid]]\nstrength = ["relative:0.1", "none"]\n'
+    )
+    places = ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+    commands = [
+        ["lab", "run", str(folder / "mini.toml"), "--observe", "1,2", *places],
+        ["lab", "attack", RUN, "--epochs", "2", "--seconds", "6", *places],
+        ["lab", "attack", RUN, "--epochs", "2", "--innocents", "3", "--innocent-rounds", "2", *places],
+    ]
+    script = (
+        "import sys, json\n"
+        "for name in ('cryptography', 'flwr', 'safetensors', 'PIL', 'sklearn', 'matplotlib', 'torch_pruning'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch\n"
+        "torch.set_num_threads(1)\n"
+        "from quorumark.cli import app\n"
+        "for words in json.load(sys.stdin):\n"
+        "    app(words, standalone_mode=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=json.dumps(commands), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "output.txt").write_text(done.stdout)
+    return folder
+
+
+def test_a_suite_in_pieces(folder: Path) -> None:
+    with (folder / "results" / "attacks" / f"{RUN}.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert lines[0]["attack"] == ORIGINAL
+    keys = [(line["attack"], line["settings"]) for line in lines]
+    assert len(set(keys)) == len(keys)
+    found = read_attacked(folder / "results" / "attacks")[RUN]
+    original, by_name = found.original, {row.attack: row for row in found.last}
+    assert original.z is not None
+    assert original.z > 8
+    trained = [row for row in found.rows if row.attack in ("fine-tuning", "adaptive-fine-tuning", "distillation")]
+    assert sum("epoch" in row.settings for row in trained) == len(trained) / 2  # after one epoch, and after both
+    assert len(trained) / 2 == sum(len(group) for group in plan((1, 2), observed=True))
+    hidden = by_name["permutation + rescaling"]
+    assert abs(hidden.z or 0) < 4.5
+    assert hidden.z_aligned == pytest.approx(original.z, rel=0.05)
+    assert hidden.accuracy == original.accuracy
+    assert by_name["channel-removal"].z is None
+    assert (by_name["fine-tuning + permutation"].z_aligned or 0) > 0.8 * original.z
+    assert (by_name["distillation"].z or 0) < 4.5
+    assert {row.settings["share"] for row in found.last if row.attack == "averaging"} == {0.25, 0.5}
+    best = {(e["estimate"], e["coalition"]): e["cosine"] for e in found.body["estimates"]}
+    assert len(best) == 12
+    assert best["gls", 0] > best["sum", 0] > 0.05
+    strongest = [r for r in found.last if r.settings.get("estimate") == "gls" and r.settings.get("coalition") == 2]
+    mildest = next(r for r in found.last if r.attack == "fine-tuning" and r.fraction == 0.2)
+    assert min(r.z or 0 for r in strongest) < (mildest.z or 0)
+    kinds = [entry["kind"] for entry in found.body["innocents"]]
+    assert sorted(kinds) == ["another start", "half-trained", "the same start", "unmarked run"]
+    assert max(abs(entry["z_anchor"]) for entry in found.body["innocents"]) < 4.5
+    text = (folder / "output.txt").read_text()
+    assert "not all yet" in text
+    assert text.splitlines()[-1] == f"{RUN}: {len(lines) - 1} attacked models"
+
+
+def test_what_is_done_is_not_done_again(folder: Path) -> None:
+    table = folder / "results" / "attacks" / f"{RUN}.csv"
+    before = table.read_text()
+    table.unlink()
+    places = ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+    words = ["lab", "attack", RUN, "--epochs", "2", "--innocents", "3", "--innocent-rounds", "2", *places]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert "images a second" not in done.output
+    assert table.read_text() == before
+
+
+def test_attacks_have_a_section_of_the_page_and_figures(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("cryptography")
+    results, page = folder / "results", folder / "docs" / "results.md"
+    page.parent.mkdir()
+    words = ["lab", "table", "--results", str(results), "--out", str(page)]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    assert f"### {RUN}" in page.read_text()
+    assert "pareto" not in page.read_text()
+    figures = ["--plot", "--results", str(results), "--figures", str(folder / "docs" / "figures")]
+    drawn = CliRunner().invoke(app, ["lab", "attack", RUN, *figures], catch_exceptions=False)
+    assert f"attacks-{RUN}-pareto.svg" in drawn.output
+    assert f"attacks-{RUN}-adaptive-fine-tuning.svg" in drawn.output
+    assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)  # the figure is there now
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    text = page.read_text()
+    assert f"(figures/attacks-{RUN}-pareto.svg)" in text
+    assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
+    found = read_attacked(results / "attacks")[RUN]
+    row = next(r for r in found.last if r.attack == "quantisation")
+    assert f"| quantisation | scheme {row.settings['scheme']} | {100 * row.accuracy:.2f} |" in text
+    with pytest.raises(InputError, match="must be one that was attacked"):
+        CliRunner().invoke(app, ["lab", "attack", "nobody", *figures], catch_exceptions=False)
+
+
+def test_what_cannot_be_attacked_is_refused(folder: Path) -> None:
+    places = ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+    with pytest.raises(InputError, match="must be one with a checkpoint"):
+        CliRunner().invoke(app, ["lab", "attack", "nobody", *places], catch_exceptions=False)
+    with pytest.raises(InputError, match="one mark"):
+        CliRunner().invoke(app, ["lab", "attack", RUN.replace("relative0.1", "none"), *places], catch_exceptions=False)
+
+
+def test_aims_are_true_or_false_by_the_rows() -> None:
+    body = {"innocents": [{"z_anchor": 1.0}, {"z_anchor": -2.0}]}
+    tuned = Row("fine-tuning", 0.61, 60.0, None, settings={"fraction": 0.2})
+    rows = [
+        Row(ORIGINAL, 0.6, 160.0, None),
+        tuned,
+        Row("fine-tuning", 0.61, 3.0, None, settings={"fraction": 0.2, "epochs": 5}),  # no attack of the paper's length
+        Row("pruning", 0.54, 2.0, None, settings={"ratio": 0.9}),  # six points less: it may
+        Row("distillation", 0.6, 0.1, None, settings={"fraction": 0.2}),
+        Row("adaptive-fine-tuning", 0.6, 9.0, None, settings={"fraction": 0.2, "alpha": 0.7, "estimate": "gls"}),
+        Row("permutation", 0.6, 0.0, 150.0),
+    ]
+
+    def verdicts(rows: list[Row]) -> list[bool | None]:
+        return [holds for _, holds, _ in Attacked(rows, body).aims()]
+
+    assert verdicts([r for r in rows if "epochs" not in r.settings]) == [True, True, False, True]
+    assert verdicts(rows) == [True, False, False, True]
+    weak = replace(tuned, z=49.0)
+    assert verdicts([rows[0], weak]) == [False, True, None, True]
+    on_the_way = Row("pruning", 0.55, 9.9, None, settings={"ratio": 0.7})
+    assert verdicts([rows[0], tuned, on_the_way]) == [True, False, None, True]
+    assert verdicts([rows[0]]) == [None, None, None, True]
+    body["innocents"].append({"z_anchor": 4.1})
+    assert verdicts([rows[0]])[-1] is False
