@@ -22,6 +22,7 @@ from quorumark.lab.config import LanguageSettings, read
 from quorumark.lab.fleet import Optimiser
 from quorumark.lab.language import LanguageModel
 from quorumark.lab.removal import read_plan
+from quorumark.lab.scores import z_scores
 from quorumark.lab.tuning import LanguageRun
 from tests.language import sentences, tokenizer, write_model, write_text
 
@@ -269,6 +270,43 @@ def test_patience_stops_a_run_and_releases_the_same_model(folder: Path) -> None:
     assert [e.perplexity for e in long.log][: short.round_no] == [e.perplexity for e in short.log]
     assert torch.equal(short.released, long.released)
     assert not long.stopped
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_member_on_a_gpu_trains_as_on_the_cpu(compiled: bool, folder: Path) -> None:
+    """Up to bfloat16: the same loss, an update in the same direction, the same perplexity of the same weights."""
+    ids = torch.from_numpy(_corpus(folder)["train"][: 40 * 8 * 16]).view(-1, 8, 16)[:20]
+    updates, losses, measured = {}, {}, {}
+    for device in ("cpu", "cuda"):
+        module = language.load("tiny-llama", folder / "models")
+        model = LanguageModel(module, device, compiled=compiled)
+        theta = model.initial.clone()
+        losses[device] = float(model.train(theta, ids.to(device), Optimiser(1e-3, 0.01), 0))
+        updates[device] = (theta - model.initial).cpu()[: model.layout.carrier_size]
+        measured[device] = model.perplexity(model.initial, ids.reshape(-1).to(device), 16)
+        if device == "cuda":
+            assert model.compiled == compiled
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
+    assert torch.cosine_similarity(updates["cpu"], updates["cuda"], dim=0) > 0.8
+    assert measured["cuda"] == pytest.approx(measured["cpu"], rel=1e-4)
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_learns(folder: Path) -> None:
+    model = LanguageModel(language.load("tiny-llama", folder / "models"), "cuda", max_coordinates=9000, compiled=True)
+    run = LanguageRun(replace(MINI, strength="relative:0.2", max_coordinates=9000), _corpus(folder), model)
+    run.train()
+    assert run.best.perplexity < 0.6 * run.perplexity(run.initial, run.validation)
+    key = {"key": run.keys[0]}
+    found = z_scores(run.layout, run.model.cpu().numpy(), run.initial.cpu().numpy(), key, "cuda")
+    assert found["balanced-anchor/v1"]["key"] > 5
+    run.close()
 
 
 # --- the whole path ---------------------------------------------------------------------------------------

@@ -349,7 +349,7 @@ def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> l
         first.model,
         str(first.members),
         first.strength,
-        f"{found[0]['coordinates'] / 1e6:.1f} M" if found else "",
+        f"{sample / 1e6:.1f} M" if (sample := getattr(first, "max_coordinates", 0)) else "all",
         _mean([body["perplexity"]["released"] for body in found], 3),
         _change(changes),
         _mean([body["perplexity"]["initial"] for body in found[:1]], 3),
