@@ -56,7 +56,7 @@ setup: .venv/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "quorumark needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev,lab]"
 	@touch $@
 
 .venv/.flower: .venv/.ready

@@ -21,7 +21,7 @@ def sentences(seed: int, count: int) -> str:
     return " ".join(found)
 
 
-def write_text(folder: Path, train: int = 6000) -> None:
+def write_text(folder: Path, train: int = 3000) -> None:
     """toy/train.txt and its companions."""
     (folder / "toy").mkdir(parents=True)
     for seed, (split, count) in enumerate((("train", train), ("valid", 700), ("test", 701))):

@@ -35,11 +35,6 @@ DISGUISE: list[tuple[str, dict[str, Any]]] = [("permutation", {}), ("rescaling",
 pytestmark = pytest.mark.research
 
 
-def needs(name: str) -> None:
-    if name in lab.LANGUAGE:
-        pytest.importorskip("transformers")
-
-
 def put_back(marked: lab.Run, weights: dict[str, Any]) -> dict[str, Any]:
     """What somebody who knows the permutation of DISGUISE would do."""
     rng = np.random.default_rng(SEED)
@@ -59,7 +54,6 @@ EVERY = [pytest.param(name, marks=() if name in ("cnn", "gpt2") else pytest.mark
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_disguise_keeps_the_function_hides_the_mark_and_is_undone(name: str) -> None:
-    needs(name)
     marked = lab.marked(name)
     target = marked.target()
     disguised = chain(target, DISGUISE, seed=SEED).weights
@@ -87,7 +81,6 @@ def test_a_disguise_keeps_the_function_hides_the_mark_and_is_undone(name: str) -
 )
 @pytest.mark.parametrize("name", EVERY)
 def test_what_comes_on_top_does_not_hinder(name: str, on_top: tuple[str, dict[str, Any]]) -> None:
-    needs(name)
     marked = lab.marked(name)
     weights = chain(marked.target(), [*DISGUISE, on_top], seed=SEED).weights
     known = marked.z(put_back(marked, weights))
@@ -98,7 +91,6 @@ def test_what_comes_on_top_does_not_hinder(name: str, on_top: tuple[str, dict[st
 
 @pytest.mark.parametrize("name", EVERY)
 def test_removed_channels_are_missed_and_the_rest_is_found(name: str) -> None:
-    needs(name)
     marked = lab.marked(name)
     steps = [("channel-removal", {"ratio": 0.3}), ("permutation", {})]
     smaller = chain(marked.target(), steps, seed=SEED).weights
@@ -122,7 +114,6 @@ def test_removed_channels_are_missed_and_the_rest_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2"])
 def test_added_channels_are_ignored(name: str) -> None:
-    needs(name)
     marked = lab.marked(name)
     steps = [("padding", {}), ("splitting", {}), *DISGUISE]
     larger = chain(marked.target(), steps, seed=SEED).weights
@@ -367,7 +358,6 @@ def test_what_was_moved_is_counted_within_heads_too() -> None:
 
 @pytest.mark.parametrize("name", lab.MODELS)
 def test_groups_travel(name: str) -> None:
-    needs(name)
     groups = lab.marked(name).groups
     again = Groups.from_bytes(groups.to_bytes())
     assert again == groups
@@ -383,7 +373,6 @@ def test_what_was_found() -> None:
     assert (flattened.stride, flattened.count, flattened.step) == (16, 16, 1)
     resnet = lab.marked("resnet").groups
     assert len(resnet.groups) == 9  # 3 stages whose blocks add up, 6 inside of blocks
-    pytest.importorskip("transformers")
     llama = lab.marked("llama").groups
     keys = ("model.layers.0.self_attn.k_proj.weight", 0)
     assert [(g.size, g.within) for g in llama.groups if keys in g.axes()] == [(4, None)]  # within, positions tell apart

@@ -272,8 +272,6 @@ def test_merging_with_the_initial_model(marked: lab.Run, target: Target, strengt
     ],
 )
 def test_what_keeps_the_function_keeps_it(name: str, attack: str) -> None:
-    if name in lab.LANGUAGE:
-        pytest.importorskip("transformers")
     run_ = lab.marked(name)
     target = run_.target(checkpoints=run_.checkpoints)
     weights = run(attack, target, seed=4).weights

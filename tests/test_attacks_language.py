@@ -12,7 +12,7 @@ import pytest
 from quorumark.errors import InputError
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+import transformers  # noqa: E402
 
 from quorumark.attacks import ATTACKS, Target, run, transfer_rate  # noqa: E402
 

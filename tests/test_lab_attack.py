@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 from quorumark.lab import models  # noqa: E402
 from quorumark.lab.attack import Trained, plan  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
-from quorumark.lab.mark import axis_norms, encoded  # noqa: E402
+from quorumark.lab.mark import axis_norms, axis_sums, encoded  # noqa: E402
 from quorumark.lab.observer import LAST, Observer  # noqa: E402
 from quorumark.lab.retrain import TEMPERATURE, Attacker, Attackers, Feed  # noqa: E402
 from quorumark.layout import ModelLayout  # noqa: E402
@@ -97,7 +97,8 @@ def test_the_amplitudes_that_are_observed_are_those_that_anybody_works_out() -> 
         run.round()
         origin = encoded(kept[-1][: run.layout.carrier_size])
         each = [encoded(run.fleet.model(k)[: run.layout.carrier_size]) - origin for k in range(MINI.members)]
-        parts = [axis_norms(d, w, run.layout) for d, w in zip(each, run.weights, strict=True)]
+        sums = axis_sums(torch.stack(each), run.layout).numpy()
+        parts = [axis_norms(sums[:, k], w) for k, w in enumerate(run.weights)]
         norms.append(np.sum(parts, axis=0).astype(np.uint64))
         kept.append(run.model)
         assert run.mark is not None

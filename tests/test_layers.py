@@ -65,9 +65,9 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.lab.mark",
     "quorumark.lab.masked",
     "quorumark.lab.models",
+    "quorumark.lab.removal",
     "quorumark.lab.observer",
     "quorumark.lab.retrain",
-    "quorumark.lab.removal",
     "quorumark.lab.timing",
     "quorumark.lab.tuning",
 }

@@ -687,7 +687,8 @@ def test_nan_by_tensor(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=8)
     net = transformers.GPT2LMHeadModel(config)
     layout = ModelLayout.of(net)

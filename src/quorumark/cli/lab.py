@@ -76,18 +76,29 @@ def run(
     models: Models = Path("models"),
     cache: Cache = Path("runs/tokens"),
     patience: Patience = None,
+    attacks: Annotated[
+        str | None, typer.Option("--attacks", help="Attack what language models release: `language`, or a TOML plan.")
+    ] = None,
+    other_text: OtherText = None,
 ) -> None:
     """Run a configuration's runs, or go on with them; those that are done are left out."""
+    from quorumark.errors import InputError
     from quorumark.lab import data as sets
     from quorumark.lab.config import read
     from quorumark.lab.results import read_all
 
     chosen = _chosen(configuration, only, seed, rounds, evaluate_every, patience)
     if read(configuration).task == "language":
-        bench = _Bench(models, data, cache, results, runs, _device(device), compiled, _Clock(seconds))
+        from quorumark.lab.removal import read_plan
+
+        plan = None if attacks is None else read_plan(attacks)
+        clock = _Clock(seconds)
+        bench = _Bench(models, data, cache, results, runs, _device(device), compiled, clock, other_text, plan)
         for settings in chosen:
-            bench.train(settings)
+            bench.do(settings)
         return
+    if attacks is not None:
+        raise InputError("--attacks", "must be left out for images", attacks)
     start, loaded, fleet = time.monotonic(), {}, None
     for settings in chosen:
         if settings.dataset not in loaded:
@@ -153,33 +164,6 @@ def attack(
     typer.echo(f"{run}: {len(suite.rows) - 1} attacked models{'' if done else '; not all yet: run it again'}")
 
 
-@app.command("attack-language")
-def attack_language(
-    configuration: Annotated[str, typer.Argument(help="A configuration of language models, or a TOML file.")],
-    plan: Annotated[str, typer.Option("--plan", help="The attacks: `language`, or a TOML file.")] = "language",
-    only: Only = "*",
-    seed: Seed = None,
-    rounds: Rounds = None,
-    seconds: Annotated[float | None, typer.Option(help="Stop after so long, and keep what there is.")] = None,
-    device: Device = "auto",
-    data: Data = Path("data"),
-    models: Models = Path("models"),
-    cache: Cache = Path("runs/tokens"),
-    other_text: OtherText = None,
-    results: Results = Path("results"),
-    runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
-    patience: Patience = None,
-) -> None:
-    """Train a configuration's language models where that is not done, and attack what they release."""
-    from quorumark.lab.removal import read_plan
-
-    steps, clock = read_plan(plan), _Clock(seconds)
-    bench = _Bench(models, data, cache, results, runs, _device(device), compiled, clock, other_text)
-    for settings in _chosen(configuration, only, seed, rounds, None, patience):
-        bench.attack(settings, steps)
-
-
 @app.command("tokens")
 def tokens(
     configuration: Annotated[str, typer.Argument(help="A configuration of language models, or a TOML file.")],
@@ -218,12 +202,10 @@ def table(
     from quorumark.errors import RecordError
     from quorumark.lab.attacked import section
     from quorumark.lab.config import configurations, read
-    from quorumark.lab.results import page, read_all, read_attacks, replace_text
+    from quorumark.lab.results import ATTACKED, attack_section, page, read_all, replace_text
 
-    found, folder = [read(name) for name in configurations()], results / "attacks"
-    text = page(
-        found, read_all(results), read_attacks(results / "attacks-language"), section(folder, out.parent / "figures")
-    )
+    sections = [section(results / "attacks", out.parent / "figures"), attack_section(results / ATTACKED)]
+    text = page([read(name) for name in configurations()], read_all(results), "\n".join(filter(None, sections)))
     if check:
         if not out.exists() or out.read_text() != text:
             raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")
@@ -299,7 +281,10 @@ def _chosen(
     from quorumark.errors import InputError
     from quorumark.lab.config import read
 
-    runs = [settings for settings in read(configuration).runs if seed in (None, settings.seed)]
+    found_in = read(configuration)
+    if patience is not None and found_in.task != "language":
+        raise InputError("--patience", "must be left out for images", patience)
+    runs = [settings for settings in found_in.runs if seed in (None, settings.seed)]
     found = {s.id: s for glob in only.split(",") for s in runs if fnmatchcase(s.id, glob)}
     if not found:
         raise InputError("--only and --seed", "must leave some runs of the configuration", "none")
@@ -388,6 +373,7 @@ class _Bench:
     compiled: bool
     clock: _Clock
     other_text: Path | None = None
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         self._loaded: dict[Any, LanguageModel] = {}
@@ -416,22 +402,24 @@ class _Bench:
             self._loaded = {key: made}  # one at a time in memory
         return self._loaded[key]
 
-    def train(self, settings: Any) -> None:
-        """A run, or the rest of it, unless it is done."""
+    def do(self, settings: Any) -> None:
+        """Trains a run, or the rest of it, and attacks what it releases, unless that is done."""
         from quorumark.lab.results import finished, read_all
 
         done = read_all(self.results).get(settings.id)
         if done is not None and finished(done, settings):
             typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
-            return
-        if self.clock.short:
-            typer.echo(f"{settings.id}: no time left")
-            return
+            if self.plan is None:
+                return
         folder = self.models / settings.model.removesuffix("-random")
         if settings.model != "gpt2-small-random" and not (folder / "config.json").exists():
             typer.echo(f"{settings.id}: left out, there is no {folder}")
-            return
-        self._trained(settings).close()
+        elif self.clock.short:
+            typer.echo(f"{settings.id}: no time left")
+        elif self.plan is None:
+            self._trained(settings).close()
+        else:
+            self._attacked(settings, self.plan)
 
     def _trained(self, settings: Any) -> LanguageRun:
         """A run as far as time allows, recorded and saved."""
@@ -463,19 +451,17 @@ class _Bench:
             )
         return run
 
-    def attack(self, settings: Any, plan: Plan) -> None:
-        """Attacks what a run released; both are done here if they are not yet."""
+    def _attacked(self, settings: Any, plan: Plan) -> None:
+        """A run and attacks on it; for averaging, an unmarked run of the next seed as well."""
         from quorumark.lab.removal import Attacked, attack
+        from quorumark.lab.results import ATTACKED
 
-        if self.clock.short:
-            typer.echo(f"{settings.id}: no time left")
-            return
         other = None
         if any(step.name == "averaging" for job in plan.jobs for step in job.steps):
             second = self._trained(
-                replace(settings, strength="none", seed=settings.seed - 1 if settings.seed else 1, null_keys=0)
+                replace(settings, strength="none", seed=settings.seed - 1 if settings.seed else 1, max_coordinates=0)
             )
-            other = second.released
+            other = second.released if second.done else None
             second.close()
         run = self._trained(settings)
         if not run.done:
@@ -483,8 +469,8 @@ class _Bench:
         else:
             attacked = Attacked(run, self.corpus(settings.model, settings.dataset), other)
             path = attack(
-                attacked, plan, self.results / "attacks-language", seconds=self.clock.left,
+                attacked, plan, self.results / ATTACKED, seconds=self.clock.left,
                 tell=lambda line: typer.echo(f"{settings.id}: {line}"),
             )  # fmt: skip
-            typer.echo(f"{settings.id}: {path}")
+            typer.echo(f"{settings.id}: attacks in {path}")
         run.close()

@@ -107,6 +107,10 @@ class LanguageSettings(Settings):
     def id(self) -> str:
         return super().id + (f"-d{self.max_coordinates}" if self.max_coordinates else "")
 
+    def asdict(self) -> dict[str, Any]:
+        """Without what is for images only."""
+        return {k: v for k, v in super().asdict().items() if k not in ("augment", "validation")}
+
 
 def strength_settings(text: str) -> dict[str, str] | None:
     """A strength as docs/strength.md has it, from its short form: none, rho:0.05, paper:0.025, per-client:0.1, …"""

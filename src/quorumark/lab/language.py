@@ -27,7 +27,7 @@ from quorumark.errors import InputError, MissingDependencyError
 from quorumark.lab.fleet import Optimiser
 from quorumark.layout import ModelLayout
 
-__all__ = ["LanguageModel", "head_loss", "import_gguf", "load", "negative_log_likelihood"]
+__all__ = ["LanguageModel", "head_loss", "import_gguf", "load", "log_likelihood", "perplexity"]
 
 _ROWS = 4096  # tokens whose logits exist at once
 
@@ -185,10 +185,38 @@ def negative_log_likelihood(hidden: Tensor, weight: Tensor, labels: Tensor) -> T
     return total
 
 
-def _blocks(body: Any) -> list[nn.Module]:
-    """The layers that a transformer repeats: its longest list of modules."""
-    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
-    return max((list(found) for found in lists), key=len, default=[])
+def log_likelihood(module: nn.Module, ids: Tensor, length: int, *, batch: int = 8) -> tuple[float, int]:
+    """Σ −log p over a text's windows of that length, and how many tokens were predicted."""
+    model: Any = module.eval()
+    weight = model.get_output_embeddings().weight
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    whole, count = ids.numel() // length * length, 0
+    parts = list(ids[:whole].view(-1, length).split(batch)) if whole else []
+    parts += [ids[whole:][None]] if ids.numel() - whole > 1 else []
+    with torch.no_grad():
+        for part in parts:
+            hidden, labels = _hidden(model.base_model, part)[:, :-1], part[:, 1:].reshape(-1)
+            total += negative_log_likelihood(hidden.reshape(-1, hidden.shape[-1]), weight, labels)
+            count += labels.numel()
+    if not count:
+        raise InputError("a text", "must have two tokens or more to measure perplexity", ids.numel())
+    return float(total), count
+
+
+def perplexity(module: nn.Module, ids: Tensor, length: int, *, batch: int = 8, quick: bool = False) -> float:
+    """exp of the mean −log p of a token; `quick` lets a GPU multiply in TF32, which is enough to compare rounds."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if quick else "highest")
+    try:
+        total, count = log_likelihood(module, ids, length, batch=batch)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return exp(min(total / count, 700.0))
+
+
+def _hidden(body: Any, ids: Tensor) -> Tensor:
+    found: Tensor = body(input_ids=ids, use_cache=False)[0]
+    return found
 
 
 # --- a model on a device ----------------------------------------------------------------------------------
@@ -227,30 +255,48 @@ class LanguageModel:
             raise InputError("model", "must have an output layer without a bias", type(module).__name__)
         self._slopes = torch.empty(self.layout.size, device=self.device)
         self._slope_views = [place.view(self._slopes) for place in self._places]
-        # a step's weights in float32 and in bfloat16, and its AdamW: where a recorded step finds them
-        self._theta, self._m, self._v = (torch.empty_like(self._slopes) if self.cuda else None for _ in range(3))
-        self._low = torch.empty(self.layout.size, dtype=self.kind, device=self.device) if self.cuda else None
-        self._corrections = torch.ones(2, device=self.device)
-        self._total = torch.zeros((), device=self.device)
-        self._recorded: tuple[Any, Tensor, Any] | None = None  # (optimiser and shape, tokens, graph)
+        self._recorded: tuple[Any, _Recorded] | None = None  # what the graph is for, and the graph
         self._part: Any = _part
+        self._layers: list[tuple[nn.Module, Any]] = []
         if compiled and self.cuda:
-            torch._dynamo.reset()
-            for block in _blocks(self._body):
-                block.compile(dynamic=False)  # all blocks are alike: one compilation serves them
-            self._part = torch.compile(_part, dynamic=False)
+            self._compile("inductor")
         self._check()
 
     def _check(self) -> None:
         """That the output layer alone makes logits of hidden states, as the loss has it: not so with scaled logits."""
         ids = torch.arange(4, device=self.device)[None]
         self.module.eval()
-        with torch.no_grad(), self.holding(self.initial), torch.compiler.set_stance("force_eager"):
-            ours = self._hidden(self._body, ids) @ self._head.weight.t()
+        with torch.no_grad(), self.holding(self.initial):
+            ours = _hidden(self._body, ids) @ self._head.weight.t()
             theirs = self.module(input_ids=ids, use_cache=False).logits
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
             rule = "must make its logits of the hidden states by the output layer alone"
             raise InputError("model", rule, type(self.module).__name__)
+
+    def _compile(self, backend: str) -> None:
+        """Compiles the layers one by one: they are alike, so that it is done once, and the output layer's loss."""
+        torch._dynamo.reset()
+        lists = [module for module in self._body.modules() if isinstance(module, nn.ModuleList)]
+        for layer in max(lists, key=len, default=nn.ModuleList()):
+            layer.compile(backend=backend, dynamic=False)
+            self._layers.append((layer, layer._compiled_call_impl))
+            layer._compiled_call_impl = None  # for training only: windows of other lengths would compile again
+        self._part = torch.compile(_part, backend=backend, dynamic=False)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether training is compiled: it was asked for, and has not failed."""
+        return bool(self._layers)
+
+    @contextmanager
+    def _compiled_layers(self) -> Iterator[None]:
+        try:
+            for layer, call in self._layers:
+                layer._compiled_call_impl = call
+            yield
+        finally:
+            for layer, _ in self._layers:
+                layer._compiled_call_impl = None
 
     @contextmanager
     def holding(self, vector: Tensor) -> Iterator[nn.Module]:
@@ -264,14 +310,9 @@ class LanguageModel:
             for place, data in zip(self._places, before, strict=True):
                 place.parameter.data = data
 
-    @staticmethod
-    def _hidden(body: Any, ids: Tensor) -> Tensor:
-        found: Tensor = body(input_ids=ids, use_cache=False)[0]
-        return found
-
     def loss(self, ids: Tensor) -> Tensor:
         """The mean loss of blocks of tokens [n, length], each but the first of a block."""
-        hidden = self._hidden(self._body, ids)[:, :-1]
+        hidden = _hidden(self._body, ids)[:, :-1]
         return head_loss(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, ids[:, 1:].reshape(-1), self._part)
 
     # --- training ---
@@ -279,112 +320,56 @@ class LanguageModel:
     def train(self, theta: Tensor, batches: Tensor, optimiser: Optimiser, seed: int) -> Tensor:
         """One member's steps with a new AdamW, in place: theta float32, batches[steps, n, length]. The mean loss.
 
-        Nothing waits for the device. On CUDA a step is one graph: launching it kernel by kernel takes longer than it.
+        Nothing waits for the device. On CUDA a step is one graph: to launch its kernels one by one takes longer.
         """
         self.module.train()
         with torch.random.fork_rng(devices=[self.device] if self.cuda else []):
             torch.manual_seed(seed)  # dropout
-            return self._replayed(theta, batches, optimiser) if self.cuda else self._plain(theta, batches, optimiser)
+            if not self.cuda:
+                return self._plain_steps(theta, batches, optimiser)
+            kind = (optimiser, tuple(batches.shape[1:]))
+            if self._recorded is None or self._recorded[0] != kind:
+                self._recorded = kind, _Recorded(self, batches[0], optimiser, theta)
+            return self._recorded[1].steps(theta, batches)
 
-    def _plain(self, theta: Tensor, batches: Tensor, optimiser: Optimiser) -> Tensor:
+    def _plain_steps(self, theta: Tensor, batches: Tensor, o: Optimiser) -> Tensor:
         master = nn.Parameter(theta, requires_grad=True)
         master.grad = self._slopes
-        adamw = torch.optim.AdamW(
-            [master], lr=optimiser.lr, betas=optimiser.betas, eps=optimiser.eps, weight_decay=optimiser.decay
-        )
+        adamw = torch.optim.AdamW([master], lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.decay)
         total = torch.zeros((), device=self.device)
         with self.holding(theta):
             for ids in batches:
-                total += self._gradient(ids)
+                total += self.gradient(ids)[0]
                 adamw.step()
         return total / len(batches)
 
-    def _gradient(self, ids: Tensor) -> Tensor:
-        """The loss of a batch; its derivatives are in `_slopes`."""
-        loss = self.loss(ids)
-        slopes = torch.autograd.grad(loss, [place.parameter for place in self._places])
+    def gradient(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of a batch and its derivatives, as a vector; compiled, unless that fails."""
+        parameters = [place.parameter for place in self._places]
+        try:
+            with self._compiled_layers():
+                loss = self.loss(ids)
+                slopes = torch.autograd.grad(loss, parameters)
+        except RuntimeError as error:
+            if not self.compiled or "out of memory" in str(error):
+                raise
+            self._layers, self._part = [], _part
+            loss = self.loss(ids)
+            slopes = torch.autograd.grad(loss, parameters)
         torch._foreach_copy_(self._slope_views, slopes)
-        return loss.detach()
-
-    def _replayed(self, theta: Tensor, batches: Tensor, optimiser: Optimiser) -> Tensor:
-        assert self._theta is not None and self._m is not None and self._v is not None and self._low is not None  # noqa: S101, PT018
-        kind = (optimiser, tuple(batches.shape[1:]))
-        if self._recorded is None or self._recorded[0] != kind:
-            self._start(theta)
-            self._recorded = (kind, *self._record(batches[0], optimiser))
-        _, tokens, graph = self._recorded
-        self._start(theta)
-        b1, b2 = optimiser.betas
-        table = [[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in range(1, len(batches) + 1)]
-        for ids, corrections in zip(batches, torch.tensor(table, device=self.device), strict=True):
-            tokens.copy_(ids)
-            self._corrections.copy_(corrections)
-            graph.replay()
-        theta.copy_(self._theta)
-        return self._total / len(batches)
-
-    def _start(self, theta: Tensor) -> None:
-        for vector in (self._m, self._v, self._total):
-            vector.zero_()  # type: ignore[union-attr]
-        self._theta.copy_(theta)  # type: ignore[union-attr]
-        self._low.copy_(theta)  # type: ignore[union-attr]
-
-    def _record(self, ids: Tensor, optimiser: Optimiser) -> tuple[Tensor, Any]:
-        """A step as a graph, and the tokens that it reads. What warms it up changes weights: start again."""
-        from quorumark.lab import _kernels
-
-        tokens, o = ids.clone(), optimiser
-
-        def step() -> None:
-            self._total.add_(self._gradient(tokens))
-            _kernels.adamw(
-                self._theta, self._m, self._v, self._slopes, self._low, self._corrections, o.lr, o.decay, o.betas, o.eps
-            )
-
-        graph = torch.cuda.CUDAGraph()
-        assert self._low is not None  # noqa: S101
-        with self.holding(self._low):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(3):
-                    step()
-            torch.cuda.current_stream().wait_stream(aside)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                step()
-        return tokens, graph
+        return loss.detach(), self._slopes
 
     # --- measuring ---
 
     def log_likelihood(self, vector: Tensor, ids: Tensor, length: int, *, batch: int = 8) -> tuple[float, int]:
-        """Σ −log p over a text's windows of that length, and how many tokens were predicted."""
-        self.module.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        whole = ids.numel() // length * length
-        parts = list(ids[:whole].view(-1, length).split(batch)) if whole else []
-        rest = ids[whole:]
-        parts += [rest[None]] if rest.numel() > 1 else []
-        count = 0
-        with torch.no_grad(), self.holding(vector), torch.compiler.set_stance("force_eager"):
-            for part in parts:
-                hidden = self._hidden(self._body, part)[:, :-1]
-                labels = part[:, 1:].reshape(-1)
-                total += negative_log_likelihood(hidden.reshape(-1, hidden.shape[-1]), self._head.weight, labels)
-                count += labels.numel()
-        if not count:
-            raise InputError("a text", "must have two tokens or more to measure perplexity", ids.numel())
-        return float(total), count
+        """Of a model of this layout; as the function below."""
+        with self.holding(vector):
+            return log_likelihood(self.module, ids, length, batch=batch)
 
     def perplexity(self, vector: Tensor, ids: Tensor, length: int, *, batch: int = 8, quick: bool = False) -> float:
-        """exp of the mean −log p of a token; `quick` lets a GPU multiply in TF32, which is enough to compare rounds."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if quick else "highest")
-        try:
-            total, count = self.log_likelihood(vector, ids, length, batch=batch)
-        finally:
-            torch.set_float32_matmul_precision(before)
-        return exp(min(total / count, 700.0))
+        """Of a model of this layout; as the function below."""
+        with self.holding(vector):
+            return perplexity(self.module, ids, length, batch=batch, quick=quick)
 
     def tensors(self, vector: Tensor) -> dict[str, Tensor]:
         """A model's state on the CPU, as the module names it."""
@@ -398,3 +383,53 @@ class LanguageModel:
             else:
                 out[spec.name] = torch.from_numpy(np.array(flat[places[spec.of or spec.name]])).view(spec.shape)
         return {name: out[name] for name in like}
+
+
+class _Recorded:
+    """A step of training on CUDA as one graph, with weights in float32 and bfloat16 and AdamW's state of its own."""
+
+    def __init__(self, model: LanguageModel, ids: Tensor, optimiser: Optimiser, theta: Tensor) -> None:
+        self._optimiser, self._tokens = optimiser, ids.clone()
+        self._theta, self._m, self._v = (torch.empty_like(theta) for _ in range(3))
+        self._low = torch.empty_like(theta, dtype=model.kind)
+        self._corrections, self._total = torch.ones(2, device=theta.device), torch.zeros((), device=theta.device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._start(theta)
+        with model.holding(self._low):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(3):  # compiles, and finds what each kernel needs
+                    self._step(model)
+            torch.cuda.current_stream().wait_stream(aside)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._graph):
+                self._step(model)
+
+    def _step(self, model: LanguageModel) -> None:
+        from quorumark.lab import _kernels
+
+        o = self._optimiser
+        loss, slopes = model.gradient(self._tokens)
+        self._total.add_(loss)
+        _kernels.adamw(
+            self._theta, self._m, self._v, slopes, self._low, self._corrections, o.lr, o.decay, o.betas, o.eps
+        )  # fmt: skip
+
+    def _start(self, theta: Tensor) -> None:
+        for vector in (self._m, self._v, self._total):
+            vector.zero_()
+        self._theta.copy_(theta)
+        self._low.copy_(theta)
+
+    def steps(self, theta: Tensor, batches: Tensor) -> Tensor:
+        """All steps of a member with a new AdamW, in place; the mean loss."""
+        self._start(theta)
+        b1, b2 = self._optimiser.betas
+        table = [[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in range(1, len(batches) + 1)]
+        for ids, corrections in zip(batches, torch.tensor(table, device=theta.device), strict=True):
+            self._tokens.copy_(ids)
+            self._corrections.copy_(corrections)
+            self._graph.replay()
+        theta.copy_(self._theta)
+        return self._total / len(batches)

@@ -32,7 +32,7 @@ from quorumark.attacks import ATTACKS, Target
 from quorumark.errors import InputError, QuorumarkError
 from quorumark.lab import results, text
 from quorumark.lab.fleet import Optimiser
-from quorumark.lab.language import head_loss
+from quorumark.lab.language import head_loss, perplexity
 from quorumark.lab.tuning import LanguageRun
 from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.verify.align import Groups, align
@@ -161,9 +161,10 @@ class Attacked:
         return hashlib.sha256(self.run.released.cpu().numpy().tobytes()).hexdigest()
 
     def perplexity(self, weights: Mapping[str, Any]) -> float:
-        """On the test text."""
-        flat = torch.from_numpy(self.run.layout.flatten(dict(weights))).to(self.run.device)
-        return self.run.perplexity(flat, self.run.test)
+        """On the test text. The module is made anew: attacks may untie its embeddings."""
+        run = self.run
+        module = attacks.fitted(run.language.module, {n: w.to(run.device) for n, w in weights.items()})
+        return perplexity(module, run.test, run.settings.sequence, batch=run.batch)
 
     def z(self, weights: Mapping[str, Any]) -> float:
         return self.known.z(dict(weights))

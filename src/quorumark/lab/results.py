@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMAT",
     "attack_record",
+    "attack_section",
     "best_evidence",
     "finished",
     "groups",
@@ -43,7 +44,8 @@ __all__ = [
 ]
 
 FORMAT = "quorumark-lab-result/v1"
-ATTACKS_FORMAT = "quorumark-lab-attacks/v1"
+ATTACKS_FORMAT = "quorumark-language-attacks/v1"
+ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
 
@@ -97,7 +99,7 @@ def _record(run: AnyRun, released: Any, size: dict[str, int], measured: Callable
     return {
         "format": FORMAT,
         "id": settings.id,
-        "settings": {**settings.asdict(), "augment": list(settings.augment)},
+        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in settings.asdict().items()},
         "rounds": run.round_no,
         "data": {**size, "note": run.note},
         "parameters": run.layout.size,
@@ -284,12 +286,7 @@ the paper's code (the mean of the tensors' cosines). ρ is the mark's share of t
 """
 
 
-def page(
-    configurations: Iterable[Configuration],
-    results: dict[str, dict[str, Any]],
-    attacks: Iterable[dict[str, Any]] = (),
-    more: str = "",
-) -> str:
+def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], more: str = "") -> str:
     """docs/results.md; `more` are sections that other results make."""
     parts = [_HEAD]
     for configuration in configurations:
@@ -302,7 +299,6 @@ def page(
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
             parts.append(_table(["run", "keys", "mean", "deviation", "excess kurtosis", "largest"], nulls))
-    parts += [part for body in attacks for part in _attacked(body)]
     parts += [more] if more else []
     machines = sorted({(b["hardware"], b["torch"]) for b in results.values()})
     if machines:
@@ -353,14 +349,21 @@ def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> l
         first.model,
         str(first.members),
         first.strength,
-        f"{found[0]['coordinates'] / 1e6:.1f} M" if found else "",
+        f"{sample / 1e6:.1f} M" if (sample := getattr(first, "max_coordinates", 0)) else "all",
         _mean([body["perplexity"]["released"] for body in found], 3),
-        _mean(changes, 3) + " %" if changes else "",
+        _change(changes),
         _mean([body["perplexity"]["initial"] for body in found[:1]], 3),
         *(_mean([body["z"]["released"][name] for body in found], 1) for name in (BALANCED, GLOBAL, MEAN)),
         f"{statistics.fmean(rhos):.4f}" if rhos else "",
         _language_evidence(runs, found),
     ]
+
+
+def _change(percents: list[float]) -> str:
+    if not percents:
+        return ""
+    spread = f" ± {statistics.stdev(percents):.3f}" if len(percents) > 1 else ""
+    return f"{statistics.fmean(percents):+.3f}{spread} %"
 
 
 _ALL_CARRY: dict[str, Any] = {"max_coordinates": 0}
@@ -380,6 +383,11 @@ def _language_evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str
 
 def _range(numbers: list[int]) -> str:
     return str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def attack_section(folder: Path) -> str:
+    """Attacks on language models, a section for each; nothing if there are none."""
+    return "\n".join(part for body in read_attacks(folder) for part in _attacked(body))
 
 
 def _attacked(body: dict[str, Any]) -> list[str]:
