@@ -356,11 +356,10 @@ def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.in
     if values.ndim < 2:
         raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
     shape = values.shape
-    rows, columns, taps = shape[0], shape[1], prod(shape[2:])
     bits = statistic._bits(values)
-    by_row, by_column = statistic._scales(lambda: iter([(0, bits)]), rows, columns, taps)
+    by_row, by_column = statistic._scales(lambda: iter([(0, bits)]), shape)
     balanced = np.empty(bits.size, np.int32)
-    _kernels.balance(bits, columns * taps, taps, by_row, by_column, balanced, _kernels.POWERS)
+    _kernels.balance(bits, by_row, by_column, balanced, _kernels.POWERS)
     rounded: NDArray[np.int8] = np.clip((balanced + (1 << (_SHIFT - 1))) >> _SHIFT, -127, 127).astype(np.int8)
     return rounded.reshape(shape)
 

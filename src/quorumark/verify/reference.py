@@ -46,8 +46,7 @@ class Anchor:
 
     def blocks(self, name: str, limit: int = 1 << 22) -> Iterator[tuple[int, NDArray[Any]]]:
         for begin, values in self.model.blocks(name, limit):
-            encoded = codec.encode(values.astype(self.dtype, copy=False), name=f"tensor {name!r}")
-            yield begin, codec.decode(encoded, self.dtype, checked=False)
+            yield begin, codec.round_trip(values.astype(self.dtype, copy=False), name=f"tensor {name!r}")
 
 
 @dataclass(frozen=True, eq=False)
