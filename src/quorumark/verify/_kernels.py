@@ -181,28 +181,43 @@ def _coefficient(along: Any, squared: Any) -> Any:
     return np.int64(-coefficient if negative else coefficient)
 
 
-@_kernel
-def remove(values: Any, anchor: Any, width: int) -> Any:
-    """Takes each row's part along the anchor's row out of it, in place; returns Σ|what is left|.
+@njit(forceinline=True)
+def _remove_row(values: Any, anchor: Any) -> Any:
+    """Takes a row's part along the anchor's out of it, in place; returns Σ|what is left|.
 
     The coefficient is ⟨v, a⟩/‖a‖². Cut values are at most 2^17, so that the sums of a row of fewer than 2^29 weights
     fit 63 bits.
     """
+    along: Any = np.int64(0)
+    squared: Any = np.int64(0)
+    for k in range(values.size):
+        along += np.int64(values[k]) * np.int64(anchor[k])
+        squared += np.int64(anchor[k]) * np.int64(anchor[k])
+    coefficient = _coefficient(along, squared)
     total: Any = np.int64(0)
-    for start in range(0, values.size, width):
-        mine, theirs = values[start : start + width], anchor[start : start + width]
-        along: Any = np.int64(0)
-        squared: Any = np.int64(0)
-        for k in range(width):
-            along += np.int64(mine[k]) * np.int64(theirs[k])
-            squared += np.int64(theirs[k]) * np.int64(theirs[k])
-        coefficient = _coefficient(along, squared)
-        for k in range(width):
-            # >> rounds down: half a unit more makes it the nearest
-            part = (coefficient * np.int64(theirs[k]) + (1 << (_COEFFICIENT - 1))) >> _COEFFICIENT
-            left = np.int64(mine[k]) - part
-            mine[k] = left
-            total += abs(left)
+    for k in range(values.size):
+        # >> rounds down: half a unit more makes it the nearest
+        part = (coefficient * np.int64(anchor[k]) + (1 << (_COEFFICIENT - 1))) >> _COEFFICIENT
+        left = np.int64(values[k]) - part
+        values[k] = left
+        total += abs(left)
+    return total
+
+
+@_kernel
+def leave(
+    bits: Any, rows: Any, columns: Any, anchor: Any, their_rows: Any, their_columns: Any, out: Any, powers: Any
+) -> Any:
+    """out (int32) is what is left of balanced weights without the balanced anchor, row by row; returns Σ|out|."""
+    width = columns.size
+    factors, line = np.empty(width, np.uint32), np.empty(width, np.int32)
+    total: Any = np.int64(0)
+    for i in range(rows.size):
+        span = slice(i * width, (i + 1) * width)
+        left = out[span]
+        _balance_row(bits[span], np.int32(rows[i]), columns, factors, left, powers)
+        _balance_row(anchor[span], np.int32(their_rows[i]), their_columns, factors, line, powers)
+        total += _remove_row(left, line)
     return total
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quorumark import codec
 from quorumark.errors import LayoutError, RecordError
+from quorumark.field import _parallel
 from quorumark.home import follow_back, read_file
 from quorumark.layout import ModelLayout, Source
 from quorumark.records import Manifest, streamed_anchor_digest
@@ -20,6 +21,7 @@ from quorumark.verify.suspect import Suspect, read_suspect
 
 __all__ = ["Reference", "digest_of_anchor", "read_chain"]
 
+_BLOCK = 1 << 20  # weights at a time: as field elements they stay in a cache until they are hashed
 LAYOUT, ANCHOR, GROUPS = "layout.json", "anchor.safetensors", "groups.json"
 
 
@@ -118,10 +120,11 @@ class Reference:
 
 def digest_of_anchor(layout: ModelLayout, model: Suspect) -> str:
     """What terms name as their anchor, of a model of any size: it is read in blocks."""
-    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _encoded(layout, model))
+    # one thread reads and encodes while the other hashes, which takes longer
+    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _parallel.ahead(_encoded(layout, model)))
 
 
-def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[bytes]:
+def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[memoryview]:
     """The anchor as field elements, tensor by tensor in the layout's order, a block at a time."""
     for spec, _ in layout.spans():
         found = model.tensors.get(spec.name)
@@ -129,9 +132,9 @@ def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[bytes]:
             problem = "lacks it" if found is None else f"has it with the shape {found.shape}, not {spec.shape}"
             raise LayoutError(f"the anchor does not fit the layout: tensor {spec.name!r}: the anchor {problem}")
         if spec.size:
-            for _, values in model.blocks(spec.name):
+            for _, values in model.blocks(spec.name, _BLOCK):
                 yield _little(codec.encode(values.astype(layout.dtype, copy=False), name=f"tensor {spec.name!r}"))
 
 
-def _little(encoded: Any) -> bytes:
-    return encoded.astype("<u8", copy=False).tobytes()  # type: ignore[no-any-return]
+def _little(encoded: Any) -> memoryview:
+    return memoryview(encoded.astype("<u8", copy=False).reshape(-1).view("u1"))

@@ -33,9 +33,9 @@ _CUT = 8 * 256  # octaves that one weight may pull at its row's or column's scal
 _PASSES = 3  # over rows, then columns
 _MIDDLE = 25  # the mean of |x| that 8 bits are scaled to: for a normal shape the cut at 127 is four deviations
 _KEPT = 1 << 26  # a tensor of up to so many weights is held in memory while it is worked on: 3 arrays of 256 MiB
-_BLOCK = 1 << 22  # weights that are worked on at a time
-_READ = 1 << 20  # weights that are read at a time where all are kept: they stay in a cache until they are converted
+_BLOCK = 1 << 20  # weights that are read and worked on at a time: they stay in a cache in between
 _WIDEST = 1 << 29  # sums over a row then fit 63 bits
+_MOST_PRODUCTS = 1 << 22  # of the inner product, that are added up before they are reduced
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
 
@@ -103,7 +103,9 @@ def _square_sum(low: NDArray[np.int64], high: NDArray[np.int64]) -> int:
 class _Tensor:
     """One carrier of the suspect: `name` is the suspect's name for it, `chosen` which of its weights carry (all: None).
 
-    `exponent` is the one in the middle of all carriers, where a statistic needs that.
+    `exponent` is the one in the middle of all carriers, where a statistic needs that. `memory`, for each of the two
+    models, holds a tensor while it is worked on; it is the same for all tensors, because fresh memory costs as much as
+    reading into it.
     """
 
     spec: TensorSpec
@@ -112,6 +114,7 @@ class _Tensor:
     anchor: Model
     chosen: NDArray[np.int64] | None
     exponent: int
+    memory: NDArray[np.uint32]
 
     @property
     def width(self) -> int:
@@ -141,6 +144,7 @@ def canonical_form(
     carrying = layout.carrying()
     x = np.zeros(layout.coordinates, dtype)
     exponent = _common_exponent(suspect, carriers, names) if statistic == "global-cosine/v1" else 0
+    memory = np.empty((2, max((spec.size for spec, _ in carriers if spec.size <= _KEPT), default=0)), np.uint32)
     for spec, place in carriers:
         if spec.name not in names:
             continue
@@ -153,7 +157,7 @@ def canonical_form(
             begin, end = np.searchsorted(carrying, (place.start, place.stop))
             target, chosen = x[begin:end], carrying[begin:end] - place.start
         if target.size:
-            one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent), target)
+            one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent, memory), target)
     if omit is not None:
         x[omit] = 0
     return Canonical.of(statistic, x)
@@ -168,13 +172,13 @@ def _bits(values: NDArray[Any]) -> NDArray[np.uint32]:
         return np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
 
 
-def _reader(model: Model, name: str, spec: TensorSpec) -> Blocks:
-    """Blocks of a tensor's bits, as often as wanted: from memory if it is not too large."""
-    if spec.size > _KEPT:
+def _reader(model: Model, name: str, spec: TensorSpec, memory: NDArray[np.uint32]) -> Blocks:
+    """Blocks of a tensor's bits, as often as wanted: from memory if it fits there."""
+    if spec.size > memory.size:
         return lambda: ((begin, _bits(values)) for begin, values in model.blocks(name, _BLOCK))
-    whole, width = np.empty(spec.size, np.uint32), spec.size // spec.shape[0]
+    whole, width = memory[: spec.size], spec.size // spec.shape[0]
     filled = 0
-    for begin, values in model.blocks(name, _READ):
+    for begin, values in model.blocks(name, _BLOCK):
         whole[begin * width : begin * width + values.size] = _bits(values)
         filled += values.size
     if filled != spec.size:
@@ -193,26 +197,30 @@ def _balanced_anchor(tensor: _Tensor, out: NDArray[Any]) -> None:
     spec, width = tensor.spec, tensor.width
     if width >= _WIDEST:
         raise InputError(f"tensor {spec.name!r}", f"must have rows of fewer than {_WIDEST} weights", width)
-    models = ((tensor.suspect, tensor.name), (tensor.anchor, spec.name))
-    ours, theirs = _parallel.each(lambda of: _reader(*of, spec), models)
+    models = ((tensor.suspect, tensor.name, tensor.memory[0]), (tensor.anchor, spec.name, tensor.memory[1]))
+    ours, theirs = _parallel.each(lambda of: _reader(of[0], of[1], spec, of[2]), models)
     scales = [_scales(blocks, spec.shape) for blocks in (ours, theirs)]
+
+    space = np.empty(0, np.int32)
 
     def left() -> Iterator[tuple[slice, NDArray[np.int32], int]]:
         """Block by block what is left of the suspect without the anchor, where it goes in x, and Σ|…| of the block."""
+        nonlocal space
         for (begin, one), (other, two) in zip(ours(), theirs(), strict=True):
             if (begin, one.size) != (other, two.size):
                 raise InputError("suspect and anchor", f"must come in the same blocks of {spec.name!r}", (begin, other))
-            both = [np.empty(one.size, np.int32) for _ in range(2)]
+            if tensor.chosen is None or space.size < one.size:  # what is chosen of a block is copied: then space is free
+                space = np.empty(one.size, np.int32)
+            values = space[: one.size]
 
-            def part(low: int, high: int, begin: int = begin, one: Any = one, two: Any = two, both: Any = both) -> int:
-                span = slice(low * width, high * width)
-                for bits, (by_row, by_column), balanced in zip((one, two), scales, both, strict=True):
-                    of_rows = by_row[begin + low : begin + high]
-                    _kernels.balance(bits[span], of_rows, by_column, balanced[span], _kernels.POWERS)
-                return int(_kernels.remove(both[0][span], both[1][span], width))
+            def part(low: int, high: int, begin: int = begin, one: Any = one, two: Any = two, out: Any = values) -> int:
+                span, here = slice(low * width, high * width), slice(begin + low, begin + high)
+                (by_row, by_column), (their_rows, their_columns) = scales
+                mine, other = (one[span], by_row[here], by_column), (two[span], their_rows[here], their_columns)
+                return int(_kernels.leave(*mine, *other, out[span], _kernels.POWERS))
 
             total = sum(_spread_rows(part, one.size // width, width))
-            yield *_carrying(begin * width, both[0], tensor.chosen), total
+            yield *_carrying(begin * width, values, tensor.chosen), total
 
     kept = list(left()) if out.size <= _KEPT else None
     total = sum(found for _, _, found in (kept if kept is not None else left()))
@@ -363,8 +371,8 @@ def inner_product(x: NDArray[Any], share: Vector, start: int = 0) -> int:
 
     def part_of(low: int, high: int) -> int:
         sums, total = np.zeros(2, np.int64), 0
-        for begin in range(low, high, _BLOCK):
-            part = slice(begin, min(begin + _BLOCK, high))
+        for begin in range(low, high, _MOST_PRODUCTS):
+            part = slice(begin, min(begin + _MOST_PRODUCTS, high))
             _kernels.dot_int8(mine[part], share[part], sums)
             total += int(sums[0]) + (int(sums[1]) << 32)
         return total
