@@ -24,7 +24,6 @@ _SATURATED = 1 << 17  # 32 times the size that balanced weights have in the midd
 _COEFFICIENT = 16  # fractional bits of the coefficients that the anchor is removed with
 _LARGEST_COEFFICIENT = 1 << 20
 _NOTHING = -(1 << 15)  # below every logarithm: the weight does not count
-_LONGEST = 1 << 15  # logarithms, 2^15 at most in size, that are added up in 32 bits
 _MOST_ROWS = 1 << 19  # deviations, 2^11 at most in size, that are added up in 32 bits
 
 
@@ -81,17 +80,11 @@ def _row_sum(line: Any, columns: Any, row: Any, limit: Any) -> Any:
     """Σ of what is left of a row's logarithms, each cut to ±limit, and how many weights count."""
     total: Any = np.int64(0)
     count: Any = np.int64(0)
-    for start in range(0, line.size, _LONGEST):
-        logs, scales = line[start : start + _LONGEST], columns[start : start + _LONGEST]
-        part: Any = np.int32(0)
-        seen: Any = np.int32(0)
-        for k in range(logs.size):
-            counts = logs[k] != np.int16(_NOTHING)
-            left = max(-limit, min(limit, np.int32(logs[k]) - row - scales[k]))
-            part += left if counts else np.int32(0)
-            seen += np.int32(counts)
-        total += part
-        count += seen
+    for k in range(line.size):
+        counts = line[k] != np.int16(_NOTHING)
+        left = max(-limit, min(limit, np.int32(line[k]) - row - columns[k]))
+        total += left if counts else np.int32(0)
+        count += np.int32(counts)
     return total, count
 
 

@@ -339,7 +339,7 @@ def align(
     ours, theirs = {}, {}
     for name in used:
         if progress is not None:
-            progress(name)
+            progress(f"aligning: {name}")
         ours[name] = _features(anchor, name, specs[name])
         theirs[name] = _features(suspect, name if names is None else names[name], None)
         if theirs[name].ndim != ours[name].ndim:
@@ -620,7 +620,7 @@ class _Matching:
         sweeps, stable = 1, False
         while not stable and sweeps < _SWEEPS:
             if self.progress is not None:
-                self.progress(f"sweep {sweeps + 1}")
+                self.progress(f"aligning: sweep {sweeps + 1}")
             before = {axis: places.copy() for axis, places in self.places.items()}
             for number in order:
                 self._match(number, self._compared(number))

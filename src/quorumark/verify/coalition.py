@@ -111,6 +111,8 @@ def prepare(
     form = canonical_form(
         manifest.terms.statistic, layout, model, reference.anchor, names, omit=omit, progress=progress
     )
+    if progress is not None:
+        progress("hashing the suspect's files")
     if not form.norm2:
         raise InconclusiveError("the suspect is the anchor itself, or all zeros: there is nothing in it to test")
     query = Query(

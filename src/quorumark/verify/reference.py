@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,18 @@ class Reference:
         layout: ModelLayout,
         anchor: Source | Suspect,
         groups: Groups | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
     ) -> Reference:
-        """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups."""
+        """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups.
+
+        `progress` is told what is being worked on, in words.
+        """
         terms = chain[-1].terms
         if layout.digest() != terms.layout:
             raise RecordError("the layout is not the one that the manifest names: take the consortium's layout.json")
         model = anchor if isinstance(anchor, Suspect) else read_suspect(anchor)
-        if digest_of_anchor(layout, model) != terms.anchor:
+        if digest_of_anchor(layout, model, progress) != terms.anchor:
             raise RecordError(
                 "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
                 "model if the consortium has one"
@@ -98,6 +103,8 @@ class Reference:
         layout: str | os.PathLike[str] | None = None,
         anchor: str | os.PathLike[str] | None = None,
         groups: str | os.PathLike[str] | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
     ) -> Reference:
         """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named.
 
@@ -115,18 +122,23 @@ class Reference:
         if groups is None and "groups" in chain[-1].terms.policy and (folder / GROUPS).exists():
             groups = folder / GROUPS
         found = None if groups is None else Groups.from_bytes(read_file(Path(groups), "a model's groups"))
-        return cls.of(chain, shape, anchor_path, found)
+        return cls.of(chain, shape, anchor_path, found, progress=progress)
 
 
-def digest_of_anchor(layout: ModelLayout, model: Suspect) -> str:
+def digest_of_anchor(layout: ModelLayout, model: Suspect, progress: Callable[[str], None] | None = None) -> str:
     """What terms name as their anchor, of a model of any size: it is read in blocks."""
     # one thread reads and encodes while the other hashes, which takes longer
-    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _parallel.ahead(_encoded(layout, model)))
+    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _parallel.ahead(_encoded(layout, model, progress)))
 
 
-def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[memoryview]:
+def _encoded(
+    layout: ModelLayout, model: Suspect, progress: Callable[[str], None] | None = None
+) -> Iterator[memoryview]:
     """The anchor as field elements, tensor by tensor in the layout's order, a block at a time."""
-    for spec, _ in layout.spans():
+    every = list(layout.spans())
+    for number, (spec, _) in enumerate(every, 1):
+        if progress is not None:
+            progress(f"checking the anchor, tensor {number} of {len(every)}: {spec.name}")
         found = model.tensors.get(spec.name)
         if found is None or found.shape != spec.shape:
             problem = "lacks it" if found is None else f"has it with the shape {found.shape}, not {spec.shape}"

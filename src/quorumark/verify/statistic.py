@@ -134,7 +134,8 @@ def canonical_form(
 ) -> Canonical:
     """x of a suspect. `names` maps carriers to the suspect's names for them; a carrier that is not there gets zeros.
 
-    `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told each tensor's name.
+    `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told what is being worked
+    on, in words.
     """
     if statistic not in STATISTICS:
         raise InputError("statistic", f"must be one of {', '.join(STATISTICS)}", repr(statistic))
@@ -145,11 +146,11 @@ def canonical_form(
     x = np.zeros(layout.coordinates, dtype)
     exponent = _common_exponent(suspect, carriers, names) if statistic == "global-cosine/v1" else 0
     memory = np.empty((2, max((spec.size for spec, _ in carriers if spec.size <= _KEPT), default=0)), np.uint32)
-    for spec, place in carriers:
+    for number, (spec, place) in enumerate(carriers, 1):
         if spec.name not in names:
             continue
         if progress is not None:
-            progress(spec.name)
+            progress(f"reading the suspect, tensor {number} of {len(carriers)}: {spec.name}")
         # which of the tensor's weights carry, and where they lie in x
         if isinstance(carrying, slice):
             target, chosen = x[place], None
@@ -184,9 +185,7 @@ def _reader(model: Model, name: str, spec: TensorSpec, memory: NDArray[np.uint32
     if filled != spec.size:
         raise InputError(f"tensor {name!r}", f"must have {spec.size} weights", filled)
     step = max(1, _BLOCK // width)
-    return lambda: (
-        (begin, whole[begin * width : (begin + step) * width]) for begin in range(0, spec.shape[0], step)
-    )
+    return lambda: ((begin, whole[begin * width : (begin + step) * width]) for begin in range(0, spec.shape[0], step))
 
 
 # --- balanced-anchor/v1 -----------------------------------------------------------------------------------
@@ -209,7 +208,9 @@ def _balanced_anchor(tensor: _Tensor, out: NDArray[Any]) -> None:
         for (begin, one), (other, two) in zip(ours(), theirs(), strict=True):
             if (begin, one.size) != (other, two.size):
                 raise InputError("suspect and anchor", f"must come in the same blocks of {spec.name!r}", (begin, other))
-            if tensor.chosen is None or space.size < one.size:  # what is chosen of a block is copied: then space is free
+            if (
+                tensor.chosen is None or space.size < one.size
+            ):  # what is chosen of a block is copied: then space is free
                 space = np.empty(one.size, np.int32)
             values = space[: one.size]
 
