@@ -381,7 +381,7 @@ def _progress(quiet: bool) -> Any:
     """A context that shows what is being worked on, on a terminal."""
     from contextlib import nullcontext
 
-    from rich.markup import escape
+    from rich.text import Text
 
     from quorumark.cli.console import make_console
 
@@ -393,7 +393,7 @@ def _progress(quiet: bool) -> Any:
         def __enter__(self) -> Any:
             self.status = console.status("reading the anchor")
             self.status.__enter__()
-            return lambda text: self.status.update(escape(text))  # names are the suspect's own: no markup
+            return lambda text: self.status.update(Text(text))  # names are the suspect's own: no markup
 
         def __exit__(self, *error: Any) -> None:
             self.status.__exit__(*error)
