@@ -72,6 +72,19 @@ def test_round_trip_is_within_half_a_step(dtype: Any, size: int) -> None:
     assert np.abs(back - values).max() <= HALF_STEP
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 7, 8, 1003])
+def test_the_round_trip_in_one_pass_is_that_in_two(dtype: Any, size: int) -> None:
+    rng = np.random.default_rng(size)
+    values = (rng.standard_normal(size) * 2.0 ** rng.integers(-60, 15, size)).astype(dtype).reshape(1, size)
+    found = codec.round_trip(values)
+    assert found.dtype == dtype
+    assert found.tobytes() == codec.decode(codec.encode(values), dtype).tobytes()
+    values[0, -1] = np.nan
+    with pytest.raises(EncodingError, match="anchor must be finite"):
+        codec.round_trip(values, name="anchor")
+
+
 def test_float32_weights_of_usual_size_come_back_exactly() -> None:
     values = (np.random.default_rng(0).standard_normal(100_000) * 0.05).astype(np.float32)
     values[np.abs(values) < 2.0**-16] = 2.0**-16  # 24 bits above 2^-40

@@ -107,6 +107,18 @@ def test_the_page_of_results_is_what_the_results_say(root: Path) -> None:
     assert done.exit_code == 0, done.exception
 
 
+def test_the_figures_of_a_billion_weights_are_the_measured_ones(root: Path) -> None:
+    prepare, partial = json.loads((root / "benchmarks/results/verify-billion.json").read_text())
+    text = " ".join((root / "docs/verification.md").read_text().split())
+    assert (
+        f"prepare` takes {prepare['cpu_seconds']:.1f} s of CPU time and `verify partial` {partial['cpu_seconds']:.1f} s"
+        in text
+    )
+    assert f"{prepare['cpu_ratio']:.1f} and {partial['cpu_ratio']:.1f} times as much as reading" in text
+    assert f"it was {prepare['seconds']:.0f} s and {partial['seconds']:.0f} s on the clock" in text
+    assert f"Memory: {max(prepare['peak'], partial['peak']) / 2**30:.2f} GiB at most" in text
+
+
 def test_the_readmes_figures_of_verification_are_the_measured_ones(root: Path) -> None:
     rows = {(r["name"], r["threads"]): r for r in json.loads((root / "benchmarks/results/verify.json").read_text())}
     text = " ".join((root / "README.md").read_text().split())

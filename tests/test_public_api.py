@@ -42,7 +42,7 @@ PUBLIC = {
     "inv_sqrt matmul mul neg random scalar_inv scale set_threads sub threads to_signed",
     shamir: "CompressedShare Decoded check_degree compressed_block decode generated_block is_generated lagrange "
     "lagrange_matrix reconstruct share share_chunks share_compressed",
-    codec: "FRACTION_BITS LIMIT decode encode encode_axpy",
+    codec: "FRACTION_BITS LIMIT decode encode encode_axpy round_trip",
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
     embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark ideal_norms marked_vector "
     "model_digest norm_count paper_amplitudes update_norms weights",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +105,25 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
         error = desk("check", desk.path("spoilt.json"), "--manifest", check[-1], code=2).stderr
         assert error.startswith("quorumark: ")
         assert error.count("\n") == 1
+
+
+def test_a_terminal_hears_what_is_worked_on_and_a_file_does_not(desk: Desk) -> None:
+    line = ["verify", "prepare", str(desk.world.suspect), "--out", desk.path("shown.json"), *desk.reference]
+    line += ["--home", desk.path("nobody")]
+    assert run(desk.environment, *line).stderr == ""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *line]
+    environment = {**desk.environment, "TERM": "xterm"}
+    shown = b""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert b"checking the anchor, tensor 3 of 3: fc.bias" in shown  # the last one stays until it is done
+    assert b"hashing the suspect's files" in shown
 
 
 def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from quorumark import field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, _cpu, _parallel
 
-__all__ = ["FRACTION_BITS", "LIMIT", "decode", "encode", "encode_axpy"]
+__all__ = ["FRACTION_BITS", "LIMIT", "decode", "encode", "encode_axpy", "round_trip"]
 
 FRACTION_BITS = 40
 LIMIT = 2.0**19
@@ -90,6 +90,14 @@ def decode(
     flat, target = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
     _parallel.spread(lambda b, e: _cpu.decode(flat[b:e], 1 / _SCALE, target[b:e]), flat.size)
     return out
+
+
+def round_trip(values: Any, *, name: str = "values") -> NDArray[Any]:
+    """decode(encode(values)) in the values' own type: what fixed point leaves of them."""
+    flat, scale = _prepare(values, 1.0, name)
+    out = np.empty_like(flat)
+    _parallel.spread(lambda b, e: _cpu.round_trip(flat[b:e], scale, out[b:e]), flat.size)
+    return out.reshape(values.shape)
 
 
 def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float]:

@@ -263,7 +263,7 @@ def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
     return streamed_anchor_digest(layout, len(content), [content])
 
 
-def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes]) -> str:
+def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes | memoryview]) -> str:
     """The same of a model that comes in pieces, `length` bytes in all: digest("anchor", layout, all pieces)."""
     hashed = _started("anchor", bytes.fromhex(layout))
     hashed.update(length.to_bytes(8, "big"))

@@ -73,11 +73,21 @@ def plot(
 
 
 @app.command("verify")
-def verify(json: Json = None, quick: Quick = False) -> None:
+def verify(
+    json: Json = None,
+    quick: Quick = False,
+    billion: Annotated[
+        bool, typer.Option("--billion", help="Two models of 1.126 billion weights instead: minutes, and 5 GiB of disk.")
+    ] = False,
+) -> None:
     """Verification: the canonical form, the inner product and the commands, for ResNet-18's weights."""
+    from quorumark.bench import billion as large
     from quorumark.bench import verify as bench
 
-    _run("Verification", bench.rows(quick), json, with_peers=False)
+    if billion:
+        _run("Verification of 1.126 billion weights", large.rows(), json, with_peers=False)
+    else:
+        _run("Verification", bench.rows(quick), json, with_peers=False)
 
 
 @app.command("secagg")
@@ -127,6 +137,12 @@ def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool
                 f"{row.name}: {moves} {row.elements_per_member:.2f}·d field elements "
                 f"({row.communication_seconds:.1f} s in all at 1 Gbit/s), computes {row.seconds:.2f} s; "
                 f"the paper's {row.paper_communication_seconds:.1f} s and {row.paper_seconds:.2f} s"
+            )
+    for row in done:
+        if hasattr(row, "peak"):
+            console.print(
+                f"{row.name}: {row.cpu_seconds:.1f} s of CPU, {row.cpu_ratio:.1f} times hashing's; "
+                f"{row.peak / 2**30:.2f} GiB of memory at most"
             )
     fewest = min((row.runs for row in done if hasattr(row, "runs")), default=5)
     console.print(

@@ -81,7 +81,8 @@ def prepare(
     from quorumark.verify.ledger import Ledger
 
     place = _place(home, consortium, manifest)
-    reference = _reference(place, manifest, layout, anchor, groups)
+    with _progress(json) as note:
+        reference = _reference(place, manifest, layout, anchor, groups, note)
     burnt = set(Ledger.open(place, reference.manifest).burnt() if place is not None else ())
     for path in earlier or ():
         burnt.update(Challenge.from_bytes(read_file(path, "a challenge")).leaves)
@@ -133,7 +134,8 @@ def partial(
 
     member = Home(home)
     place = member.only_consortium(consortium)
-    reference = _reference(place, manifest, layout, anchor, groups)
+    with _progress(json) as note:
+        reference = _reference(place, manifest, layout, anchor, groups, note)
     asked = Query.from_bytes(read_file(query, "a query"))
     if not json:
         typer.echo(_describe(asked))
@@ -249,9 +251,9 @@ def check(
     found = read_certificate(certificate)
     chain = read_chain(manifest)
     reference = None
-    if suspect is not None and _has_reference(manifest, layout, anchor):
-        reference = Reference.read(manifest, layout, anchor, groups)
     with _progress(json) as note:
+        if suspect is not None and _has_reference(manifest, layout, anchor):
+            reference = Reference.read(manifest, layout, anchor, groups, progress=note)
         checked, left = check_certificate(found, chain, suspect=suspect, reference=reference, progress=note)
     if report is not None:
         names = [certificate.name, "--manifest", manifest.name, "--suspect", suspect.name if suspect else "SUSPECT"]
@@ -324,6 +326,7 @@ def _reference(
     layout: Path | None,
     anchor: Path | None,
     groups: Path | None,
+    progress: Any = None,
 ) -> Reference:
     from quorumark.errors import InputError
     from quorumark.verify.reference import Reference
@@ -332,7 +335,7 @@ def _reference(
         if place is None:
             raise InputError("--manifest", "must be given where there is no member's home", "none")
         manifest = place.manifest_path
-    return Reference.read(manifest, layout, anchor, groups)
+    return Reference.read(manifest, layout, anchor, groups, progress=progress)
 
 
 def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> bool:
@@ -375,8 +378,10 @@ def _ask(member: Any, json: bool) -> bool:
 
 
 def _progress(quiet: bool) -> Any:
-    """A context that shows which tensor is being worked on, on a terminal."""
+    """A context that shows what is being worked on, on a terminal."""
     from contextlib import nullcontext
+
+    from rich.text import Text
 
     from quorumark.cli.console import make_console
 
@@ -386,9 +391,9 @@ def _progress(quiet: bool) -> Any:
 
     class Status:
         def __enter__(self) -> Any:
-            self.status = console.status("reading the suspect")
+            self.status = console.status("reading the anchor")
             self.status.__enter__()
-            return lambda name: self.status.update(f"working on: {name}")
+            return lambda text: self.status.update(Text(text))  # names are the suspect's own: no markup
 
         def __exit__(self, *error: Any) -> None:
             self.status.__exit__(*error)

@@ -637,6 +637,19 @@ def decode(x: Any, scale: float, out: Any) -> None:
             out[full + i] = result[i]
 
 
+@_kernel
+def round_trip(values: Any, scale: float, out: Any) -> None:
+    """out = decode(encode(values)), of one type with the values, without the field elements in between."""
+    full = out.size - out.size % 8
+    for i in range(0, full, 8):
+        decode_lanes(out, i, encode_lanes(values, i, scale), 1 / scale)
+    if full < out.size:
+        result = np.zeros(8, out.dtype)
+        decode_lanes(result, 0, _encode_tail(values, full, scale), 1 / scale)
+        for i in range(out.size - full):
+            out[full + i] = result[i]
+
+
 # --- exact sums of squares (of the signed numbers that field elements stand for) ---------------------------
 
 

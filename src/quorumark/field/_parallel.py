@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from quorumark.errors import InputError
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 # Handing a part to another thread costs about 60 µs. These are the parts below which it does not pay:
 SMALLEST_PART = 1 << 18  # elements that are only moved or added, at about 0.5 ns each
@@ -89,3 +93,23 @@ def spread(
         # also after an error: no part may still be writing when the caller sees it
         wait(futures)
     return [first, *(future.result() for future in futures)]
+
+
+def each(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """work(item) for every item, several at a time."""
+    done = spread(lambda start, stop: [work(item) for item in items[start:stop]], len(items), smallest=1, step=1)
+    return [result for part in done for result in part]  # type: ignore[attr-defined]
+
+
+def ahead(items: Iterable[_Item]) -> Iterator[_Item]:
+    """The items, each of them made in another thread while the one before is worked on."""
+    if _threads == 1 or getattr(_inside, "worker", False):
+        yield from items
+        return
+    end = object()
+    source = iter(items)
+    with ThreadPoolExecutor(1, thread_name_prefix="quorumark-ahead") as maker:
+        following = maker.submit(next, source, end)
+        while (item := following.result()) is not end:
+            following = maker.submit(next, source, end)
+            yield item  # type: ignore[misc]

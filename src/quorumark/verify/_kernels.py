@@ -23,6 +23,8 @@ UNIT = 12
 _SATURATED = 1 << 17  # 32 times the size that balanced weights have in the middle
 _COEFFICIENT = 16  # fractional bits of the coefficients that the anchor is removed with
 _LARGEST_COEFFICIENT = 1 << 20
+_NOTHING = -(1 << 15)  # below every logarithm: the weight does not count
+_MOST_ROWS = 1 << 19  # deviations, 2^11 at most in size, that are added up in 32 bits
 
 
 def _log_table() -> np.ndarray[Any, Any]:
@@ -51,10 +53,15 @@ def _power_table() -> np.ndarray[Any, Any]:
 LOGS, POWERS = _log_table(), _power_table()
 
 
-@njit(forceinline=True)
-def _log(bits: Any, logs: Any) -> Any:
-    """log2|w| in 1/256 octaves."""
-    return ((np.int64(bits >> 23) & 255) - 127) * 256 + logs[(bits >> 15) & 255]
+def _every_log() -> np.ndarray[Any, Any]:
+    """log2|w| in 1/256 octaves by the upper bits of w without its sign: 8 of the exponent, 8 of the mantissa."""
+    table = np.full((256, 256), _NOTHING, np.int16)
+    for exponent in range(1, 255):
+        table[exponent] = (exponent - 127) * 256 + LOGS
+    return table.reshape(-1)
+
+
+EVERY_LOG = _every_log()
 
 
 @njit(forceinline=True)
@@ -64,59 +71,85 @@ def _counts(bits: Any) -> Any:
     return (exponent != 0) & (exponent != 255)
 
 
-@_kernel
-def add_logs(
-    bits: Any, width: int, taps: int, rows: Any, columns: Any, limit: int, by_row: Any, by_column: Any, logs: Any
-) -> None:
-    """Adds what is left of each weight's logarithm without its row's and column's, cut to ±limit, and the counts.
-
-    by_row[i] and by_column[j] are (sum, count).
-    """
-    for i in range(rows.size):
-        row, total, count, start = rows[i], 0, 0, i * width
-        for j in range(columns.size):
-            both = row + columns[j]
-            part, seen = 0, 0
-            for k in range(start + j * taps, start + (j + 1) * taps):
-                if _counts(bits[k]):
-                    part += max(-limit, min(limit, _log(bits[k], logs) - both))
-                    seen += 1
-            total += part
-            count += seen
-            by_column[j, 0] += part
-            by_column[j, 1] += seen
-        by_row[i, 0] += total
-        by_row[i, 1] += count
+# The loops below are written so that LLVM makes vector instructions of them: one row, or a part of it, as an array of
+# its own; 32 bits wherever they hold the number; look-ups in a loop of their own.
 
 
 @njit(forceinline=True)
-def _balanced(bits: Any, both: Any, powers: Any) -> Any:
-    """w·2^(−both/256) in units of 2^-12, rounded to nearest (halves away from 0), cut to ±2^17.
-
-    With both = 256·q + f: m·2^(−f/256)·2^(e−23−q) = (m·⌊2^(30−f/256)⌋)·2^(e−q−53).
-    """
-    if not _counts(bits):
-        return 0
-    mantissa = np.int64(bits & 0x7FFFFF) | 0x800000
-    exponent = (np.int64(bits >> 23) & 255) - 127
-    shift = 53 - UNIT - exponent + (both >> 8)
-    if shift > 62:
-        return 0
-    value = _SATURATED
-    if shift >= 35:  # the product is 2^52 at least: below 35 it is beyond the cut
-        product = mantissa * powers[both & 255]
-        value = min(_SATURATED, (product + (np.int64(1) << (shift - 1))) >> shift)
-    return -value if bits >> 31 else value
+def _row_sum(line: Any, columns: Any, row: Any, limit: Any) -> Any:
+    """Σ of what is left of a row's logarithms, each cut to ±limit, and how many weights count."""
+    total: Any = np.int64(0)
+    count: Any = np.int64(0)
+    for k in range(line.size):
+        counts = line[k] != np.int16(_NOTHING)
+        left = max(-limit, min(limit, np.int32(line[k]) - row - columns[k]))
+        total += left if counts else np.int32(0)
+        count += np.int32(counts)
+    return total, count
 
 
 @_kernel
-def balance(bits: Any, width: int, taps: int, rows: Any, columns: Any, out: Any, powers: Any) -> None:
-    """Balanced weights: out has the shape of bits."""
+def turn(bits: Any, rows: Any, columns: Any, own: int, cut: int, sums: Any, logs: Any) -> None:
+    """One turn of the scales: each row's anew, and what is then left of its weights' logarithms added for the columns.
+
+    What is left of a logarithm without its row's and its column's scale counts for ±own at most in the row's mean, and
+    for ±cut (2^11 or less) in the columns' sums. `rows` (int64) is changed. `columns` (int32) has an entry for every
+    weight of a row, and so have the two lines of `sums`: Σ of what is left, and how many weights count.
+    """
+    width = columns.size
+    line, part, seen = np.empty(width, np.int16), np.zeros(width, np.int32), np.zeros(width, np.int32)
+    most = np.int32(cut)
     for i in range(rows.size):
-        for j in range(columns.size):
-            both = rows[i] + columns[j]
-            for k in range(i * width + j * taps, i * width + (j + 1) * taps):
-                out[k] = _balanced(bits[k], both, powers)
+        row = bits[i * width : (i + 1) * width]
+        for k in range(width):
+            line[k] = logs[(row[k] >> np.uint32(15)) & np.uint32(0xFFFF)]
+        total, count = _row_sum(line, columns, np.int32(rows[i]), np.int32(own))
+        if count:
+            rows[i] += total // count
+        scale = np.int32(rows[i])
+        for k in range(width):
+            counts = line[k] != np.int16(_NOTHING)
+            left = max(-most, min(most, np.int32(line[k]) - scale - columns[k]))
+            part[k] += left if counts else np.int32(0)
+            seen[k] += np.int32(counts)
+        if (i + 1) % _MOST_ROWS == 0 or i + 1 == rows.size:
+            for k in range(width):
+                sums[0, k] += part[k]
+                sums[1, k] += seen[k]
+            part[:] = 0
+            seen[:] = 0
+
+
+@njit(forceinline=True)
+def _balance_row(bits: Any, row: Any, columns: Any, factors: Any, out: Any, powers: Any) -> None:
+    """w·2^(−both/256) in units of 2^-12 for both = row + column, rounded to nearest (halves away from 0), cut to ±2^17.
+
+    With both = 256·q + f: m·2^(−f/256)·2^(e−23−q) = (m·⌊2^(30−f/256)⌋)·2^(e−q−53). The product is 2^52 to 2^54, so
+    shifts below 35 give what is cut anyway, and shifts above 62 give 0, as those of 35 and 62 do.
+    """
+    for k in range(columns.size):
+        factors[k] = powers[(row + columns[k]) & 255]
+    for k in range(columns.size):
+        exponent = np.int32((bits[k] >> np.uint32(23)) & np.uint32(255))
+        mantissa = (bits[k] & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
+        if (exponent == 0) | (exponent == 255):
+            mantissa = np.uint32(0)
+        shift = np.int32(53 - UNIT + 127) - exponent + ((row + columns[k]) >> 8)
+        shift = max(np.int32(35), min(np.int32(62), shift))
+        halves = (np.uint64(mantissa) * np.uint64(factors[k])) >> np.uint64(shift - 1)
+        size = np.int32(min(np.uint64(_SATURATED), (halves + np.uint64(1)) >> np.uint64(1)))
+        sign = np.int32(bits[k]) >> 31  # 0 or −1
+        out[k] = (size ^ sign) - sign
+
+
+@_kernel
+def balance(bits: Any, rows: Any, columns: Any, out: Any, powers: Any) -> None:
+    """Balanced weights (int32), one for each of bits; `columns` (int32) has an entry for every weight of a row."""
+    width = columns.size
+    factors = np.empty(width, np.uint32)
+    for i in range(rows.size):
+        span = slice(i * width, (i + 1) * width)
+        _balance_row(bits[span], np.int32(rows[i]), columns, factors, out[span], powers)
 
 
 @njit(forceinline=True)
@@ -128,34 +161,56 @@ def _bit_length(value: Any) -> Any:
     return bits
 
 
-@_kernel
-def remove(values: Any, anchor: Any, width: int) -> Any:
-    """Takes each row's part along the anchor's row out of it, in place; returns Σ|what is left|.
+@njit(forceinline=True)
+def _coefficient(along: Any, squared: Any) -> Any:
+    """along/squared in units of 2^-16, rounded to nearest, cut to ±2^20; 0 if there is nothing to divide by."""
+    negative = along < 0
+    along = -along if negative else along
+    shift = max(0, _bit_length(max(along, squared)) - 46)
+    along, squared = along >> shift, squared >> shift
+    if squared == 0:
+        return np.int64(0)
+    coefficient = min(_LARGEST_COEFFICIENT, ((along << _COEFFICIENT) + squared // 2) // squared)
+    return np.int64(-coefficient if negative else coefficient)
 
-    The coefficient ⟨v, a⟩/‖a‖² is rounded to 2^-16. Cut values are below 2^17, so that the sums of a row of fewer than
-    2^29 weights fit 63 bits.
+
+@njit(forceinline=True)
+def _remove_row(values: Any, anchor: Any) -> Any:
+    """Takes a row's part along the anchor's out of it, in place; returns Σ|what is left|.
+
+    The coefficient is ⟨v, a⟩/‖a‖². Cut values are at most 2^17, so that the sums of a row of fewer than 2^29 weights
+    fit 63 bits.
     """
-    total: Any = 0
-    for start in range(0, values.size, width):
-        along: Any = 0
-        squared: Any = 0
-        for k in range(start, start + width):
-            along += np.int64(values[k]) * np.int64(anchor[k])
-            squared += np.int64(anchor[k]) * np.int64(anchor[k])
-        negative = along < 0
-        along = -along if negative else along
-        shift = max(0, _bit_length(max(along, squared)) - 46)
-        along, squared = along >> shift, squared >> shift
-        coefficient: Any = 0
-        if squared:
-            coefficient = min(_LARGEST_COEFFICIENT, ((along << _COEFFICIENT) + squared // 2) // squared)
-            coefficient = -coefficient if negative else coefficient
-        for k in range(start, start + width):
-            # >> rounds down: half a unit more makes it the nearest
-            part = (coefficient * np.int64(anchor[k]) + (1 << (_COEFFICIENT - 1))) >> _COEFFICIENT
-            left = np.int64(values[k]) - part
-            values[k] = left
-            total += abs(left)
+    along: Any = np.int64(0)
+    squared: Any = np.int64(0)
+    for k in range(values.size):
+        along += np.int64(values[k]) * np.int64(anchor[k])
+        squared += np.int64(anchor[k]) * np.int64(anchor[k])
+    coefficient = _coefficient(along, squared)
+    total: Any = np.int64(0)
+    for k in range(values.size):
+        # >> rounds down: half a unit more makes it the nearest
+        part = (coefficient * np.int64(anchor[k]) + (1 << (_COEFFICIENT - 1))) >> _COEFFICIENT
+        left = np.int64(values[k]) - part
+        values[k] = left
+        total += abs(left)
+    return total
+
+
+@_kernel
+def leave(
+    bits: Any, rows: Any, columns: Any, anchor: Any, their_rows: Any, their_columns: Any, out: Any, powers: Any
+) -> Any:
+    """out (int32) is what is left of balanced weights without the balanced anchor, row by row; returns Σ|out|."""
+    width = columns.size
+    factors, line = np.empty(width, np.uint32), np.empty(width, np.int32)
+    total: Any = np.int64(0)
+    for i in range(rows.size):
+        span = slice(i * width, (i + 1) * width)
+        left = out[span]
+        _balance_row(bits[span], np.int32(rows[i]), columns, factors, left, powers)
+        _balance_row(anchor[span], np.int32(their_rows[i]), their_columns, factors, line, powers)
+        total += _remove_row(left, line)
     return total
 
 

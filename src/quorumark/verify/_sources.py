@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -254,15 +255,17 @@ class _Archive:
     def __init__(self, path: Path) -> None:
         self.zip = zipfile.ZipFile(path)
         self.member = ""
+        self.lock = threading.Lock()  # several threads may read, but there is one place in the file
         self.file: IO[bytes]
 
     def rows(
         self, member: str, offset: int, dtype: np.dtype[Any], info: TensorInfo, begin: int, end: int
     ) -> NDArray[Any]:
-        if self.member != member:
-            self.member, self.file = member, self.zip.open(member)
-        self.file.seek(offset + begin * info.row * dtype.itemsize)
-        content = self.file.read((end - begin) * info.row * dtype.itemsize)
+        with self.lock:
+            if self.member != member:
+                self.member, self.file = member, self.zip.open(member)
+            self.file.seek(offset + begin * info.row * dtype.itemsize)
+            content = self.file.read((end - begin) * info.row * dtype.itemsize)
         return np.frombuffer(bytearray(content), dtype).reshape((end - begin, *info.shape[1:]))
 
 
@@ -345,14 +348,15 @@ class _Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path, self.mapped, self.seen = path, zipfile.is_zipfile(path), 0
+        self.lock = threading.Lock()
         self.tensors = self._load()
 
     def rows(self, name: str, begin: int, end: int) -> NDArray[Any]:
-        if self.mapped and self.seen > _RELEASE:
-            self.tensors, self.seen = self._load(), 0
-        stored = in_memory(self.tensors[name])
-        found = stored.read(begin, end)
-        self.seen += found.nbytes
+        with self.lock:
+            if self.mapped and self.seen > _RELEASE:
+                self.tensors, self.seen = self._load(), 0
+            found = in_memory(self.tensors[name]).read(begin, end)
+            self.seen += found.nbytes
         return found
 
     def _load(self) -> dict[str, Any]:

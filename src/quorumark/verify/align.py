@@ -339,7 +339,7 @@ def align(
     ours, theirs = {}, {}
     for name in used:
         if progress is not None:
-            progress(name)
+            progress(f"aligning: {name}")
         ours[name] = _features(anchor, name, specs[name])
         theirs[name] = _features(suspect, name if names is None else names[name], None)
         if theirs[name].ndim != ours[name].ndim:
@@ -356,11 +356,10 @@ def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.in
     if values.ndim < 2:
         raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
     shape = values.shape
-    rows, columns, taps = shape[0], shape[1], prod(shape[2:])
     bits = statistic._bits(values)
-    by_row, by_column = statistic._scales(lambda: iter([(0, bits)]), rows, columns, taps)
+    by_row, by_column = statistic._scales(lambda: iter([(0, bits)]), shape)
     balanced = np.empty(bits.size, np.int32)
-    _kernels.balance(bits, columns * taps, taps, by_row, by_column, balanced, _kernels.POWERS)
+    _kernels.balance(bits, by_row, by_column, balanced, _kernels.POWERS)
     rounded: NDArray[np.int8] = np.clip((balanced + (1 << (_SHIFT - 1))) >> _SHIFT, -127, 127).astype(np.int8)
     return rounded.reshape(shape)
 
@@ -621,7 +620,7 @@ class _Matching:
         sweeps, stable = 1, False
         while not stable and sweeps < _SWEEPS:
             if self.progress is not None:
-                self.progress(f"sweep {sweeps + 1}")
+                self.progress(f"aligning: sweep {sweeps + 1}")
             before = {axis: places.copy() for axis, places in self.places.items()}
             for number in order:
                 self._match(number, self._compared(number))

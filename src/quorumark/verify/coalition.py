@@ -46,7 +46,7 @@ from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
 from quorumark.verify.reference import Reference
 from quorumark.verify.statistic import Canonical, Model, canonical_form, inner_product
-from quorumark.verify.suspect import Match, Suspect, match_layout, non_finite, read_suspect
+from quorumark.verify.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
 
 __all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "sign"]
 
@@ -94,13 +94,14 @@ def prepare(
             f"weights were found in it ({'; '.join(match.problems[:_SHOWN])})"
         )
     omit = omitted(burnt, manifest.terms.leaf, manifest.terms.coordinates)
-    model: Model = opened
+    counted = Counted(opened)
+    model: Model = counted
     names, found = match.names, None
     if align:
         every = {**match.plain, **match.names}
         groups = _agreed_groups(reference)
-        found = alignment.align(opened, reference.anchor, layout, groups, every, progress=progress)
-        model, names = found.model(opened, every), {carrier: carrier for carrier in match.names}
+        found = alignment.align(counted, reference.anchor, layout, groups, every, progress=progress)
+        model, names = found.model(counted, every), {carrier: carrier for carrier in match.names}
         covered = _covered(layout, match, found)
         if covered * 100 < _LEAST_ALIGNED * layout.carrier_size:
             raise InconclusiveError(
@@ -110,6 +111,8 @@ def prepare(
     form = canonical_form(
         manifest.terms.statistic, layout, model, reference.anchor, names, omit=omit, progress=progress
     )
+    if progress is not None:
+        progress("hashing the suspect's files")
     if not form.norm2:
         raise InconclusiveError("the suspect is the anchor itself, or all zeros: there is nothing in it to test")
     query = Query(
@@ -127,7 +130,7 @@ def prepare(
         norm2=form.norm2,
         norm4=form.norm4,
         burnt=tuple(sorted(set(burnt))),
-        matching=(*_matching(opened, match), *(() if found is None else _aligned(match, found))),
+        matching=(*_matching(counted, match), *(() if found is None else _aligned(match, found))),
         created=created or now(),
         surplus=0 if found is None else found.surplus,
     )
@@ -194,7 +197,7 @@ def omitted(burnt: Collection[int], leaf: int, coordinates: int) -> NDArray[np.b
     return omit
 
 
-def _matching(suspect: Suspect, match: Match) -> tuple[str, ...]:
+def _matching(suspect: Counted, match: Match) -> tuple[str, ...]:
     """How the suspect was read, in sentences."""
     texts = []
     if match.prefix:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quorumark import codec
 from quorumark.errors import LayoutError, RecordError
+from quorumark.field import _parallel
 from quorumark.home import follow_back, read_file
 from quorumark.layout import ModelLayout, Source
 from quorumark.records import Manifest, streamed_anchor_digest
@@ -20,6 +21,7 @@ from quorumark.verify.suspect import Suspect, read_suspect
 
 __all__ = ["Reference", "digest_of_anchor", "read_chain"]
 
+_BLOCK = 1 << 20  # weights at a time: as field elements they stay in a cache until they are hashed
 LAYOUT, ANCHOR, GROUPS = "layout.json", "anchor.safetensors", "groups.json"
 
 
@@ -46,8 +48,7 @@ class Anchor:
 
     def blocks(self, name: str, limit: int = 1 << 22) -> Iterator[tuple[int, NDArray[Any]]]:
         for begin, values in self.model.blocks(name, limit):
-            encoded = codec.encode(values.astype(self.dtype, copy=False), name=f"tensor {name!r}")
-            yield begin, codec.decode(encoded, self.dtype, checked=False)
+            yield begin, codec.round_trip(values.astype(self.dtype, copy=False), name=f"tensor {name!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +75,18 @@ class Reference:
         layout: ModelLayout,
         anchor: Source | Suspect,
         groups: Groups | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
     ) -> Reference:
-        """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups."""
+        """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups.
+
+        `progress` is told what is being worked on, in words.
+        """
         terms = chain[-1].terms
         if layout.digest() != terms.layout:
             raise RecordError("the layout is not the one that the manifest names: take the consortium's layout.json")
         model = anchor if isinstance(anchor, Suspect) else read_suspect(anchor)
-        if digest_of_anchor(layout, model) != terms.anchor:
+        if digest_of_anchor(layout, model, progress) != terms.anchor:
             raise RecordError(
                 "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
                 "model if the consortium has one"
@@ -97,6 +103,8 @@ class Reference:
         layout: str | os.PathLike[str] | None = None,
         anchor: str | os.PathLike[str] | None = None,
         groups: str | os.PathLike[str] | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
     ) -> Reference:
         """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named.
 
@@ -114,25 +122,31 @@ class Reference:
         if groups is None and "groups" in chain[-1].terms.policy and (folder / GROUPS).exists():
             groups = folder / GROUPS
         found = None if groups is None else Groups.from_bytes(read_file(Path(groups), "a model's groups"))
-        return cls.of(chain, shape, anchor_path, found)
+        return cls.of(chain, shape, anchor_path, found, progress=progress)
 
 
-def digest_of_anchor(layout: ModelLayout, model: Suspect) -> str:
+def digest_of_anchor(layout: ModelLayout, model: Suspect, progress: Callable[[str], None] | None = None) -> str:
     """What terms name as their anchor, of a model of any size: it is read in blocks."""
-    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _encoded(layout, model))
+    # one thread reads and encodes while the other hashes, which takes longer
+    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _parallel.ahead(_encoded(layout, model, progress)))
 
 
-def _encoded(layout: ModelLayout, model: Suspect) -> Iterator[bytes]:
+def _encoded(
+    layout: ModelLayout, model: Suspect, progress: Callable[[str], None] | None = None
+) -> Iterator[memoryview]:
     """The anchor as field elements, tensor by tensor in the layout's order, a block at a time."""
-    for spec, _ in layout.spans():
+    every = list(layout.spans())
+    for number, (spec, _) in enumerate(every, 1):
+        if progress is not None:
+            progress(f"checking the anchor, tensor {number} of {len(every)}: {spec.name}")
         found = model.tensors.get(spec.name)
         if found is None or found.shape != spec.shape:
             problem = "lacks it" if found is None else f"has it with the shape {found.shape}, not {spec.shape}"
             raise LayoutError(f"the anchor does not fit the layout: tensor {spec.name!r}: the anchor {problem}")
         if spec.size:
-            for _, values in model.blocks(spec.name):
+            for _, values in model.blocks(spec.name, _BLOCK):
                 yield _little(codec.encode(values.astype(layout.dtype, copy=False), name=f"tensor {spec.name!r}"))
 
 
-def _little(encoded: Any) -> bytes:
-    return encoded.astype("<u8", copy=False).tobytes()  # type: ignore[no-any-return]
+def _little(encoded: Any) -> memoryview:
+    return memoryview(encoded.astype("<u8", copy=False).reshape(-1).view("u1"))

@@ -12,7 +12,7 @@ What it costs to choose one after seeing z: a consortium names its statistic in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any, Protocol
@@ -32,9 +32,10 @@ __all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product", "norms"
 _CUT = 8 * 256  # octaves that one weight may pull at its row's or column's scale
 _PASSES = 3  # over rows, then columns
 _MIDDLE = 25  # the mean of |x| that 8 bits are scaled to: for a normal shape the cut at 127 is four deviations
-_KEPT = 1 << 25  # a tensor of up to so many weights is held in memory while it is worked on
-_BLOCK = 1 << 22
+_KEPT = 1 << 26  # a tensor of up to so many weights is held in memory while it is worked on: 3 arrays of 256 MiB
+_BLOCK = 1 << 20  # weights that are read and worked on at a time: they stay in a cache in between
 _WIDEST = 1 << 29  # sums over a row then fit 63 bits
+_MOST_PRODUCTS = 1 << 22  # of the inner product, that are added up before they are reduced
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
 
@@ -102,7 +103,9 @@ def _square_sum(low: NDArray[np.int64], high: NDArray[np.int64]) -> int:
 class _Tensor:
     """One carrier of the suspect: `name` is the suspect's name for it, `chosen` which of its weights carry (all: None).
 
-    `exponent` is the one in the middle of all carriers, where a statistic needs that.
+    `exponent` is the one in the middle of all carriers, where a statistic needs that. `memory`, for each of the two
+    models, holds a tensor while it is worked on; it is the same for all tensors, because fresh memory costs as much as
+    reading into it.
     """
 
     spec: TensorSpec
@@ -111,6 +114,7 @@ class _Tensor:
     anchor: Model
     chosen: NDArray[np.int64] | None
     exponent: int
+    memory: NDArray[np.uint32]
 
     @property
     def width(self) -> int:
@@ -130,7 +134,8 @@ def canonical_form(
 ) -> Canonical:
     """x of a suspect. `names` maps carriers to the suspect's names for them; a carrier that is not there gets zeros.
 
-    `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told each tensor's name.
+    `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told what is being worked
+    on, in words.
     """
     if statistic not in STATISTICS:
         raise InputError("statistic", f"must be one of {', '.join(STATISTICS)}", repr(statistic))
@@ -140,11 +145,12 @@ def canonical_form(
     carrying = layout.carrying()
     x = np.zeros(layout.coordinates, dtype)
     exponent = _common_exponent(suspect, carriers, names) if statistic == "global-cosine/v1" else 0
-    for spec, place in carriers:
+    memory = np.empty((2, max((spec.size for spec, _ in carriers if spec.size <= _KEPT), default=0)), np.uint32)
+    for number, (spec, place) in enumerate(carriers, 1):
         if spec.name not in names:
             continue
         if progress is not None:
-            progress(spec.name)
+            progress(f"reading the suspect, tensor {number} of {len(carriers)}: {spec.name}")
         # which of the tensor's weights carry, and where they lie in x
         if isinstance(carrying, slice):
             target, chosen = x[place], None
@@ -152,7 +158,7 @@ def canonical_form(
             begin, end = np.searchsorted(carrying, (place.start, place.stop))
             target, chosen = x[begin:end], carrying[begin:end] - place.start
         if target.size:
-            one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent), target)
+            one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent, memory), target)
     if omit is not None:
         x[omit] = 0
     return Canonical.of(statistic, x)
@@ -167,12 +173,19 @@ def _bits(values: NDArray[Any]) -> NDArray[np.uint32]:
         return np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
 
 
-def _reader(model: Model, name: str, size: int) -> Blocks:
-    """Blocks of a tensor's bits, as often as wanted: from memory if it is not too large."""
-    if size > _KEPT:
+def _reader(model: Model, name: str, spec: TensorSpec, memory: NDArray[np.uint32]) -> Blocks:
+    """Blocks of a tensor's bits, as often as wanted: from memory if it fits there."""
+    if spec.size > memory.size:
         return lambda: ((begin, _bits(values)) for begin, values in model.blocks(name, _BLOCK))
-    whole = np.concatenate([_bits(values) for _, values in model.blocks(name, _BLOCK)])
-    return lambda: iter([(0, whole)])
+    whole, width = memory[: spec.size], spec.size // spec.shape[0]
+    filled = 0
+    for begin, values in model.blocks(name, _BLOCK):
+        whole[begin * width : begin * width + values.size] = _bits(values)
+        filled += values.size
+    if filled != spec.size:
+        raise InputError(f"tensor {name!r}", f"must have {spec.size} weights", filled)
+    step = max(1, _BLOCK // width)
+    return lambda: ((begin, whole[begin * width : (begin + step) * width]) for begin in range(0, spec.shape[0], step))
 
 
 # --- balanced-anchor/v1 -----------------------------------------------------------------------------------
@@ -181,97 +194,100 @@ def _reader(model: Model, name: str, size: int) -> Blocks:
 def _balanced_anchor(tensor: _Tensor, out: NDArray[Any]) -> None:
     """One tensor: rows × columns × taps (output channels, input channels, places of the kernel)."""
     spec, width = tensor.spec, tensor.width
-    rows, columns, taps = spec.shape[0], spec.shape[1], prod(spec.shape[2:])
     if width >= _WIDEST:
         raise InputError(f"tensor {spec.name!r}", f"must have rows of fewer than {_WIDEST} weights", width)
-    ours, theirs = _reader(tensor.suspect, tensor.name, spec.size), _reader(tensor.anchor, spec.name, spec.size)
-    scales = [_scales(blocks, rows, columns, taps) for blocks in (ours, theirs)]
+    models = ((tensor.suspect, tensor.name, tensor.memory[0]), (tensor.anchor, spec.name, tensor.memory[1]))
+    ours, theirs = _parallel.each(lambda of: _reader(of[0], of[1], spec, of[2]), models)
+    scales = [_scales(blocks, spec.shape) for blocks in (ours, theirs)]
 
-    def left() -> Iterator[tuple[int, NDArray[np.int32], int]]:
-        """Blocks of what is left of the suspect without the anchor, and Σ|…| of each."""
+    space = np.empty(0, np.int32)
+
+    def left() -> Iterator[tuple[slice, NDArray[np.int32], int]]:
+        """Block by block what is left of the suspect without the anchor, where it goes in x, and Σ|…| of the block."""
+        nonlocal space
         for (begin, one), (other, two) in zip(ours(), theirs(), strict=True):
             if (begin, one.size) != (other, two.size):
                 raise InputError("suspect and anchor", f"must come in the same blocks of {spec.name!r}", (begin, other))
-            both = [np.empty(one.size, np.int32) for _ in range(2)]
+            if (
+                tensor.chosen is None or space.size < one.size
+            ):  # what is chosen of a block is copied: then space is free
+                space = np.empty(one.size, np.int32)
+            values = space[: one.size]
 
-            def part(low: int, high: int, begin: int = begin, one: Any = one, two: Any = two, both: Any = both) -> int:
-                span = slice(low * width, high * width)
-                for bits, (by_row, by_column), balanced in zip((one, two), scales, both, strict=True):
-                    of_rows = by_row[begin + low : begin + high]
-                    _kernels.balance(bits[span], width, taps, of_rows, by_column, balanced[span], _kernels.POWERS)
-                return int(_kernels.remove(both[0][span], both[1][span], width))
+            def part(low: int, high: int, begin: int = begin, one: Any = one, two: Any = two, out: Any = values) -> int:
+                span, here = slice(low * width, high * width), slice(begin + low, begin + high)
+                (by_row, by_column), (their_rows, their_columns) = scales
+                mine, other = (one[span], by_row[here], by_column), (two[span], their_rows[here], their_columns)
+                return int(_kernels.leave(*mine, *other, out[span], _kernels.POWERS))
 
-            totals = _spread_rows(part, one.size // width, width)
-            yield begin, both[0], sum(totals)
+            total = sum(_spread_rows(part, one.size // width, width))
+            yield *_carrying(begin * width, values, tensor.chosen), total
 
-    kept = list(left()) if spec.size <= _KEPT else None
+    kept = list(left()) if out.size <= _KEPT else None
     total = sum(found for _, _, found in (kept if kept is not None else left()))
     # x = R·25·n/Σ|R|; a tensor that is the anchor to within 2^-10 keeps its small numbers instead of blown-up noise
     # (values are below 2^22 and n below 2^31: 25·n·R stays below 2^58)
     numerator, denominator = _MIDDLE * spec.size, max(total, 4 * spec.size)
-    for begin, values, _ in kept if kept is not None else left():
-        _emit(begin * width, values, numerator, denominator, tensor.chosen, out)
+    for place, values, _ in kept if kept is not None else left():
+        _emit(values, numerator, denominator, out[place])
 
 
-def _emit(
-    start: int,
-    values: NDArray[np.int32],
-    numerator: int,
-    denominator: int,
-    chosen: NDArray[np.int64] | None,
-    out: NDArray[np.int8],
-) -> None:
-    """Rounds a block to 8 bits and puts what carries of it into x."""
+def _carrying(
+    start: int, values: NDArray[np.int32], chosen: NDArray[np.int64] | None
+) -> tuple[slice, NDArray[np.int32]]:
+    """Of a block, from weight `start` of its tensor on: which places in x it has, and its values for them."""
     if chosen is None:
-        target = out[start : start + values.size]
-    else:
-        begin, end = np.searchsorted(chosen, (start, start + values.size))
-        values, target = values[chosen[begin:end] - start], out[begin:end]
+        return slice(start, start + values.size), values
+    begin, end = (int(n) for n in np.searchsorted(chosen, (start, start + values.size)))
+    return slice(begin, end), values[chosen[begin:end] - start]
+
+
+def _emit(values: NDArray[np.int32], numerator: int, denominator: int, out: NDArray[np.int8]) -> None:
+    """Rounds a block to 8 bits."""
 
     def part(low: int, high: int) -> None:
-        _kernels.to_int8(values[low:high], numerator, denominator, target[low:high])
+        _kernels.to_int8(values[low:high], numerator, denominator, out[low:high])
 
     if values.size:
         _parallel.spread(part, values.size)
 
 
-def _scales(blocks: Blocks, rows: int, columns: int, taps: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _scales(blocks: Blocks, shape: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """How large each row and each column is, as mean logarithms in 1/256 octave: log|w| ≈ row + column.
 
     Rows and columns in turns, so that a scaled channel is seen as such whatever the others are; after the first turn a
-    weight's own deviation counts for ±8 octaves at most, so that one huge weight moves its row by 8/n octaves.
+    weight's own deviation counts for ±8 octaves at most, so that one huge weight moves its row by 8/n octaves. A row's
+    scale follows from that row alone, once the columns are known, so that one walk does both halves of a turn.
+
+    The columns' scales come once for every weight of a row.
     """
+    rows, columns, taps = shape[0], shape[1], prod(shape[2:])
+    width = columns * taps
     by_row, by_column = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
-    limit = 1 << 30
+    spread_out = np.zeros(width, np.int32)
+    own = 1 << 30
     for _ in range(_PASSES):
-        by_row += _mean(_log_sums(blocks, by_row, by_column, columns, taps, limit)[0])
-        limit = _CUT
-        by_column += _mean(_log_sums(blocks, by_row, by_column, columns, taps, limit)[1])
-    return by_row, by_column
+        sums = np.zeros((2, width), np.int64)
+        for begin, bits in blocks():
+
+            def part(
+                low: int, high: int, begin: int = begin, bits: Any = bits, own: int = own, now: Any = spread_out
+            ) -> NDArray[np.int64]:
+                mine = np.zeros((2, width), np.int64)
+                of_rows = by_row[begin + low : begin + high]
+                _kernels.turn(bits[low * width : high * width], of_rows, now, own, _CUT, mine, _kernels.EVERY_LOG)
+                return mine
+
+            for mine in _spread_rows(part, bits.size // width, width):
+                sums += mine
+        by_column += _mean(sums.reshape(2, columns, taps).sum(2))
+        spread_out, own = np.repeat(by_column, taps).astype(np.int32), _CUT
+    return by_row, spread_out
 
 
 def _mean(sums: NDArray[np.int64]) -> NDArray[np.int64]:
     """sum/count, rounded down; 0 where nothing was counted."""
-    return np.where(sums[:, 1] > 0, sums[:, 0] // np.maximum(sums[:, 1], 1), 0)
-
-
-def _log_sums(
-    blocks: Blocks, by_row: NDArray[np.int64], by_column: NDArray[np.int64], columns: int, taps: int, limit: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    width = columns * taps
-    of_rows, of_columns = np.zeros((by_row.size, 2), np.int64), np.zeros((columns, 2), np.int64)
-    for begin, bits in blocks():
-
-        def part(low: int, high: int, begin: int = begin, bits: Any = bits) -> NDArray[np.int64]:
-            mine = np.zeros((columns, 2), np.int64)
-            here = slice(begin + low, begin + high)
-            span = bits[low * width : high * width]
-            _kernels.add_logs(span, width, taps, by_row[here], by_column, limit, of_rows[here], mine, _kernels.LOGS)
-            return mine
-
-        for mine in _spread_rows(part, bits.size // width, width):
-            of_columns += mine
-    return of_rows, of_columns
+    return np.where(sums[1] > 0, sums[0] // np.maximum(sums[1], 1), 0)
 
 
 def _spread_rows(part: Callable[[int, int], Any], rows: int, width: int) -> list[Any]:
@@ -356,8 +372,8 @@ def inner_product(x: NDArray[Any], share: Vector, start: int = 0) -> int:
 
     def part_of(low: int, high: int) -> int:
         sums, total = np.zeros(2, np.int64), 0
-        for begin in range(low, high, _BLOCK):
-            part = slice(begin, min(begin + _BLOCK, high))
+        for begin in range(low, high, _MOST_PRODUCTS):
+            part = slice(begin, min(begin + _MOST_PRODUCTS, high))
             _kernels.dot_int8(mine[part], share[part], sums)
             total += int(sums[0]) + (int(sums[1]) << 32)
         return total

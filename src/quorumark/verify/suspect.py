@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.errors import InputError, LayoutError
+from quorumark.field import _parallel
 from quorumark.layout import _DTYPES, _FLOATS, ModelLayout, TensorSpec, _open, _some
 from quorumark.records import canonical, digest
 from quorumark.verify._sources import DAMAGED, FLOAT8, STORED, Stored, TensorInfo, decode, in_memory, open_source, spans
@@ -75,12 +76,7 @@ class Suspect:
     def files(self) -> tuple[SuspectFile, ...]:
         """Every file that holds weights, and the index, by name; none for a model in memory. Reads them whole."""
         self._check_unchanged()
-        found = []
-        for path in self.paths:
-            with path.open("rb") as file:
-                hashed = hashlib.file_digest(file, "sha256").hexdigest()
-                name = os.fsencode(path.name).decode("utf-8", "backslashreplace")
-                found.append(SuspectFile(name, hashed, file.tell()))
+        found = _parallel.each(_hashed, self.paths)
         self._check_unchanged()
         return tuple(found)
 
@@ -198,6 +194,35 @@ class Suspect:
         """Its digest and its numbers must be of the same bytes."""
         if self._stamp() != self._stamps:
             raise LayoutError("the suspect's files changed while they were read; read a copy that nobody writes to")
+
+
+def _hashed(path: Path) -> SuspectFile:
+    with path.open("rb") as file:
+        hashed = hashlib.file_digest(file, "sha256").hexdigest()
+        name = os.fsencode(path.name).decode("utf-8", "backslashreplace")
+        return SuspectFile(name, hashed, file.tell())
+
+
+class Counted:
+    """A suspect whose numbers are looked at as they are read: how many of a tensor are not finite.
+
+    So that a suspect need not be read once more for that. `counts` knows the tensors that were read to their ends.
+    """
+
+    def __init__(self, suspect: Suspect) -> None:
+        self._suspect = suspect
+        self.counts: dict[str, int] = {}
+
+    def blocks(self, name: str, limit: int = 1 << 22) -> Iterator[tuple[int, NDArray[Any]]]:
+        """The suspect's own, in the same blocks."""
+        if name in self.counts:
+            yield from self._suspect.blocks(name, limit)
+            return
+        count = 0
+        for begin, values in self._suspect.blocks(name, limit):
+            count += values.size - int(np.count_nonzero(np.isfinite(values)))
+            yield begin, values
+        self.counts[name] = count
 
 
 def read_suspect(source: str | os.PathLike[str] | Mapping[str, Any]) -> Suspect:
@@ -340,13 +365,14 @@ def _fits(suspect: Suspect, name: str, spec: TensorSpec, resizable: Mapping[str,
     return _resized(suspect.tensors[name].shape, spec, resizable)
 
 
-def non_finite(suspect: Suspect, match: Match) -> dict[str, int]:
-    """How many NaN and infinities each carrier has, for those that have any."""
-    counts = {
-        carrier: sum(values.size - int(np.isfinite(values).sum()) for _, values in suspect.blocks(name))
-        for carrier, name in match.names.items()
-    }
-    return {carrier: count for carrier, count in counts.items() if count}
+def non_finite(suspect: Suspect | Counted, match: Match) -> dict[str, int]:
+    """How many NaN and infinities each carrier has, for those that have any; only what is not counted is read."""
+    counted = suspect if isinstance(suspect, Counted) else Counted(suspect)
+    for name in match.names.values():
+        if name not in counted.counts:
+            for _ in counted.blocks(name, 1 << 20):
+                pass
+    return {carrier: counted.counts[name] for carrier, name in match.names.items() if counted.counts[name]}
 
 
 _Rule: TypeAlias = tuple[str, str]
