@@ -107,7 +107,10 @@ def _record(run: AnyRun, released: Any, size: dict[str, int], measured: Callable
         **measured(),
         "loss": round(log[-1].loss, 4),
         "rho": None if run.mark is None else round(run.mark.rho, 5),
-        "z": {"released": (z := _z(run, released)), "final": z if released is run.model else _z(run, run.model)},
+        "z": {
+            "released": (z := _z(run, released)),
+            "final": z if released is run.model else _z(run, run.model, [BALANCED]),
+        },
         "null": _null(run, released) if settings.null_keys else None,
         "seconds": round(sum(taken), 1),
         "seconds_per_round": round(statistics.median(taken), 3),
@@ -131,12 +134,12 @@ def attack_record(run: LanguageRun, title: str, digest: str, released: dict[str,
     }
 
 
-def _z(run: AnyRun, model: Any) -> dict[str, Any]:
+def _z(run: AnyRun, model: Any, names: Iterable[str] = (BALANCED, GLOBAL, MEAN)) -> dict[str, Any]:
     """By each statistic; with a key for each member their mean, least and largest."""
     from quorumark.lab.scores import z_scores
 
     keys = {str(number): key for number, key in enumerate(run.keys)}
-    found = z_scores(run.layout, model.cpu().numpy(), run.initial.cpu().numpy(), keys, run.device)
+    found = z_scores(run.layout, model.cpu().numpy(), run.initial.cpu().numpy(), keys, run.device, names)
     out: dict[str, Any] = {}
     for statistic, each in found.items():
         values = list(each.values())

@@ -15,12 +15,17 @@ __all__ = ["null_scores", "z_scores"]
 
 
 def z_scores(
-    layout: ModelLayout, vector: NDArray[Any], anchor: NDArray[Any], keys: Mapping[str, SeededKey], device: Any = "cpu"
+    layout: ModelLayout,
+    vector: NDArray[Any],
+    anchor: NDArray[Any],
+    keys: Mapping[str, SeededKey],
+    device: Any = "cpu",
+    statistics: Iterable[str] = tuple(STATISTICS),
 ) -> dict[str, dict[str, float]]:
-    """z = ⟨x, τ⟩/‖x‖ by each of the three statistics, for each key; models in the layout's order."""
+    """z = ⟨x, τ⟩/‖x‖ by each of the statistics, for each key; models in the layout's order."""
     suspect, initial = TensorsInMemory.of(layout, vector), TensorsInMemory.of(layout, anchor)
     out: dict[str, dict[str, float]] = {}
-    for statistic in STATISTICS:
+    for statistic in statistics:
         form = canonical_form(statistic, layout, suspect, initial)
         out[statistic] = dict(zip(keys, _scores(form, keys.values(), device), strict=True))
     return out
