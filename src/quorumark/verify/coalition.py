@@ -86,7 +86,7 @@ def prepare(
     """
     manifest, layout = reference.manifest, reference.layout
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
-    match = match_layout(opened, layout, _resizable(_agreed_groups(reference)) if align else None)
+    match = match_layout(opened, layout, _agreed_groups(reference).resizable() if align else None)
     covered = match.coverage[0]
     if covered * 100 < _LEAST_COVERAGE * layout.carrier_size:
         raise InconclusiveError(
@@ -146,15 +146,6 @@ def _agreed_groups(reference: Reference) -> Groups:
 def _agreed_alignment(terms: Terms) -> str:
     """What a query with alignment says about it: the procedure, and the groups that the terms name."""
     return f"{alignment.PROCEDURE}:{terms.policy.get('groups', 'none')}"
-
-
-def _resizable(groups: Groups) -> dict[str, set[int]]:
-    """The axes along which a suspect may have more or fewer channels."""
-    axes: dict[str, set[int]] = {}
-    for group in groups.groups:
-        for slot in group.slots:
-            axes.setdefault(slot.tensor, set()).add(slot.axis)
-    return axes
 
 
 def _covered(layout: ModelLayout, match: Match, found: Alignment) -> int:
