@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from quorumark.attacks.lora import merge
 from quorumark.codec import decode
 from quorumark.embed import MarkState, Strength, ideal_mark
 from quorumark.layout import ModelLayout
@@ -85,7 +85,7 @@ def base() -> State:
     """The public base model, trained on one language."""
     torch.manual_seed(0)
     module = llama()
-    train(module, sentences(0), 2e-3, 0, epochs=3)
+    train(module, sentences(0)[:512], 3e-3, 0)
     return copied(module.state_dict())
 
 
@@ -126,12 +126,7 @@ def tuned(adapter: Mapping[str, torch.Tensor], words: torch.Tensor, rate: float,
 
 def merged(adapter: Mapping[str, torch.Tensor], strength: float = 1.0) -> State:
     """The base with the adapter added to its weights."""
-    out = copied(base())
-    for name in [n for n in adapter if ".lora_A." in n]:
-        down, up = adapter[name], adapter[name.replace("lora_A", "lora_B")]
-        target = name.removeprefix(PEFT).replace(".lora_A.weight", ".weight")
-        out[target] += (strength * ALPHA / RANK * up.double() @ down.double()).float()
-    return out
+    return merge(adapter, base(), strength * ALPHA / RANK)
 
 
 def perplexity(state: Mapping[str, torch.Tensor], words: torch.Tensor) -> float:
@@ -160,12 +155,12 @@ class Run:
 
 
 @cache
-def marked(rounds: int = 20, rho: str = "0.15", members: int = 4, seed: int = 1, rate: float = 3e-3) -> Run:
+def marked(rounds: int = 10, rho: str = "0.15", members: int = 4, seed: int = 1, rate: float = 5e-3) -> Run:
     """Federated averaging of A and B with a mark of strength ρ."""
     start = fresh(seed)
     layout = ModelLayout.of(start)
     key = np.random.default_rng(seed + 100).choice(np.array([-1, 1]), layout.coordinates)
-    words = sentences(7)
+    words = sentences(7)[:512]
     parts = [words[k::members] for k in range(members)]
     strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}", "alike": "mark"}
     rule = Strength.of(strength, layout.coordinates)
@@ -173,7 +168,7 @@ def marked(rounds: int = 20, rho: str = "0.15", members: int = 4, seed: int = 1,
     now, reached = start, []
     for number in range(1, rounds + 1):
         step = rate * float(rule.rate(number))
-        updates = [tuned(now, part, step, 1000 * seed + number, epochs=2) for part in parts]
+        updates = [tuned(now, part, step, 1000 * seed + number) for part in parts]
         mean = {name: torch.stack([update[name] for update in updates]).mean(0) for name in start}
         amplitudes = state.amplitudes(number)
         total = layout.encode(mean)

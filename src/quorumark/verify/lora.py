@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -38,6 +39,7 @@ PROCEDURE = "anchor-gauge/v1"
 _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ does not have get nothing
 _CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weights move little
 _UNIT = 32  # bits of Δ below the cut
+_LEAST = 2.0**-40  # the base is known to that, as its digest sees it
 _TURNS = 4  # over rows and columns, to find their scales
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
@@ -157,34 +159,28 @@ def base_layout(base: Suspect, layers: tuple[Factors, ...] = ()) -> ModelLayout:
 
 def gauge(delta: Blocks, anchor: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The factors (A, B) of Δ beside the anchor's A₀. `delta()` gives rows of Δ as float64 blocks, each time anew."""
-    top = _cut(delta)
-    rank = anchor.shape[0]
-    start = Fixed.of(anchor)
-    if top is None:  # Δ = 0: nothing was added to the base
-        rows = sum(len(block) for _, block in delta())
-        return anchor.astype(np.float32), np.zeros((rows, rank), np.float32)
-    parts = [times(_encoded(block, top), transposed(start)) for _, block in delta()]
-    up = times(stack(parts), inverse(times(start, transposed(start))))
+    start, top = Fixed.of(anchor), _cut(delta)
+    on_anchor = [times(_encoded(block, top), transposed(start)) for _, block in delta()]
+    up = times(stack(on_anchor), inverse(times(start, transposed(start))))
     energy = times(transposed(up), up)
+    if not energy.values.any():  # nothing was added to the base, or nothing that A₀ sees
+        return anchor.astype(np.float32), np.zeros(up.values.shape, np.float32)
     # Bᵀ·(Δ − B·A₀) = Bᵀ·Δ − (BᵀB)·A₀
-    across: Fixed | None = None
-    for begin, block in delta():
-        rows = Fixed(np.ascontiguousarray(up.values[begin : begin + len(block)].T), up.exponent)
-        part = times(rows, _encoded(block, top))
-        across = part if across is None else plus(across, part)
-    assert across is not None
-    if not energy.values.any():
-        return anchor.astype(np.float32), up.floats().astype(np.float32)
-    moved = times(inverse(energy, _RIDGE), minus(across, times(energy, start)))
+    across = [times(_rows_turned(up, begin, len(block)), _encoded(block, top)) for begin, block in delta()]
+    moved = times(inverse(energy, _RIDGE), minus(reduce(plus, across), times(energy, start)))
     return (anchor.astype(np.float64) + moved.floats()).astype(np.float32), up.floats().astype(np.float32)
 
 
-def _cut(delta: Blocks) -> int | None:
-    """The exponent at which Δ is cut: some octaves above the middle of the weights that are not 0; None if all are."""
+def _rows_turned(x: Fixed, begin: int, count: int) -> Fixed:
+    return transposed(Fixed(x.values[begin : begin + count], x.exponent))
+
+
+def _cut(delta: Blocks) -> int:
+    """The exponent at which Δ is cut: some octaves above the middle of the weights that are not 0."""
     histogram = np.zeros(256, np.int64)
     for _, block in delta():
         _kernels.exponents(_bits(block), histogram)
-    return _median_exponent(histogram) + 1 + _CUT if histogram.any() else None
+    return _median_exponent(histogram) + 1 + _CUT
 
 
 def _encoded(block: NDArray[np.float64], top: int) -> Fixed:
@@ -219,7 +215,9 @@ def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Block
             _matrix(suspect, name, layer.turned), _matrix(base, layer.weight, layer.turned), strict=True
         ):
             with np.errstate(invalid="ignore"):  # what is not finite counts as 0 later
-                yield begin, ours.astype(np.float64) - theirs.astype(np.float64)
+                left = ours.astype(np.float64) - theirs.astype(np.float64)
+            left[np.abs(left) < _LEAST] = 0
+            yield begin, left
 
     return blocks
 
@@ -312,13 +310,28 @@ class Gauged:
         self._of = {name: layer for layer in self.layers for name in (layer.down, layer.up)}
 
     @property
+    def kind(self) -> str:
+        """What the suspect is, in words."""
+        if self.merged:
+            return "a whole model, from which the base was taken away"
+        return "an adapter" + (f" of rank {', '.join(map(str, self.ranks))}" if self.ranks else "")
+
+    @property
     def names(self) -> dict[str, str]:
         """The carriers that the suspect has, each under its own name."""
         return {name: name for name in self._of}
 
     def covered(self, layout: ModelLayout) -> int:
-        """Carrying weights that come from the suspect."""
-        return sum(spec.size for spec, _ in layout.spans("carrier") if spec.name in self._of)
+        """Carrying weights that come from the suspect: all but those of channels that an alignment did not find."""
+        total = 0
+        for spec, _ in layout.spans("carrier"):
+            if spec.name in self._of:
+                layer = self._of[spec.name]
+                axis = int(spec.name == layer.down)  # A has the weight's inputs, B its outputs
+                places = {} if self.alignment is None else self.alignment.places
+                found = places.get((layer.weight, axis ^ layer.turned))
+                total += spec.size if found is None else spec.size // spec.shape[axis] * int((found >= 0).sum())
+        return total
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
         layer = self._of[name]
@@ -338,38 +351,39 @@ def gauge_suspect(
     layout: ModelLayout,
     anchor: Model,
     lora: Lora,
-    base: Base | None = None,
+    base: Callable[[], Base | None] = lambda: None,
     groups: Groups | None = None,
     *,
     progress: Progress | None = None,
 ) -> Gauged:
     """Reads a suspect as factors in the anchor's gauge.
 
-    A suspect that has half of the layers' weights is a whole model, whatever factors lie beside them: only that takes
-    the base. With `groups`, those of the base model, its channels are first put where the base has them, and their
-    scales taken out. Any other suspect is an adapter.
+    A suspect that has half of the layers' weights is a whole model, whatever factors lie beside them; only then is the
+    base asked for. With `groups`, those of the base model, its channels are first put where the base has them, and
+    their scales taken out. Any other suspect is an adapter.
     """
     match = match_layout(suspect, _whole_layout(layout, lora))
     if 2 * match.coverage[0] < match.coverage[1] and groups is None:
         return _from_factors(suspect, layout, anchor, lora)
-    if base is None:
-        raise RecordError("the suspect is a whole model: put the public base model beside it, or name it: --base")
+    public = base()
+    if public is None:
+        raise RecordError("the suspect is a whole model: put the base model beside the manifest, or name it: --base")
     if groups is None:
         layers = {
-            layer: _difference(suspect, match.names[layer.weight], base.rounded, layer)
+            layer: _difference(suspect, match.names[layer.weight], public.rounded, layer)
             for layer in lora.layers
             if layer.weight in match.names
         }
         return Gauged(layers, anchor, replace(match, casts={}), merged=True)
-    whole = base_layout(base.stored, lora.layers)
+    whole = base_layout(public.stored, lora.layers)
     match = match_layout(suspect, whole, groups.resizable())
     if not match.names:
         raise InconclusiveError("the suspect has none of the base model's weights: there is nothing to align")
     every = {**match.plain, **match.names}
-    found = align(suspect, base.rounded, whole, groups, every, progress=progress)
+    found = align(suspect, public.rounded, whole, groups, every, progress=progress)
     placed = found.model(suspect, every)
     layers = {
-        layer: _rescaled_difference(placed, layer.weight, base.rounded, layer)
+        layer: _rescaled_difference(placed, layer.weight, public.rounded, layer)
         for layer in lora.layers
         if layer.weight in match.names
     }
