@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from quorumark.attacks.lora import merge
 from quorumark.codec import decode
-from quorumark.embed import MarkState, Strength, ideal_mark
+from quorumark.embed import MarkState, Strength, ideal_mark, ideal_norms
 from quorumark.layout import ModelLayout
 from quorumark.research import KnownKey, TensorsInMemory
 
@@ -162,7 +163,7 @@ def marked(rounds: int = 10, rho: str = "0.15", members: int = 4, seed: int = 1,
     key = np.random.default_rng(seed + 100).choice(np.array([-1, 1]), layout.coordinates)
     words = sentences(7)[:512]
     parts = [words[k::members] for k in range(members)]
-    strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}", "alike": "mark"}
+    strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}"}
     rule = Strength.of(strength, layout.coordinates)
     state = MarkState(rule, layout, "rademacher", layout.encode(start))
     now, reached = start, []
@@ -173,7 +174,9 @@ def marked(rounds: int = 10, rho: str = "0.15", members: int = 4, seed: int = 1,
         amplitudes = state.amplitudes(number)
         total = layout.encode(mean)
         ideal_mark(total, amplitudes, key)
-        state.advance(number, total, amplitudes)
+        results = {x: layout.encode(update) for x, update in enumerate(updates, 1)}
+        norms = ideal_norms(layout, layout.encode(now), results, dict.fromkeys(results, Fraction(1, members)))
+        state.advance(number, total, amplitudes, norms)
         reached.append(state.rho / 2**32)
         now = layout.unflatten(decode(total).astype(layout.dtype), mean)
     return Run(layout, key, start, now, state, reached)
