@@ -481,9 +481,9 @@ def test_from_the_terms_to_the_certificate(world: World, tmp_path: Path, environ
     command("verify", "prepare", suspect, "--lora", "--out", query, *manifest, "--home", tmp_path / "nobody")
     partials = []
     for point in (1, 3, 5):
-        home = world.homes[point - 1][0].path
+        folder = world.homes[point - 1][0].path
         partials.append(tmp_path / f"p{point}.json")
-        key = ("--home", home, "--key-file", f"{home}.key")
+        key = ("--home", folder, "--key-file", f"{folder}.key")
         command("verify", "partial", query, "--suspect", suspect, "--approve", "--out", partials[-1], *manifest, *key)
     out = tmp_path / "certificate.json"
     said = command("verify", "combine", query, *partials, "--out", out, *manifest, "--home", tmp_path / "nobody")

@@ -17,6 +17,7 @@ __all__ = ["Fixed", "SingularError", "inverse", "minus", "plus", "stack", "times
 
 _BITS = 40  # what is kept of a number, beside the largest of its matrix
 _ROOM = 58  # bits that the parts of a product may have before they are added up
+_NARROW = 16  # the other matrix has limbs of no fewer bits
 _FRACTION = 192  # fractional bits of an inverse while it is made
 
 
@@ -32,11 +33,11 @@ class Fixed:
     exponent: int
 
     @classmethod
-    def of(cls, numbers: NDArray[Any]) -> Fixed:
-        """Floats, to 40 bits of the largest, ties to even; what is not finite counts as 0."""
+    def of(cls, numbers: NDArray[Any], bits: int = _BITS) -> Fixed:
+        """Floats, to so many bits of the largest, ties to even; what is not finite counts as 0."""
         wide = np.where(np.isfinite(numbers), numbers, 0).astype(np.float64)
         _, exponent = np.frexp(np.abs(wide).max(initial=0.0))
-        shift = _BITS - int(exponent)
+        shift = bits - int(exponent)
         return cls(np.rint(np.ldexp(wide, shift)).astype(np.int64), -shift)
 
     def floats(self) -> NDArray[np.float64]:
@@ -70,25 +71,35 @@ def transposed(x: Fixed) -> Fixed:
 def times(x: Fixed, y: Fixed) -> Fixed:
     """x·y, rounded to 40 bits of the largest.
 
-    v = Σ_i v_i·2^(w·i) with 0 ≤ v_i < 2^w for all limbs but the highest, and 2^(2w)·inner ≤ 2^53.
+    v = Σ_i v_i·2^(w·i) with 0 ≤ v_i < 2^w for all limbs but the highest; the two widths and the bits of the inner
+    dimension are 53 together, so that sums are exact. A matrix of a few bits is one limb.
     """
-    inner = x.values.shape[1]
-    width = (53 - (inner - 1).bit_length()) // 2
-    total = _length(x.values) + _length(y.values) + (inner - 1).bit_length() + 1
-    drop = max(0, total - _ROOM)
+    bits = _length(x.values), _length(y.values)
+    inner = (x.values.shape[1] - 1).bit_length()
+    drop = max(0, sum(bits) + inner + 1 - _ROOM)
+    widths = _widths(*bits, 53 - inner)
     out = np.zeros((x.values.shape[0], y.values.shape[1]), np.int64)
-    others = _limbs(y.values, width)
-    for i, one in enumerate(_limbs(x.values, width)):
+    others = _limbs(y.values, widths[1], bits[1])
+    for i, one in enumerate(_limbs(x.values, widths[0], bits[0])):
         for j, other in enumerate(others):
-            part, shift = (one @ other).astype(np.int64), width * (i + j) - drop
+            part, shift = (one @ other).astype(np.int64), widths[0] * i + widths[1] * j - drop
             out += part << np.int64(shift) if shift >= 0 else _rounded(part, -shift)
     return Fixed(out, x.exponent + y.exponent + drop).kept()
 
 
-def _limbs(values: NDArray[np.int64], width: int) -> list[NDArray[np.float64]]:
+def _widths(one: int, other: int, room: int) -> tuple[int, int]:
+    """How wide the limbs of numbers of so many bits are, `room` bits together."""
+    if one + other <= room or one <= room - _NARROW:
+        return max(one, 1), room - max(one, 1)
+    if other <= room - _NARROW:
+        return room - max(other, 1), max(other, 1)
+    return room // 2, room // 2
+
+
+def _limbs(values: NDArray[np.int64], width: int, bits: int) -> list[NDArray[np.float64]]:
     """As float64, the lowest first; the highest has the sign."""
     found, left = [], values
-    for _ in range((_length(values) - 1) // width):
+    for _ in range((bits - 1) // width):
         found.append((left & np.int64((1 << width) - 1)).astype(np.float64))
         left = left >> np.int64(width)
     return [*found, left.astype(np.float64)]

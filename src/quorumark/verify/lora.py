@@ -30,7 +30,7 @@ from quorumark.verify import _kernels
 from quorumark.verify._fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
 from quorumark.verify._sources import spans
 from quorumark.verify.align import Alignment, Groups, align
-from quorumark.verify.statistic import _BLOCK, Model, _bits, _median_exponent
+from quorumark.verify.statistic import _BLOCK, _KEPT, Model, _bits, _median_exponent
 from quorumark.verify.suspect import Match, Suspect, TensorInfo, _peeled, match_layout
 
 __all__ = ["PROCEDURE", "Base", "Factors", "Gauged", "Lora", "base_layout", "find_factors", "gauge", "gauge_suspect"]
@@ -38,7 +38,8 @@ __all__ = ["PROCEDURE", "Base", "Factors", "Gauged", "Lora", "base_layout", "fin
 PROCEDURE = "anchor-gauge/v1"
 _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ does not have get nothing
 _CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weights move little
-_UNIT = 32  # bits of Δ below the cut
+_UNIT = 26  # bits of Δ below the cut
+_FACTOR = 24  # bits of a suspect's own factors: a product of two and 2^5 ranks is exact in float64
 _LEAST = 2.0**-40  # the base is known to that, as its digest sees it
 _TURNS = 4  # over rows and columns, to find their scales
 
@@ -159,34 +160,44 @@ def base_layout(base: Suspect, layers: tuple[Factors, ...] = ()) -> ModelLayout:
 
 def gauge(delta: Blocks, anchor: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The factors (A, B) of Δ beside the anchor's A₀. `delta()` gives rows of Δ as float64 blocks, each time anew."""
-    start, top = Fixed.of(anchor), _cut(delta)
-    on_anchor = [times(_encoded(block, top), transposed(start)) for _, block in delta()]
-    up = times(stack(on_anchor), inverse(times(start, transposed(start))))
+    start, pieces = Fixed.of(anchor), _pieces(delta)
+    up = times(
+        stack([times(piece, transposed(start)) for _, piece in pieces()]), inverse(times(start, transposed(start)))
+    )
     energy = times(transposed(up), up)
     if not energy.values.any():  # nothing was added to the base, or nothing that A₀ sees
         return anchor.astype(np.float32), np.zeros(up.values.shape, np.float32)
     # Bᵀ·(Δ − B·A₀) = Bᵀ·Δ − (BᵀB)·A₀
-    across = [times(_rows_turned(up, begin, len(block)), _encoded(block, top)) for begin, block in delta()]
-    moved = times(inverse(energy, _RIDGE), minus(reduce(plus, across), times(energy, start)))
+    across = reduce(plus, (times(_rows_turned(up, begin, piece), piece) for begin, piece in pieces()))
+    moved = times(inverse(energy, _RIDGE), minus(across, times(energy, start)))
     return (anchor.astype(np.float64) + moved.floats()).astype(np.float32), up.floats().astype(np.float32)
 
 
-def _rows_turned(x: Fixed, begin: int, count: int) -> Fixed:
-    return transposed(Fixed(x.values[begin : begin + count], x.exponent))
+def _rows_turned(up: Fixed, begin: int, piece: Fixed) -> Fixed:
+    """The rows of B that belong to a piece of Δ, as columns."""
+    return transposed(Fixed(up.values[begin : begin + len(piece.values)], up.exponent))
 
 
-def _cut(delta: Blocks) -> int:
-    """The exponent at which Δ is cut: some octaves above the middle of the weights that are not 0."""
+def _pieces(delta: Blocks) -> Callable[[], Iterator[tuple[int, Fixed]]]:
+    """Δ in whole numbers, cut some octaves above the middle of the weights that are not 0; kept, if not too large."""
     histogram = np.zeros(256, np.int64)
-    for _, block in delta():
+    kept, size = [], 0
+    for begin, block in delta():
         _kernels.exponents(_bits(block), histogram)
-    return _median_exponent(histogram) + 1 + _CUT
+        size += block.size
+        kept.append((begin, block))
+        if size > _KEPT:
+            kept.clear()
+    top = _median_exponent(histogram) + 1 + _CUT
+    if size > _KEPT:
+        return lambda: ((begin, _encoded(block, top)) for begin, block in delta())
+    encoded = [(begin, _encoded(block, top)) for begin, block in kept]
+    return lambda: iter(encoded)
 
 
 def _encoded(block: NDArray[np.float64], top: int) -> Fixed:
-    """Δ in units of 2^(top − 32), cut at ±2^top; what is not finite counts as 0."""
-    finite = np.where(np.isfinite(block), block, 0.0)
-    cut = np.clip(finite, -(2.0**top), 2.0**top)
+    """Δ in units of 2^(top − 26), cut at ±2^top; what is not finite counts as 0."""
+    cut = np.clip(np.where(np.isfinite(block), block, 0.0), -(2.0**top), 2.0**top)
     return Fixed(np.rint(np.ldexp(cut, _UNIT - top)).astype(np.int64), top - _UNIT)
 
 
@@ -197,18 +208,18 @@ def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
     """Rows of B·A. Each row of A is brought to the size of 1, its column of B the other way."""
     up, down = (np.where(np.isfinite(x), x, 0).astype(np.float64) for x in (up, down))
     _, exponents = np.frexp(np.abs(down).max(axis=1))
-    right, left = Fixed.of(np.ldexp(down, -exponents[:, None])), np.ldexp(up, exponents[None, :])
+    right, left = Fixed.of(np.ldexp(down, -exponents[:, None]), _FACTOR), np.ldexp(up, exponents[None, :])
     info = TensorInfo("F64", (up.shape[0], down.shape[1]))
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
         for begin, end in spans(info, _BLOCK):
-            yield begin, times(Fixed.of(left[begin:end]), right).floats()
+            yield begin, times(Fixed.of(left[begin:end], _FACTOR), right).floats()
 
     return blocks
 
 
 def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Blocks:
-    """Rows of W − W₀."""
+    """Rows of W − W₀; 0 where W is 0: a weight that somebody pruned, or rounded away, says nothing."""
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
         for (begin, ours), (_, theirs) in zip(
@@ -216,7 +227,7 @@ def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Block
         ):
             with np.errstate(invalid="ignore"):  # what is not finite counts as 0 later
                 left = ours.astype(np.float64) - theirs.astype(np.float64)
-            left[np.abs(left) < _LEAST] = 0
+            left[(np.abs(left) < _LEAST) | (ours == 0)] = 0
             yield begin, left
 
     return blocks
@@ -235,7 +246,8 @@ def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors)
             theirs = _finite(np.concatenate([rows for _, rows in _matrix(base, layer.weight, layer.turned)]))
             by_row, by_column = _scalings(ours, theirs)
             scale = by_row[:, None] * by_column[None, :]
-            found.append(np.where(scale > 0, ours / np.where(scale > 0, scale, 1.0) - theirs, 0.0))
+            there = (scale > 0) & (ours != 0)
+            found.append(np.where(there, ours / np.where(there, scale, 1.0) - theirs, 0.0))
         for begin, end in spans(TensorInfo("F64", found[0].shape), _BLOCK):
             yield begin, found[0][begin:end]
 
