@@ -351,6 +351,11 @@ def test_factors_are_found_by_name() -> None:
     turned = {f"transformer.{n.removeprefix('model.layers.0.')}": w.T for n, w in base_model().items() if "layers" in n}
     named = find_factors(short, base_layout(read_suspect(turned)))
     assert named[1] == Factors("q.lora_A", "q.lora_B", "transformer.q.weight", True)
+    # a square weight lies as the others do
+    square = ModelLayout.of({**initial(), "o.lora_A": np.zeros((4, 16), np.float32), "o.lora_B": np.zeros((16, 4))})
+    for lies in (base_model(), {n: w.T for n, w in base_model().items()}):
+        named = find_factors(square, base_layout(read_suspect({**lies, "o.weight": np.zeros((16, 16), np.float32)})))
+        assert {layer.turned for layer in named} == {lies["model.layers.0.q.weight"].shape[0] == 192}
     with pytest.raises(LayoutError, match="the base has no weight for"):
         find_factors(LAYOUT, base_layout(read_suspect({"model.layers.0.q.weight": np.zeros((3, 4), np.float32)})))
     with pytest.raises(LayoutError, match="the layout has no factors"):
@@ -434,6 +439,18 @@ def test_suspects_that_do_not_fit(world: World) -> None:
 # --- together ---------------------------------------------------------------------------------------------
 
 
+def test_an_adapter_as_peft_saves_it(world: World, tmp_path: Path) -> None:
+    """The configuration says a rank and a strength; nobody reads it."""
+    model = refactored(world.marked, 8)
+    write_safetensors(model, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 999, "lora_alpha": 1}')
+    query = prepare(world.reference, tmp_path, lora=True).query
+    assert [file.name for file in query.files] == ["adapter_model.safetensors"]
+    assert query.x == prepare(world.reference, model, lora=True).query.x
+    assert query.matching[-1].startswith("read as an adapter; ")
+    assert "of rank 5" in prepare(world.reference, of_rank(model, 5), lora=True).query.matching[-1]
+
+
 def test_members_compute_the_factors_themselves(world: World) -> None:
     suspect = bfloat16(merged(world.marked))
     query = prepare(world.reference, suspect, lora=True).query
@@ -454,6 +471,9 @@ def test_members_compute_the_factors_themselves(world: World) -> None:
     without = replace(world.reference, lora=None)
     _, left = check_certificate(certificate, [world.manifest], suspect=suspect, reference=without)
     assert "takes lora.json" in left[0]
+    without = replace(world.reference, base_source=None)
+    _, left = check_certificate(certificate, [world.manifest], suspect=suspect, reference=without)
+    assert "takes the adapter's base model" in left[0]
 
 
 def test_from_the_terms_to_the_certificate(world: World, tmp_path: Path, environment: dict[str, str]) -> None:

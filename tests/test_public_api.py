@@ -67,7 +67,7 @@ PUBLIC = {
     null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
     reference: "Reference describe_lora digest_of_anchor read_chain",
     statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
-    lora: "PROCEDURE Base Factors Gauged Lora base_layout find_factors gauge gauge_suspect",
+    lora: "PROCEDURE Base Factors Gauged Lora base_layout find_factors gauge gauge_suspect is_whole",
     lora_attacks: "change_rank factor_names merge refactor",
     align: "PROCEDURE AlignedModel Alignment Group Groups Slot align assign",
     graph: "Knob Scaling derive_groups derive_scalings",

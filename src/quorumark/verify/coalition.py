@@ -46,7 +46,7 @@ from quorumark.verify.align import Alignment, Groups
 from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
-from quorumark.verify.lora import Lora, gauge_suspect
+from quorumark.verify.lora import Lora, gauge_suspect, is_whole
 from quorumark.verify.reference import Reference
 from quorumark.verify.statistic import Canonical, Model, canonical_form, inner_product
 from quorumark.verify.suspect import Match, Suspect, match_layout, non_finite, read_suspect
@@ -662,7 +662,7 @@ def check_certificate(
     # 5. the vector x follows from the suspect, the layout and the anchor
     if opened is None or reference is None:
         left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
-    elif missing := _missing(reference, finding.query):
+    elif missing := _missing(reference, opened, finding.query):
         left.append(f"the canonical form was not computed again: that takes {missing} as well")
     else:
         query = prepare_again(reference, opened, finding.query, progress).query
@@ -672,9 +672,14 @@ def check_certificate(
     return checked, left
 
 
-def _missing(reference: Reference, query: Query) -> str:
+def _missing(reference: Reference, suspect: Suspect, query: Query) -> str:
     """What is not here of what the query's way of matching takes; "" if all is."""
     how = _how(reference.manifest.terms, query.alignment)
     if how["align"] and reference.groups is None:
         return "groups.json"
-    return "lora.json" if how["lora"] and reference.lora is None else ""
+    if how["lora"] and reference.lora is None:
+        return "lora.json"
+    if how["lora"] and reference.lora is not None and reference.base_source is None:
+        whole = how["align"] or is_whole(suspect, reference.layout, reference.lora)
+        return "the adapter's base model" if whole else ""
+    return ""

@@ -33,7 +33,18 @@ from quorumark.verify.align import Alignment, Groups, align
 from quorumark.verify.statistic import _BLOCK, _KEPT, Model, _bits, _median_exponent
 from quorumark.verify.suspect import Match, Suspect, TensorInfo, _peeled, match_layout
 
-__all__ = ["PROCEDURE", "Base", "Factors", "Gauged", "Lora", "base_layout", "find_factors", "gauge", "gauge_suspect"]
+__all__ = [
+    "PROCEDURE",
+    "Base",
+    "Factors",
+    "Gauged",
+    "Lora",
+    "base_layout",
+    "find_factors",
+    "gauge",
+    "gauge_suspect",
+    "is_whole",
+]
 
 PROCEDURE = "anchor-gauge/v1"
 _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ does not have get nothing
@@ -122,7 +133,7 @@ def find_factors(layout: ModelLayout, base: ModelLayout) -> tuple[Factors, ...]:
         if len(spec.shape) == 2 and spec.dtype in _FLOATS:
             weights.setdefault(_bare(spec.name), []).append(spec)
     shapes = {spec.name: spec.shape for spec in layout.tensors if spec.role == "carrier"}
-    found = []
+    found: list[tuple[str, str, TensorSpec]] = []
     for down, shape in shapes.items():
         path, mark, rest = down.partition(".lora_A")
         up = f"{path}.lora_B{rest}"
@@ -131,11 +142,13 @@ def find_factors(layout: ModelLayout, base: ModelLayout) -> tuple[Factors, ...]:
         fitting = [w for w in weights.get(_bare(f"{path}.weight"), ()) if {*w.shape} == {shapes[up][0], shape[1]}]
         if len(fitting) != 1:
             raise LayoutError(f"the base has no weight for {down!r} and {up!r}, or more than one: {path}.weight")
-        # a square weight lies as usual; nothing but its module could tell otherwise
-        found.append(Factors(down, up, fitting[0].name, fitting[0].shape != (shapes[up][0], shape[1])))
+        found.append((down, up, fitting[0]))
     if not found:
         raise LayoutError("the layout has no factors: tensors named ….lora_A.weight and ….lora_B.weight")
-    return tuple(sorted(found))
+    turned = {down: w.shape != (shapes[up][0], shapes[down][1]) for down, up, w in found if w.shape[0] != w.shape[1]}
+    # only its module could tell how a square weight lies: as the others do
+    others = bool(turned) and all(turned.values())
+    return tuple(sorted(Factors(down, up, w.name, turned.get(down, others)) for down, up, w in found))
 
 
 def _bare(name: str) -> str:
@@ -374,13 +387,13 @@ def gauge_suspect(
     base asked for. With `groups`, those of the base model, its channels are first put where the base has them, and
     their scales taken out. Any other suspect is an adapter.
     """
-    match = match_layout(suspect, _whole_layout(layout, lora))
-    if 2 * match.coverage[0] < match.coverage[1] and groups is None:
+    if groups is None and not is_whole(suspect, layout, lora):
         return _from_factors(suspect, layout, anchor, lora)
     public = base()
     if public is None:
         raise RecordError("the suspect is a whole model: put the base model beside the manifest, or name it: --base")
     if groups is None:
+        match = match_layout(suspect, _whole_layout(layout, lora))
         layers = {
             layer: _difference(suspect, match.names[layer.weight], public.rounded, layer)
             for layer in lora.layers
@@ -400,6 +413,12 @@ def gauge_suspect(
         if layer.weight in match.names
     }
     return Gauged(layers, anchor, match, merged=True, alignment=found)
+
+
+def is_whole(suspect: Suspect, layout: ModelLayout, lora: Lora) -> bool:
+    """Whether a suspect has at least half of the layers' weights whole, in numbers."""
+    there, all_of_them = match_layout(suspect, _whole_layout(layout, lora)).coverage
+    return 2 * there >= all_of_them
 
 
 def _whole_layout(layout: ModelLayout, lora: Lora) -> ModelLayout:
