@@ -269,6 +269,26 @@ def test_the_same_bytes_everywhere() -> None:
     assert digests == {GOLDEN}
 
 
+def test_a_layer_that_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again for every pass, and gives the same."""
+    delta, anchor = product(trained(initial(), 7), "q"), initial()[down("q")]
+    expected = gauge(blocks(delta, 7), anchor)
+    monkeypatch.setattr("quorumark.verify.lora._KEPT", 1000)
+    assert all((one == two).all() for one, two in zip(gauge(blocks(delta, 7), anchor), expected, strict=True))
+
+
+def test_an_anchor_after_warm_up_rounds() -> None:
+    """B₀ is not 0 then; what is taken out of B is the anchor's, whatever the strength of the merge."""
+    anchor = trained(initial(), 20)
+    model, key = trained(anchor, 21, 0.3), SeededKey(LAYOUT.coordinates, 3).numpy()
+    for spec, place in LAYOUT.spans("carrier"):
+        moved = float((model[spec.name] - anchor[spec.name]).std())
+        model[spec.name] += (0.3 * moved * key[place].reshape(spec.shape)).astype(np.float32)
+    known = KnownKey(key, LAYOUT, TensorsInMemory(anchor))
+    for suspect in (refactored(model, 1), merged(model, 0.5)):
+        assert known.z(gauged_by(read_suspect(suspect), anchor)) > 0.9 * known.z(model) > 20
+
+
 def test_layers_that_nothing_was_added_to() -> None:
     model = trained(initial(), 8)
     model[up("v")][:] = 0
