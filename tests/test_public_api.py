@@ -19,6 +19,7 @@ from quorumark import (
     training,
     usercode,
 )
+from quorumark.attacks import lora as lora_attacks
 from quorumark.attacks import suite
 from quorumark.engine import member, server, signer
 from quorumark.report import attacks as attack_report
@@ -31,6 +32,7 @@ from quorumark.verify import (
     evidence,
     graph,
     ledger,
+    lora,
     null,
     reference,
     statistic,
@@ -60,11 +62,13 @@ PUBLIC = {
     "check_challenge genesis_digest leaves_needed open_leaves",
     ledger: "Ledger Policy budget check_query least_effective read_policy reconcile",
     calibration: "Calibration calibrate",
-    coalition: "Prepared answer answer_with check_certificate combine prepare sign",
+    coalition: "Prepared answer answer_with check_certificate combine prepare prepare_again sign",
     evidence: "CORROBORATION VERDICTS Finding Partial Query Signed SuspectFile now vector_digest",
     null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
-    reference: "Reference digest_of_anchor read_chain",
+    reference: "Reference describe_lora digest_of_anchor read_chain",
     statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
+    lora: "PROCEDURE Base Factors Gauged Lora base_layout find_factors gauge gauge_suspect is_whole",
+    lora_attacks: "change_rank factor_names merge refactor",
     align: "PROCEDURE AlignedModel Alignment Group Groups Slot align assign",
     graph: "Knob Scaling derive_groups derive_scalings",
     attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",

@@ -167,6 +167,8 @@ class Member:
 DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03"}
 DEFAULT_STATISTIC = "balanced-anchor/v1"
 DEFAULT_POLICY = {"z": "6"}
+FIXED_POLICY = ("groups", "lora")
+"""Digests of how suspects are read and matched: agreed on with the first terms or never."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,9 @@ class Terms:
             value = getattr(self, what)
             sound = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
             require(sound, what, "must map texts to texts")
-        groups = self.policy.get("groups")
-        require(groups is None or is_hex(groups, 32), "the policy's groups", "must be a digest of 32 bytes in hex")
+        for what in FIXED_POLICY:
+            found = self.policy.get(what)
+            require(found is None or is_hex(found, 32), f"the policy's {what}", "must be a digest of 32 bytes in hex")
 
     @property
     def members(self) -> int:
@@ -478,12 +481,13 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
             f"a successor's {name}",
             "must not change: the key hangs on it",
         )
-    # who may choose, once a suspect is known, how its channels are matched has many tries, and the null does not hold
-    require(
-        terms.policy.get("groups") == before.policy.get("groups"),
-        "a successor's groups",
-        "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
-    )
+    # who may choose, once a suspect is known, how it is read and matched has many tries, and the null does not hold
+    for what in FIXED_POLICY:
+        require(
+            terms.policy.get(what) == before.policy.get(what),
+            f"a successor's {what}",
+            "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
+        )
     stay = unchanged(terms, before)
     require(
         len(stay) >= quorum(before),

@@ -12,6 +12,8 @@ from quorumark.cli.options import (
     DEFAULT_HOME,
     EXIT_CODES,
     Anchor,
+    Base,
+    Factors,
     Groups,
     HomeOption,
     Json,
@@ -139,6 +141,8 @@ def check(
     layout: Layout = None,
     anchor: Anchor = None,
     groups: Groups = None,
+    factors: Factors = None,
+    base: Base = None,
     archive: Annotated[
         list[Path] | None, typer.Option(help="After a resharing: the members' archive.bin; may be repeated.")
     ] = None,
@@ -153,14 +157,13 @@ def check(
     """
     from quorumark.home import read_file
     from quorumark.verify.audit import Challenge, check_audit
-    from quorumark.verify.coalition import prepare
+    from quorumark.verify.coalition import prepare_again
     from quorumark.verify.reference import Reference
 
     asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
-    reference = Reference.read(manifest, layout, anchor, groups)
+    reference = Reference.read(manifest, layout, anchor, groups, factors, base)
     query = _certified(certificate, reference.chain, asked).query
-    aligned = query.alignment != "none"
-    prepared = prepare(reference, suspect, align=aligned, burnt=query.burnt, created=query.created)
+    prepared = prepare_again(reference, suspect, query)
     result = check_audit(
         asked,
         prepared.query,

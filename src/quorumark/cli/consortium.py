@@ -36,8 +36,15 @@ def create(
         Path | None,
         typer.Option(help="Coupled channels from `quorumark groups`, for alignment; they cannot be added later."),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="Where the model is a LoRA adapter: the public base model, a file or a folder."),
+    ] = None,
 ) -> None:
-    """Write the terms that all members will sign."""
+    """Write the terms that all members will sign.
+
+    With --base the model is the initial adapter, and its factors carry; groups, if any, are the base model's.
+    """
     import datetime
 
     from quorumark.errors import InputError
@@ -45,6 +52,9 @@ def create(
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.records import DEFAULT_POLICY, Member, Terms, anchor_digest
     from quorumark.verify.align import Groups
+    from quorumark.verify.lora import base_layout
+    from quorumark.verify.reference import describe_lora
+    from quorumark.verify.suspect import read_suspect
 
     if (out / "terms.json").exists():
         raise InputError("--out", "must not hold terms already", str(out))
@@ -59,9 +69,15 @@ def create(
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor}
     coupled = None if groups is None else Groups.from_bytes(read_file(groups, "a model's groups"))
+    adapted = None if base is None else read_suspect(base)
+    factors = None if adapted is None else describe_lora(layout, adapted)
+    policy = dict(DEFAULT_POLICY)
     if coupled is not None:
-        coupled.check(layout)
-        digests["policy"] = {**DEFAULT_POLICY, "groups": coupled.digest()}
+        coupled.check(layout if adapted is None else base_layout(adapted))
+        policy["groups"] = coupled.digest()
+    if factors is not None:
+        policy["lora"] = factors.digest()
+    digests["policy"] = policy
     terms = Terms(
         name, threshold, tuple(roster), coordinates=layout.coordinates, created=now, key=key, setup=setup, **digests
     )
@@ -77,6 +93,8 @@ def create(
     (out / "layout.json").write_bytes(layout.to_bytes())
     if coupled is not None:
         (out / "groups.json").write_bytes(coupled.to_bytes())
+    if factors is not None:
+        (out / "lora.json").write_bytes(factors.to_bytes())
     (out / "terms.json").write_bytes(terms.to_bytes())
     typer.echo(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
@@ -92,6 +110,7 @@ def show(
     from rich.table import Table
 
     from quorumark.cli.console import make_console
+    from quorumark.records import FIXED_POLICY
 
     terms, manifest = _read(file)
     if json:
@@ -103,8 +122,9 @@ def show(
         f"key {terms.key}, setup {terms.setup}, {terms.coordinates:,} coordinates, statistic {terms.statistic}"
     )
     console.print(f"terms    {terms.digest().hex()}\nlayout   {terms.layout}\nanchor   {terms.anchor}")
-    if "groups" in terms.policy:
-        console.print(f"groups   {terms.policy['groups']}")
+    for what in FIXED_POLICY:
+        if what in terms.policy:
+            console.print(f"{what:<8} {terms.policy[what]}")
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
     table = Table("point", "member", "examples", "signs with", "signed")

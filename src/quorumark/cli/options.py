@@ -29,6 +29,12 @@ Anchor = Annotated[
 ]
 
 Groups = Annotated[Path | None, typer.Option(help="The agreed groups; by default groups.json beside the manifest.")]
+Factors = Annotated[
+    Path | None, typer.Option("--factors", help="The agreed factors; by default lora.json beside the manifest.")
+]
+Base = Annotated[
+    Path | None, typer.Option(help="An adapter's public base model; by default base.safetensors or base/ beside it.")
+]
 Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
 
 

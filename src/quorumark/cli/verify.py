@@ -16,6 +16,8 @@ from quorumark.cli.options import (
     DEFAULT_HOME,
     EXIT_CODES,
     Anchor,
+    Base,
+    Factors,
     Groups,
     HomeOption,
     Json,
@@ -55,6 +57,9 @@ def prepare(
     align: Annotated[
         bool, typer.Option("--align", help="First put the suspect's channels where the anchor has them.")
     ] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="The suspect is an adapter, or a whole model that one was added to.")
+    ] = False,
     earlier: Annotated[
         list[Path] | None, typer.Option(help="Challenges of audits, whose leaves are left out; may be repeated.")
     ] = None,
@@ -62,6 +67,8 @@ def prepare(
     layout: Layout = None,
     anchor: Anchor = None,
     groups: Groups = None,
+    factors: Factors = None,
+    base: Base = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     json: Json = False,
@@ -69,7 +76,9 @@ def prepare(
     """Write a query about a suspect, for members to answer. Needs no secrets: anybody can do it.
 
     With --align channels that were permuted, rescaled, removed or added are matched to the anchor's first. That is
-    another query than the one without: each counts in the budget, and raises the threshold if it does not pass.
+    another query than the one without: each counts in the budget, and raises the threshold if it does not pass. So is
+    one with --lora, where the mark is in an adapter: its factors are put where the anchor's are, whatever was done to
+    them, and a whole model has its public base taken away first (--base).
 
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
@@ -82,13 +91,13 @@ def prepare(
 
     place = _place(home, consortium, manifest)
     with _progress(json) as note:
-        reference = _reference(place, manifest, layout, anchor, groups, note)
+        reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
     burnt = set(Ledger.open(place, reference.manifest).burnt() if place is not None else ())
     for path in earlier or ():
         burnt.update(Challenge.from_bytes(read_file(path, "a challenge")).leaves)
     try:
         with _progress(json) as note:
-            query = prepare_query(reference, suspect, align=align, burnt=burnt, progress=note).query
+            query = prepare_query(reference, suspect, align=align, lora=lora, burnt=burnt, progress=note).query
     except InconclusiveError as error:
         if not json:
             raise
@@ -116,6 +125,8 @@ def partial(
     layout: Layout = None,
     anchor: Anchor = None,
     groups: Groups = None,
+    factors: Factors = None,
+    base: Base = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     key_file: KeyFile = None,
@@ -135,7 +146,7 @@ def partial(
     member = Home(home)
     place = member.only_consortium(consortium)
     with _progress(json) as note:
-        reference = _reference(place, manifest, layout, anchor, groups, note)
+        reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
     asked = Query.from_bytes(read_file(query, "a query"))
     if not json:
         typer.echo(_describe(asked))
@@ -238,6 +249,8 @@ def check(
     layout: Layout = None,
     anchor: Anchor = None,
     groups: Groups = None,
+    factors: Factors = None,
+    base: Base = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -253,7 +266,7 @@ def check(
     reference = None
     with _progress(json) as note:
         if suspect is not None and _has_reference(manifest, layout, anchor):
-            reference = Reference.read(manifest, layout, anchor, groups, progress=note)
+            reference = Reference.read(manifest, layout, anchor, groups, factors, base, progress=note)
         checked, left = check_certificate(found, chain, suspect=suspect, reference=reference, progress=note)
     if report is not None:
         names = [certificate.name, "--manifest", manifest.name, "--suspect", suspect.name if suspect else "SUSPECT"]
@@ -326,6 +339,8 @@ def _reference(
     layout: Path | None,
     anchor: Path | None,
     groups: Path | None,
+    factors: Path | None,
+    base: Path | None,
     progress: Any = None,
 ) -> Reference:
     from quorumark.errors import InputError
@@ -335,7 +350,7 @@ def _reference(
         if place is None:
             raise InputError("--manifest", "must be given where there is no member's home", "none")
         manifest = place.manifest_path
-    return Reference.read(manifest, layout, anchor, groups, progress=progress)
+    return Reference.read(manifest, layout, anchor, groups, factors, base, progress=progress)
 
 
 def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> bool:

@@ -151,6 +151,14 @@ class Groups:
                 raise LayoutError("two groups have the same place")
             taken |= own
 
+    def resizable(self) -> dict[str, set[int]]:
+        """The axes along which a suspect may have more or fewer channels."""
+        axes: dict[str, set[int]] = {}
+        for group in self.groups:
+            for slot in group.slots:
+                axes.setdefault(slot.tensor, set()).add(slot.axis)
+        return axes
+
     def places(self, shapes: Mapping[str, Sequence[int]], orders: Sequence[NDArray[Any]]) -> dict[Axis, Places]:
         """What a permutation of every group does: for each axis, which old place comes where.
 

@@ -11,6 +11,7 @@ A member computes x from the suspect itself and takes nobody's word for it; the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -39,16 +40,18 @@ from quorumark.merkle import Tree, salt_seed
 from quorumark.records import Manifest, Terms, canonical
 from quorumark.shares import ShareInfo
 from quorumark.verify import align as alignment
+from quorumark.verify import lora as gauge
 from quorumark.verify import null
 from quorumark.verify.align import Alignment, Groups
 from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
+from quorumark.verify.lora import Lora, gauge_suspect, is_whole
 from quorumark.verify.reference import Reference
 from quorumark.verify.statistic import Canonical, Model, canonical_form, inner_product
 from quorumark.verify.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
 
-__all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "sign"]
+__all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "prepare_again", "sign"]
 
 NO_ALIGNMENT = "none"
 _LEAST_COVERAGE = 50  # percent of the carriers: with fewer it is another model
@@ -75,41 +78,23 @@ def prepare(
     suspect: Source | Suspect,
     *,
     align: bool = False,
+    lora: bool = False,
     burnt: Collection[int] = (),
     created: str | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """What to ask about a suspect. An InconclusiveError says why nothing can be asked: then nothing is accused either.
 
-    `align`: the suspect's channels are first put where the anchor has them (docs/alignment.md); that is another query
-    than the one without. `burnt`: the leaves that audits opened; they are left out.
+    `align`: the suspect's channels are first put where the anchor has them (docs/alignment.md). `lora`: the suspect is
+    an adapter, or a whole model that one was added to; its factors are put where the anchor's are (docs/lora.md). Each
+    is another query than the one without. `burnt`: the leaves that audits opened; they are left out.
     """
     manifest, layout = reference.manifest, reference.layout
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
-    match = match_layout(opened, layout, _resizable(_agreed_groups(reference)) if align else None)
-    covered = match.coverage[0]
-    if covered * 100 < _LEAST_COVERAGE * layout.carrier_size:
-        raise InconclusiveError(
-            f"the suspect does not fit the consortium's model: {covered:,} of {layout.carrier_size:,} carrying "
-            f"weights were found in it ({'; '.join(match.problems[:_SHOWN])})"
-        )
     omit = omitted(burnt, manifest.terms.leaf, manifest.terms.coordinates)
-    counted = Counted(opened)
-    model: Model = counted
-    names, found = match.names, None
-    if align:
-        every = {**match.plain, **match.names}
-        groups = _agreed_groups(reference)
-        found = alignment.align(counted, reference.anchor, layout, groups, every, progress=progress)
-        model, names = found.model(counted, every), {carrier: carrier for carrier in match.names}
-        covered = _covered(layout, match, found)
-        if covered * 100 < _LEAST_ALIGNED * layout.carrier_size:
-            raise InconclusiveError(
-                f"too little of the consortium's model was found in the suspect: {covered:,} of "
-                f"{layout.carrier_size:,} carrying weights"
-            )
+    read = (_read_factors if lora else _read_weights)(reference, opened, align, progress)
     form = canonical_form(
-        manifest.terms.statistic, layout, model, reference.anchor, names, omit=omit, progress=progress
+        manifest.terms.statistic, layout, read.model, reference.anchor, read.names, omit=omit, progress=progress
     )
     if progress is not None:
         progress("hashing the suspect's files")
@@ -119,22 +104,81 @@ def prepare(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
         statistic=manifest.terms.statistic,
-        alignment=NO_ALIGNMENT if found is None else _agreed_alignment(manifest.terms),
+        alignment=_agreed_alignment(manifest.terms, align=align, lora=lora),
         suspect=opened.digest(),
         files=opened.files,
         x=form.digest,
         coordinates=layout.coordinates,
         carriers=layout.carrier_size,
-        covered=covered,
+        covered=read.covered,
         norm1=form.norm1,
         norm2=form.norm2,
         norm4=form.norm4,
         burnt=tuple(sorted(set(burnt))),
-        matching=(*_matching(counted, match), *(() if found is None else _aligned(match, found))),
+        matching=(*_matching(read.counted, read.match), *read.texts),
         created=created or now(),
-        surplus=0 if found is None else found.surplus,
+        surplus=read.surplus,
     )
     return Prepared(query, form)
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A suspect as a model of the layout: `names` are its carriers, `texts` says in sentences what was done to it."""
+
+    model: Model
+    names: Mapping[str, str]
+    match: Match
+    covered: int
+    counted: Counted
+    texts: tuple[str, ...] = ()
+    surplus: int = 0
+
+
+def _read_weights(reference: Reference, opened: Suspect, align: bool, progress: Progress | None) -> _Read:
+    """A suspect whose tensors are the layout's own."""
+    layout = reference.layout
+    if align and "lora" in reference.manifest.terms.policy:
+        raise RecordError("the consortium's groups are the base model's: align a whole model, with --lora")
+    match = match_layout(opened, layout, _agreed_groups(reference).resizable() if align else None)
+    _require_coverage(layout, match.coverage[0], _LEAST_COVERAGE, match)
+    counted = Counted(opened)
+    if not align:
+        return _Read(counted, match.names, match, match.coverage[0], counted)
+    every = {**match.plain, **match.names}
+    found = alignment.align(counted, reference.anchor, layout, _agreed_groups(reference), every, progress=progress)
+    covered = _covered(layout, match, found)
+    _require_coverage(layout, covered, _LEAST_ALIGNED)
+    names = {carrier: carrier for carrier in match.names}
+    return _Read(
+        found.model(counted, every), names, match, covered, counted, tuple(_aligned(match, found)), found.surplus
+    )
+
+
+def _read_factors(reference: Reference, opened: Suspect, align: bool, progress: Progress | None) -> _Read:
+    """An adapter, or a whole model that one was added to."""
+    layout, factors = reference.layout, _agreed_factors(reference)
+    groups = _agreed_groups(reference) if align else None
+    found = gauge_suspect(opened, layout, reference.anchor, factors, lambda: reference.base, groups, progress=progress)
+    covered = found.covered(layout)
+    _require_coverage(layout, covered, _LEAST_ALIGNED if align else _LEAST_COVERAGE, found.match)
+    texts = [f"read as {found.kind}; its factors were put where the anchor's are"]
+    if found.alignment is not None:
+        texts += _aligned(found.match, found.alignment)
+    surplus = 0 if found.alignment is None else found.alignment.surplus
+    return _Read(found, found.names, found.match, covered, Counted(opened), tuple(texts), surplus)
+
+
+def _require_coverage(layout: ModelLayout, covered: int, least: int, match: Match | None = None) -> None:
+    if covered * 100 >= least * layout.carrier_size:
+        return
+    found = f"{covered:,} of {layout.carrier_size:,} carrying weights"
+    if match is None:
+        raise InconclusiveError(f"too little of the consortium's model was found in the suspect: {found}")
+    raise InconclusiveError(
+        f"the suspect does not fit the consortium's model: {found} were found in it "
+        f"({'; '.join(match.problems[:_SHOWN])})"
+    )
 
 
 def _agreed_groups(reference: Reference) -> Groups:
@@ -146,18 +190,29 @@ def _agreed_groups(reference: Reference) -> Groups:
     return reference.groups
 
 
-def _agreed_alignment(terms: Terms) -> str:
-    """What a query with alignment says about it: the procedure, and the groups that the terms name."""
-    return f"{alignment.PROCEDURE}:{terms.policy.get('groups', 'none')}"
+def _agreed_factors(reference: Reference) -> Lora:
+    """The factors of an adapter: nobody chooses them now."""
+    if reference.lora is None:
+        if "lora" in reference.manifest.terms.policy:
+            raise RecordError("the consortium's lora.json is not here: put it beside the manifest, or name it")
+        raise RecordError("this consortium agreed on no adapter when it was made: leave out --lora")
+    return reference.lora
 
 
-def _resizable(groups: Groups) -> dict[str, set[int]]:
-    """The axes along which a suspect may have more or fewer channels."""
-    axes: dict[str, set[int]] = {}
-    for group in groups.groups:
-        for slot in group.slots:
-            axes.setdefault(slot.tensor, set()).add(slot.axis)
-    return axes
+def _agreed_alignment(terms: Terms, *, align: bool, lora: bool) -> str:
+    """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
+    parts = ((align, alignment.PROCEDURE, "groups"), (lora, gauge.PROCEDURE, "lora"))
+    used = [f"{procedure}:{terms.policy[what]}" for wanted, procedure, what in parts if wanted]
+    return "+".join(used) or NO_ALIGNMENT
+
+
+def _how(terms: Terms, text: str) -> dict[str, bool]:
+    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name."""
+    choices = ((False, True) if what in terms.policy else (False,) for what in ("groups", "lora"))
+    for align, lora in itertools.product(*choices):
+        if text == _agreed_alignment(terms, align=align, lora=lora):
+            return {"align": align, "lora": lora}
+    raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
 
 
 def _covered(layout: ModelLayout, match: Match, found: Alignment) -> int:
@@ -236,7 +291,7 @@ def answer(
     manifest = place.manifest()
     if manifest.digest() != reference.manifest.digest():
         raise EvidenceError("this member's manifest in force is another one than the query's: compare their digests")
-    prepared = _prepared_again(reference, suspect, query, progress)
+    prepared = prepare_again(reference, suspect, query, progress)
     if prepared.query != query:
         raise EvidenceError(f"the query does not describe this suspect: {_difference(prepared.query, query)}")
     identity = home.identity(unlock)
@@ -256,12 +311,12 @@ def answer(
     return answer_with(identity, manifest, query, value, members, history, ledger.head)
 
 
-def _prepared_again(
-    reference: Reference, suspect: Source | Suspect, query: Query, progress: Progress | None
+def prepare_again(
+    reference: Reference, suspect: Source | Suspect, query: Query, progress: Progress | None = None
 ) -> Prepared:
     """What a query should be for this suspect; a single file may have got another name on its way."""
-    align = query.alignment != NO_ALIGNMENT
-    made = prepare(reference, suspect, align=align, burnt=query.burnt, created=query.created, progress=progress)
+    how = _how(reference.manifest.terms, query.alignment)
+    made = prepare(reference, suspect, **how, burnt=query.burnt, created=query.created, progress=progress)
     if [file.sha256 for file in made.query.files] == [file.sha256 for file in query.files] and len(query.files) == 1:
         return replace(made, query=replace(made.query, files=query.files))
     return made
@@ -371,8 +426,7 @@ def combine(
         raise EvidenceError("the query belongs to another manifest than the one given")
     if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
         raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
-    if query.alignment != NO_ALIGNMENT and query.alignment != _agreed_alignment(terms):
-        raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
+    _how(terms, query.alignment)
     # 2. every partial is a member's, signed by it, one for each
     by_point: dict[int, Partial] = {}
     for partial in partials:
@@ -614,11 +668,24 @@ def check_certificate(
     # 5. the vector x follows from the suspect, the layout and the anchor
     if opened is None or reference is None:
         left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
-    elif finding.query.alignment != NO_ALIGNMENT and reference.groups is None:
-        left.append("the canonical form was not computed again: the suspect was aligned, and that takes groups.json")
+    elif missing := _missing(reference, opened, finding.query):
+        left.append(f"the canonical form was not computed again: that takes {missing} as well")
     else:
-        query = _prepared_again(reference, opened, finding.query, progress).query
+        query = prepare_again(reference, opened, finding.query, progress).query
         if query != finding.query:
             raise EvidenceError(f"the certificate's query does not follow: {_difference(query, finding.query)}")
         checked.append("the canonical form was computed again from the suspect and the anchor, and is the same")
     return checked, left
+
+
+def _missing(reference: Reference, suspect: Suspect, query: Query) -> str:
+    """What is not here of what the query's way of matching takes; "" if all is."""
+    how = _how(reference.manifest.terms, query.alignment)
+    if how["align"] and reference.groups is None:
+        return "groups.json"
+    if how["lora"] and reference.lora is None:
+        return "lora.json"
+    if how["lora"] and reference.lora is not None and reference.base_source is None:
+        whole = how["align"] or is_whole(suspect, reference.layout, reference.lora)
+        return "the adapter's base model" if whole else ""
+    return ""

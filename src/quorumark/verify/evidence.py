@@ -64,8 +64,10 @@ class Query:
     Σ|x|, Σx² and Σx⁴. `covered` of the `carriers` coordinates that could carry were found in the suspect. `burnt`: the
     leaves of the shares that were opened in audits and are left out. `matching` says how the suspect was read:
     texts for people (prefix, casts, missing and extra tensors, numbers that are not finite, what was aligned).
-    `alignment` is "none", or the procedure and the digest of the groups; `surplus` counts the suspect's channels that
-    the alignment left over: with any, a low z does not clear the suspect (docs/alignment.md, "Limits").
+    `alignment` is "none", or procedures, each with the digest of what was agreed on for it: the groups for an alignment
+    (docs/alignment.md), the factors for an adapter (docs/lora.md), both joined by "+".
+    `surplus` counts the suspect's channels that the alignment left over: with any, a low z does not clear the suspect
+    (docs/alignment.md, "Limits").
     """
 
     FORMAT: ClassVar[str] = "quorumark-query/v1"
@@ -93,8 +95,8 @@ class Query:
             require(is_hex(getattr(self, name), 32), f"a query's {name}", "must be 32 bytes in hex")
         for name in ("epoch", "coordinates", "carriers", "covered", "norm1", "norm2", "norm4", "surplus"):
             require(is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
-        for name in ("statistic", "alignment"):
-            require(is_text(getattr(self, name), 100), f"a query's {name}", "must be a text")
+        for name, most in (("statistic", 100), ("alignment", 200)):
+            require(is_text(getattr(self, name), most), f"a query's {name}", "must be a text")
         require(self.covered <= self.carriers, "a query's coverage", "must not exceed the carriers")
         require(
             all(is_count(leaf) for leaf in self.burnt) and list(self.burnt) == sorted(set(self.burnt)),

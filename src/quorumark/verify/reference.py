@@ -1,10 +1,14 @@
-"""What a suspect is compared with: the consortium's signed manifest, the model's layout, the anchor, the groups."""
+"""What a suspect is compared with: the consortium's signed manifest, the model's layout, the anchor, the groups.
+
+For an adapter (docs/lora.md) also: which tensors are factors of what, and the public base model.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,14 @@ from quorumark.home import follow_back, read_file
 from quorumark.layout import ModelLayout, Source
 from quorumark.records import Manifest, streamed_anchor_digest
 from quorumark.verify.align import Groups
+from quorumark.verify.lora import Base, Lora, base_layout, find_factors
 from quorumark.verify.suspect import Suspect, read_suspect
 
-__all__ = ["Reference", "digest_of_anchor", "read_chain"]
+__all__ = ["Reference", "describe_lora", "digest_of_anchor", "read_chain"]
 
 _BLOCK = 1 << 20  # weights at a time: as field elements they stay in a cache until they are hashed
-LAYOUT, ANCHOR, GROUPS = "layout.json", "anchor.safetensors", "groups.json"
+LAYOUT, ANCHOR, GROUPS, LORA = "layout.json", "anchor.safetensors", "groups.json", "lora.json"
+BASE = ("base.safetensors", "base")
 
 
 def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
@@ -55,13 +61,29 @@ class Anchor:
 class Reference:
     """The public side of a consortium. `Reference.read` and `Reference.of` check that its parts belong together.
 
-    `groups` are the coupled channels that the terms name, for verification with alignment (docs/alignment.md).
+    `groups` are the coupled channels that the terms name, for verification with alignment (docs/alignment.md). `lora`
+    says which tensors of an adapter are whose factors, and `base_source` where the public base model is (docs/lora.md);
+    the groups are the base's then.
     """
 
     chain: tuple[Manifest, ...]
     layout: ModelLayout
     anchor: Anchor
     groups: Groups | None = None
+    lora: Lora | None = None
+    base_source: Source | Suspect | None = None
+
+    @cached_property
+    def base(self) -> Base | None:
+        """The public base model, if it is here: read, and compared with its digest, when it is first needed."""
+        if self.lora is None or self.base_source is None:
+            return None
+        source = self.base_source
+        stored = source if isinstance(source, Suspect) else read_suspect(source)
+        shape = base_layout(stored)
+        if digest_of_anchor(shape, stored) != self.lora.base:
+            raise RecordError("the base is not the one that was agreed on: take the public model that was adapted")
+        return Base(stored, Anchor(stored, shape.dtype))
 
     @property
     def manifest(self) -> Manifest:
@@ -75,11 +97,14 @@ class Reference:
         layout: ModelLayout,
         anchor: Source | Suspect,
         groups: Groups | None = None,
+        lora: Lora | None = None,
+        base: Source | Suspect | None = None,
         *,
         progress: Callable[[str], None] | None = None,
     ) -> Reference:
         """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups.
 
+        For an adapter also the description of its factors, and the base model as tensors, a file or a folder.
         `progress` is told what is being worked on, in words.
         """
         terms = chain[-1].terms
@@ -94,7 +119,10 @@ class Reference:
         if groups is not None and groups.digest() != terms.policy.get("groups"):
             agreed = "agreed on others" if "groups" in terms.policy else "agreed on none when it was made"
             raise RecordError(f"the groups are not the ones that the manifest names: the consortium {agreed}")
-        return cls(tuple(chain), layout, Anchor(model, layout.dtype), groups)
+        if lora is not None and lora.digest() != terms.policy.get("lora"):
+            agreed = "agreed on others" if "lora" in terms.policy else "agreed on none when it was made"
+            raise RecordError(f"the factors are not the ones that the manifest names: the consortium {agreed}")
+        return cls(tuple(chain), layout, Anchor(model, layout.dtype), groups, lora, base)
 
     @classmethod
     def read(
@@ -103,12 +131,15 @@ class Reference:
         layout: str | os.PathLike[str] | None = None,
         anchor: str | os.PathLike[str] | None = None,
         groups: str | os.PathLike[str] | None = None,
+        lora: str | os.PathLike[str] | None = None,
+        base: str | os.PathLike[str] | None = None,
         *,
         progress: Callable[[str], None] | None = None,
     ) -> Reference:
         """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named.
 
-        So is groups.json, where the consortium agreed on groups; without it only alignment is not possible.
+        So is groups.json, where the consortium agreed on groups; without it only alignment is not possible. For an
+        adapter so are lora.json, and base.safetensors or the folder base, which only whole models need.
         """
         folder = Path(manifest).parent
         layout_path, anchor_path = Path(layout or folder / LAYOUT), Path(anchor or folder / ANCHOR)
@@ -122,7 +153,21 @@ class Reference:
         if groups is None and "groups" in chain[-1].terms.policy and (folder / GROUPS).exists():
             groups = folder / GROUPS
         found = None if groups is None else Groups.from_bytes(read_file(Path(groups), "a model's groups"))
-        return cls.of(chain, shape, anchor_path, found, progress=progress)
+        if lora is None and "lora" in chain[-1].terms.policy and (folder / LORA).exists():
+            lora = folder / LORA
+        factors = None if lora is None else Lora.from_bytes(read_file(Path(lora), "an adapter's description"))
+        if base is None and factors is not None:
+            base = next((folder / name for name in BASE if (folder / name).exists()), None)
+        return cls.of(chain, shape, anchor_path, found, factors, base, progress=progress)
+
+
+def describe_lora(layout: ModelLayout, base: Source | Suspect) -> Lora:
+    """Which carriers of an adapter's layout are factors of which weights of a base model, for the terms to name."""
+    stored = base if isinstance(base, Suspect) else read_suspect(base)
+    shape = base_layout(stored)
+    lora = Lora(digest_of_anchor(shape, stored), find_factors(layout, shape))
+    lora.check(layout)
+    return lora
 
 
 def digest_of_anchor(layout: ModelLayout, model: Suspect, progress: Callable[[str], None] | None = None) -> str:
