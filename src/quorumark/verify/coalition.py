@@ -116,7 +116,7 @@ def prepare(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
         statistic=manifest.terms.statistic,
-        alignment=NO_ALIGNMENT if found is None else _agreed_alignment(manifest.terms),
+        alignment=NO_ALIGNMENT if found is None else f"{found.procedure}:{found.groups}",
         suspect=opened.digest(),
         files=opened.files,
         x=form.digest,
@@ -143,9 +143,12 @@ def _agreed_groups(reference: Reference) -> Groups:
     return reference.groups
 
 
-def _agreed_alignment(terms: Terms) -> str:
-    """What a query with alignment says about it: the procedure, and the groups that the terms name."""
-    return f"{alignment.PROCEDURE}:{terms.policy.get('groups', 'none')}"
+def _agreed_alignments(terms: Terms) -> list[str]:
+    """What a query with alignment may say about it: the procedure, and the groups that the terms name.
+
+    Which procedure it is follows from the groups: those with mixings have another one.
+    """
+    return [f"{procedure}:{terms.policy.get('groups', 'none')}" for procedure in alignment.PROCEDURES]
 
 
 def _resizable(groups: Groups) -> dict[str, set[int]]:
@@ -175,6 +178,8 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
         f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
         f"than in the anchor; {found.sweeps} sweeps, {settled}"
     ]
+    if found.unmixed:
+        texts.append(f"the channels of {found.blocks:,} blocks that can be mixed were put back to the anchor's")
     if match.resized:
         texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
     if found.surplus:
@@ -368,7 +373,7 @@ def combine(
         raise EvidenceError("the query belongs to another manifest than the one given")
     if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
         raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
-    if query.alignment != NO_ALIGNMENT and query.alignment != _agreed_alignment(terms):
+    if query.alignment != NO_ALIGNMENT and query.alignment not in _agreed_alignments(terms):
         raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
     # 2. every partial is a member's, signed by it, one for each
     by_point: dict[int, Partial] = {}
