@@ -104,7 +104,7 @@ def prepare(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
         statistic=manifest.terms.statistic,
-        alignment=_agreed_alignment(manifest.terms, align=align, lora=lora),
+        alignment=_agreed_alignment(manifest.terms, read.procedure, lora=lora),
         suspect=opened.digest(),
         files=opened.files,
         x=form.digest,
@@ -132,7 +132,16 @@ class _Read:
     covered: int
     counted: Counted
     texts: tuple[str, ...] = ()
-    surplus: int = 0
+    found: Alignment | None = None
+
+    @property
+    def surplus(self) -> int:
+        """The suspect's channels that no place was found for."""
+        return 0 if self.found is None else self.found.surplus
+
+    @property
+    def procedure(self) -> str | None:
+        return None if self.found is None else self.found.procedure
 
 
 def _read_weights(reference: Reference, opened: Suspect, align: bool, progress: Progress | None) -> _Read:
@@ -150,9 +159,7 @@ def _read_weights(reference: Reference, opened: Suspect, align: bool, progress: 
     covered = _covered(layout, match, found)
     _require_coverage(layout, covered, _LEAST_ALIGNED)
     names = {carrier: carrier for carrier in match.names}
-    return _Read(
-        found.model(counted, every), names, match, covered, counted, tuple(_aligned(match, found)), found.surplus
-    )
+    return _Read(found.model(counted, every), names, match, covered, counted, tuple(_aligned(match, found)), found)
 
 
 def _read_factors(reference: Reference, opened: Suspect, align: bool, progress: Progress | None) -> _Read:
@@ -165,8 +172,7 @@ def _read_factors(reference: Reference, opened: Suspect, align: bool, progress: 
     texts = [f"read as {found.kind}; its factors were put where the anchor's are"]
     if found.alignment is not None:
         texts += _aligned(found.match, found.alignment)
-    surplus = 0 if found.alignment is None else found.alignment.surplus
-    return _Read(found, found.names, found.match, covered, Counted(opened), tuple(texts), surplus)
+    return _Read(found, found.names, found.match, covered, Counted(opened), tuple(texts), found.alignment)
 
 
 def _require_coverage(layout: ModelLayout, covered: int, least: int, match: Match | None = None) -> None:
@@ -199,19 +205,22 @@ def _agreed_factors(reference: Reference) -> Lora:
     return reference.lora
 
 
-def _agreed_alignment(terms: Terms, *, align: bool, lora: bool) -> str:
+def _agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
     """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
-    parts = ((align, alignment.PROCEDURE, "groups"), (lora, gauge.PROCEDURE, "lora"))
-    used = [f"{procedure}:{terms.policy[what]}" for wanted, procedure, what in parts if wanted]
+    used = [] if procedure is None else [f"{procedure}:{terms.policy['groups']}"]
+    used += [f"{gauge.PROCEDURE}:{terms.policy['lora']}"] if lora else []
     return "+".join(used) or NO_ALIGNMENT
 
 
 def _how(terms: Terms, text: str) -> dict[str, bool]:
-    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name."""
-    choices = ((False, True) if what in terms.policy else (False,) for what in ("groups", "lora"))
-    for align, lora in itertools.product(*choices):
-        if text == _agreed_alignment(terms, align=align, lora=lora):
-            return {"align": align, "lora": lora}
+    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
+
+    Which procedure aligns follows from the groups, which are not needed here: those with mixings have another one.
+    """
+    procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
+    for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):
+        if text == _agreed_alignment(terms, procedure, lora=lora):
+            return {"align": procedure is not None, "lora": lora}
     raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
 
 
@@ -233,6 +242,8 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
         f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
         f"than in the anchor; {found.sweeps} sweeps, {settled}"
     ]
+    if found.unmixed:
+        texts.append(f"the channels of {found.blocks:,} blocks that can be mixed were put back to the anchor's")
     if match.resized:
         texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
     if found.surplus:

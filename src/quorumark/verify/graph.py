@@ -9,7 +9,10 @@ depends on an index for another reason (the input, the output, a constant) pins 
 
 Atoms that were joined must move together; those that then look alike, and are not pinned, may be permuted among each
 other: a group. The same walk follows which channels may be scaled, against which others, without a change of the
-function. Both are checked in the end: on a copy with random weights, permuted and rescaled, the output must stay.
+function. A group that nothing but sums and products with matrices happened to, and whose channels may be scaled, may be
+mixed by any invertible matrix; the queries and keys of a head that constants tell apart may be turned in pairs, if they
+are turned by positions. All is checked in the end: on a copy with random weights, permuted, mixed and rescaled, the
+output must stay.
 
 Needs the extra `torch`; a verifier never comes here.
 """
@@ -25,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
-from quorumark.verify.align import Group, Groups, Slot
+from quorumark.verify.align import Group, Groups, Mixing, Slot
 
 __all__ = ["Knob", "Scaling", "derive_groups", "derive_scalings"]
 
@@ -51,12 +54,16 @@ def derive_groups(model: Any, example: Any) -> Groups:
     """The coupled groups of a torch module, run on an example: a tensor, a tuple of them, or keyword arguments.
 
     A model whose operations are not understood, or whose output does not survive a permutation of what was found, is a
-    LayoutError.
+    LayoutError. Of what may be mixed only that is kept which the output survives.
     """
     trace = _traced(model, example)
     groups = _grouped(trace)
     _check(model, example, lambda state, rng: _shuffled(state, groups, rng), "permuted")
-    return groups
+    mixings = _sound_mixings(model, example, _mixings(trace, groups))
+    pairs: list[Mixing] = []
+    for halves in (True, False):
+        pairs = pairs or _sound_mixings(model, example, _turning(trace, halves=halves))
+    return Groups(groups.groups, tuple(sorted([*mixings, *pairs], key=lambda m: (m.slots, m.against))))
 
 
 def derive_scalings(model: Any, example: Any) -> tuple[Scaling, ...]:
@@ -225,6 +232,7 @@ _UNARY = _names(
 )
 _SUMS = _names("add add_ sub sub_ rsub")
 _PRODUCTS = _names("mul mul_ div div_")
+_LINEAR = _SUMS | _names("mm bmm addmm baddbmm convolution neg")
 _MIXES = _names(
     "where masked_fill masked_fill_ maximum minimum eq ne lt le gt ge logical_and logical_or logical_not bitwise_and "
     "bitwise_or bitwise_not addcmul lerp"
@@ -253,6 +261,7 @@ class _Trace:
         self.pinned: set[int] = set()  # for all moves
         self.held: set[int] = set()  # within its head only
         self.used: dict[int, set[int]] = defaultdict(set)  # atom → the operations that it went through, by number
+        self.bent: set[int] = set()  # atoms that something other than a linear map happened to
         self.operations = 0
         self.shared: set[tuple[str, int]] = set()  # axes that several heads read (grouped queries)
         self.comps: dict[int, list[_Comp]] = {}
@@ -330,9 +339,13 @@ class _Trace:
         first: Any = args[0] if args else None
         if name not in _MOVES | _VIEWS | _SAME | _SIZES | {"cat"}:
             self.operations += 1
+            by_number = name in _PRODUCTS and all(isinstance(x, (int, float)) or not x.dim() for x in args[1:2])
+            linear = name in _LINEAR or by_number
             for comp in (c for x in tensors for c in self.of(x)):
                 for atom in _values(comp.label):
                     self.used[atom].add(self.operations)
+                    if not linear:
+                        self.bent.add(atom)
         if name in _SUMS and any(isinstance(x, (int, float)) and x for x in args[1:2]):
             self.fix(self.of(first))  # x + 1
         if name in _SAME:
@@ -872,6 +885,106 @@ def _group(members: list[dict[Axis, list[int]]], within: tuple[int, int] | None)
             slots.append(slot)
             start = stop
     return Group(len(members), tuple(slots), within)
+
+
+# --- what may be mixed ------------------------------------------------------------------------------------
+
+
+def _mixings(trace: _Trace, groups: Groups) -> list[Mixing]:
+    """Groups of channels that are only summed and multiplied with matrices, and may be scaled.
+
+    On which side a place is, is told by the exponent of its scale.
+    """
+    bent = {trace.places[atom] for atom in trace.bent if atom in trace.places}
+    exponents = {
+        (name, k.axis, k.index): (number, k.exponent)
+        for number, scaling in enumerate(trace.scales.found())
+        for k in scaling
+        for name in trace.aliases[k.tensor]
+    }
+    found = []
+    for group in groups.groups:
+        if any((slot.tensor, slot.axis, slot.offset) in bent for slot in group.slots):
+            continue
+        sides: dict[int, list[Slot]] = {1: [], -1: []}
+        scalings = set()
+        for slot in group.slots:
+            for j in range(slot.count):
+                place = (slot.tensor, slot.axis, slot.offset + j * slot.step)
+                scaling, exponent = exponents.get(place, (-1, 0))
+                scalings.add(scaling)
+                if abs(exponent) == 1:
+                    sides[exponent].append(Slot(slot.tensor, slot.axis, place[2], slot.stride, 1, 1))
+        if len(scalings) == 1 and -1 not in scalings and sides[1] and sides[-1]:
+            first, second = sorted(tuple(sorted(side)) for side in sides.values())
+            found.append(Mixing(group.size, first, second))
+    return found
+
+
+def _turning(trace: _Trace, *, halves: bool) -> list[Mixing]:
+    """Heads of queries and keys that constants hold in place: if those are angles, pairs may be turned.
+
+    Channel i with i + h/2, or (not halves) channel 2i with 2i + 1.
+    """
+    classes: dict[int, dict[Axis, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for atom, (tensor, axis, index) in trace.places.items():
+        for name in trace.aliases[tensor]:
+            classes[trace.atoms.root(atom)][name, axis].append(index)
+    held, pinned = ({trace.atoms.root(x) for x in some} for some in (trace.held, trace.pinned))
+    inside = {trace.atoms.root(x) for x in trace.inside}
+    found = []
+    for root in sorted((held & inside & classes.keys()) - pinned):
+        size = min(len(places) for places in classes[root].values())
+        runs = [
+            (tensor, axis, run)
+            for (tensor, axis), places in sorted(classes[root].items())
+            for run in np.array_split(np.sort(places), max(1, len(places) // size))
+        ]
+        regular = all(np.array_equal(run, np.arange(run[0], run[0] + size)) for _, _, run in runs)
+        if size >= 2 and size % 2 == 0 and regular and len(runs) > 1:
+            stride, step = (1, size // 2) if halves else (2, 1)
+            slots = [Slot(tensor, axis, int(run[0]), stride, 2, step) for tensor, axis, run in runs]
+            found.append(Mixing(size // 2, tuple(sorted(slots))))
+    return found
+
+
+def _mixed(state: dict[str, Any], mixings: Sequence[Mixing], rng: np.random.Generator) -> dict[str, Any]:
+    """A random mixing of each."""
+    import torch
+
+    for mixing in mixings:
+        if mixing.turns:
+            angles = rng.uniform(0, 2 * np.pi, mixing.size)
+            by = np.zeros((mixing.size, 2, mixing.size, 2))
+            each = np.arange(mixing.size)
+            by[each, 0, each, 0] = by[each, 1, each, 1] = np.cos(angles)
+            by[each, 1, each, 0] = np.sin(angles)
+            by[each, 0, each, 1] = -np.sin(angles)
+            forward = by.reshape(2 * mixing.size, 2 * mixing.size)
+        else:
+            forward = np.linalg.qr(rng.standard_normal((mixing.size, mixing.size)))[0]
+            forward = forward * rng.uniform(0.5, 2.0, mixing.size)
+        for slots, matrix in ((mixing.slots, forward), (mixing.against, np.linalg.inv(forward).T)):
+            for slot in slots:
+                values = state[slot.tensor].movedim(slot.axis, 0)  # a view: written in place
+                places = torch.from_numpy(slot.places(mixing.size).reshape(-1))
+                rows = values[places]
+                mixed = torch.from_numpy(matrix).to(rows) @ rows.reshape(len(matrix), -1)
+                values[places] = mixed.view(rows.shape)
+    return state
+
+
+def _sound_mixings(model: Any, example: Any, mixings: list[Mixing]) -> list[Mixing]:
+    """Those that leave the output as it is, found by halving."""
+    if not mixings:
+        return []
+    try:
+        _check(model, example, lambda state, rng: _mixed(state, mixings, rng), "mixed")
+    except LayoutError:
+        half = len(mixings) // 2
+        parts = (mixings[:half], mixings[half:]) if half else ()
+        return [mixing for part in parts for mixing in _sound_mixings(model, example, part)]
+    return mixings
 
 
 # --- what was found is tried ------------------------------------------------------------------------------

@@ -1,0 +1,185 @@
+"""Channels that can be mixed, not only permuted, are put back to the anchor's (docs/alignment.md, "Mixings").
+
+The values of a head and what reads them stay the same function under v → A·v, o → o·A⁻¹ for any invertible A. What such
+a map leaves of a block of h rows is the space that they span. So a block is replaced by the anchor's block projected on
+that space, which is the least-squares map of the suspect's rows to the anchor's:
+
+    S → A·Uᵀ·U,  U the orthonormal rows that span the suspect's S: U = (S·Sᵀ)^(−1/2)·S
+
+Queries and keys with rotary positions can only be turned, pair by pair: a pair of rows (s₁, s₂) is the complex row
+s₁ + i·s₂, and the angle that brings it closest to the anchor's a is that of Σ a·s̄.
+
+Everything is made of two kinds of steps, which give the same bits on every machine: products of matrices of whole
+numbers so small that float64 holds every partial sum exactly, in any order (Cauchy and Schwarz: Σ|x·y| ≤ ‖x‖·‖y‖), and
+single operations (+ − × / √, rounding) on single numbers, which IEEE 754 rounds correctly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.float64]
+"""… × rows × features; whole numbers where the text says so."""
+
+ONE = float(1 << 25)  # what 1 is in fixed point: products of rows of length 1 are below 2^51
+_STEPS = 48  # of Newton and Schulz: each brings a small singular value up by 1.5, so that 2^-25 is reached
+_NEAR = 8.0  # in units of 2^-25: orthonormal to that is as near as rounding lets it come
+_TURNS = 12  # between columns' scales and the blocks of all heads, at most
+_SETTLED = 2.0**-10  # scales that change by less have settled
+_LARGEST_SCALE = 16.0
+
+
+def whole(rows: Rows, *, pairs: bool = False) -> tuple[Rows, NDArray[np.float64]]:
+    """Rows as whole numbers of a length of at most 2^25, each with a power of 2 of its own; and those powers.
+
+    rows = whole·power, up to rounding. A pair (rows r and r + 1) has one power for both.
+    """
+    largest = np.abs(rows).max(axis=-1, keepdims=True)
+    if pairs:
+        shape = largest.shape
+        largest = largest.reshape(*shape[:-2], -1, 2, 1).max(axis=-2, keepdims=True)
+        largest = np.broadcast_to(largest, (*largest.shape[:-2], 2, 1)).reshape(shape)
+    width = (int(rows.shape[-1]) - 1).bit_length() + 1 >> 1  # √features ≤ 2^width
+    power = np.ldexp(1.0, np.frexp(largest)[1] + width - 25)
+    return np.rint(rows / power), power
+
+
+def orthonormal(rows: Rows) -> Rows:
+    """U = (S·Sᵀ)^(−1/2)·S in units of 2^-25, for stacks of h × features: orthonormal rows with the same span.
+
+    Newton and Schulz: X ← (3·I − X·Xᵀ)/2·X, from X = S scaled so that no singular value is above 1. Rows that are
+    missing (0, or the same as others) leave a space of fewer dimensions.
+    """
+    x, _ = whole(rows)
+    square = x @ x.swapaxes(-1, -2)
+    bound = np.abs(square).astype(np.int64).sum(axis=-1).max(axis=-1).astype(np.float64)  # ≥ the largest σ²
+    x = np.rint(x * (ONE / np.sqrt(np.maximum(bound, 1.0)))[..., None, None])
+    unit = ONE * np.eye(rows.shape[-2])
+    for _ in range(_STEPS):
+        square = np.rint((x @ x.swapaxes(-1, -2)) / ONE)
+        if np.abs(square - unit).max(initial=0.0) <= _NEAR:
+            break
+        x = np.rint((np.rint((3 * unit - square) / 2) @ x) / ONE)
+    found: Rows = x
+    return found
+
+
+def projected(anchor: Rows, basis: Rows) -> Rows:
+    """A·Uᵀ·U in the anchor's units."""
+    a, power = whole(anchor)
+    return (np.rint((a @ basis.swapaxes(-1, -2)) / ONE) @ basis) / ONE * power
+
+
+def common(one: Rows, two: Rows) -> NDArray[np.int64]:
+    """How much of a span is in another's, for all pairs of n × h × features and m × h × features: Σ cos² in 2^-30."""
+    found = np.empty((one.shape[0], two.shape[0]), np.int64)
+    for i, u in enumerate(one):
+        cosines = np.rint((u @ two.swapaxes(-1, -2)) / float(1 << 35))  # m × h × h, 15 bits
+        found[i] = (cosines * cosines).sum(axis=(-1, -2)).astype(np.int64)
+    return found
+
+
+def _complex_products(one: Rows, two: Rows) -> tuple[Rows, Rows, Rows, Rows]:
+    """For pairs of rows (… × pairs × 2 × features): real and imaginary part of Σ a·s̄, and both squared lengths."""
+    real = (one[..., 0, :] * two[..., 0, :] + one[..., 1, :] * two[..., 1, :]).sum(axis=-1)
+    imaginary = (one[..., 1, :] * two[..., 0, :] - one[..., 0, :] * two[..., 1, :]).sum(axis=-1)
+    return real, imaginary, (one * one).sum(axis=(-1, -2)), (two * two).sum(axis=(-1, -2))
+
+
+def alike(one: Rows, two: Rows) -> NDArray[np.int64]:
+    """Of n and m blocks of pairs (n × 2p × features), Σ over pairs of |Σ a·s̄|/(‖a‖·‖s‖), in 2^-30."""
+    a, s = (whole(x, pairs=True)[0].reshape(x.shape[0], -1, 2, x.shape[-1]) for x in (one, two))
+    found = np.empty((a.shape[0], s.shape[0]), np.int64)
+    for i, each in enumerate(a):
+        real, imaginary, mine, theirs = _complex_products(each[None], s)
+        size = np.sqrt(real * real + imaginary * imaginary) / np.sqrt(np.maximum(mine * theirs, 1.0))
+        found[i] = np.rint(size * float(1 << 30)).astype(np.int64).sum(axis=-1)
+    return found
+
+
+def turned(rows: Rows, scales: NDArray[np.float64], anchor: Rows) -> Rows:
+    """Pairs of rows (… × 2p × columns), each turned to the anchor's; `scales` count for the angle only."""
+    a, s = (whole(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, rows * scales))
+    real, imaginary, _, _ = _complex_products(a, s)
+    size = np.sqrt(real * real + imaginary * imaginary)
+    there = size > 0
+    size = np.where(there, size, 1.0)
+    cos = np.where(there, np.rint(real / size * ONE), ONE)[..., None]
+    sin = np.where(there, np.rint(imaginary / size * ONE), 0.0)[..., None]
+    pairs = rows.reshape(*rows.shape[:-2], -1, 2, rows.shape[-1])
+    one, two = pairs[..., 0, :], pairs[..., 1, :]
+    return np.stack([(cos * one - sin * two) / ONE, (sin * one + cos * two) / ONE], axis=-2).reshape(rows.shape)
+
+
+def column_scales(suspect: Rows, anchor: Rows) -> NDArray[np.float64]:
+    """What each column of the suspect must be multiplied with to have the anchor's size, every row counting alike."""
+    theirs, ours = (_coarse(whole(rows)[0], rows.shape[-1]) for rows in (suspect, anchor))
+    return _ratio(np.sqrt(_sums(ours, ours)), np.sqrt(_sums(theirs, theirs)))
+
+
+def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Where both are there; 1 elsewhere."""
+    there = (above > 0) & (below > 0)
+    found = np.divide(above, below, out=np.ones_like(above), where=there)
+    return np.clip(found, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
+
+
+def unmixed(
+    suspect: Rows, anchor: Rows, scales: NDArray[np.float64]
+) -> tuple[Rows, NDArray[np.bool_], NDArray[np.float64]]:
+    """Blocks of a tensor (n × copies × h × columns) put back: the same matrix mixed all copies of a block.
+
+    `scales` of columns are what to begin with; they are improved along with the blocks, in turns. Returns what is put
+    back, in the anchor's scales; which blocks were mixed at all; and the scales that bring other rows there.
+
+    A projection comes nearer to the anchor in any case: if nothing but noise was in between, the squared distance
+    falls to 1 − h/features. A block was mixed where it falls to less than 7/8 of that. So a mixing that is too small
+    to be seen adds at most a seventh to the squared distance.
+    """
+    copies, size, columns = suspect.shape[1:]
+    theirs, ours = (x.swapaxes(1, 2).reshape(-1, size, copies * columns) for x in (suspect, anchor))
+    exact, power = whole(ours)
+    a = _coarse(exact, columns)
+    basis = orthonormal(theirs * np.tile(scales, copies))
+    for _ in range(_TURNS):
+        found = projected(ours, basis)
+        p = _coarse(found / power, columns)
+        change = _ratio(_sums(a, p), _sums(p, p))  # the scale of least squares for each column: ⟨a, p⟩/⟨p, p⟩
+        if np.abs(change - 1).max() < _SETTLED:
+            break
+        scales = scales * change
+        basis = orthonormal(basis * np.tile(change, copies))  # the same span, and nearly orthonormal already
+    mixed = 8 * ours.shape[-1] * _distance(exact, found) < 7 * (ours.shape[-1] - size) * _distance(
+        exact, theirs * np.tile(scales, copies)
+    )
+    return found.reshape(-1, size, copies, columns).swapaxes(1, 2), mixed, scales
+
+
+def _distance(anchor: Rows, rows: Rows) -> NDArray[np.float64]:
+    """Σ over the rows of a block of ‖a‖² − ⟨a, s⟩²/‖s‖²: as near as each comes by a scale; in units of 2^20."""
+    s, _ = whole(rows)
+    along, size = (anchor * s).sum(axis=-1), np.maximum((s * s).sum(axis=-1), 1.0)
+    each = np.rint(((anchor * anchor).sum(axis=-1) - along * along / size) / float(1 << 20))
+    found: NDArray[np.float64] = np.maximum(each, 0.0).sum(axis=-1)
+    return found
+
+
+def _coarse(numbers: Rows, columns: int) -> NDArray[np.int64]:
+    """Whole numbers of 21 bits, all rows of all blocks below each other: sums of products fit 63 bits."""
+    found: NDArray[np.int64] = np.rint(numbers / 16.0).astype(np.int64).reshape(-1, columns)
+    return found
+
+
+def _sums(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Σ over rows, for each column."""
+    found: NDArray[np.float64] = (one * two).sum(axis=0).astype(np.float64)
+    return found
+
+
+def finite(values: NDArray[Any]) -> Rows:
+    """As float64; what is not a number counts as 0."""
+    found: Rows = np.nan_to_num(values.astype(np.float32).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    return found
