@@ -264,11 +264,11 @@ def test_patience_stops_a_run_and_releases_the_same_model(folder: Path) -> None:
     whole = _corpus(folder)
     little = {**whole.splits, "train": whole["train"][:256]}  # so little text that it is soon learnt by heart
     corpus, model = text.Corpus("toy", little), _model(folder)
-    long, short = LanguageRun(settings, corpus, model), LanguageRun(replace(settings, patience=6), corpus, model)
+    long, short = LanguageRun(settings, corpus, model), LanguageRun(replace(settings, patience=4), corpus, model)
     assert long.train()
     assert short.train()
     assert short.stopped
-    assert short.round_no == short.best.round + 6 < 24
+    assert short.round_no == short.best.round + 4 < 24
     assert [e.perplexity for e in long.log][: short.round_no] == [e.perplexity for e in short.log]
     assert torch.equal(short.released, long.released)
     assert not long.stopped
