@@ -36,15 +36,15 @@ def tokenizer() -> Any:
     return made
 
 
-def config(kind: str) -> Any:
+def config(kind: str, layers: int = 2) -> Any:
     from transformers import GPT2Config, LlamaConfig
 
     if kind == "gpt2":
         return GPT2Config(
-            vocab_size=61, n_positions=32, n_embd=48, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+            vocab_size=61, n_positions=32, n_embd=48, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
     return LlamaConfig(
-        vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=61, hidden_size=48, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
 
