@@ -65,7 +65,7 @@ PUBLIC = {
     null: "cosine_text decimal_of log10_bound log10_p raised_threshold threshold_for z_text",
     reference: "Reference digest_of_anchor read_chain",
     statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
-    align: "PROCEDURE AlignedModel Alignment Group Groups Slot align assign",
+    align: "PROCEDURE AlignedModel Alignment Group Groups Mixing Slot align assign",
     graph: "Knob Scaling derive_groups derive_scalings",
     attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
     suite: "Job Plan Subject classifier key_of_members load_weights read_plan read_results read_subject run",
