@@ -18,7 +18,8 @@ def groups(
 ) -> None:
     """Find which channels of a model belong together, for `consortium create --groups` and `verify prepare --align`.
 
-    Runs your file. The groups are tried before they are written: a permutation must leave the output as it is.
+    Runs your file. The groups are tried before they are written: a permutation must leave the output as it is. So are
+    the mixings: channels within heads that can be replaced by mixtures of each other.
     """
     from quorumark.errors import InputError
     from quorumark.keystore import write_shared
@@ -38,6 +39,7 @@ def groups(
     heads = sum(group.within is not None for group in found.groups)
     channels = sum(group.size for group in found.groups if group.within is None)
     typer.echo(
-        f"{len(found.groups)} groups ({heads} within others), {channels:,} channels\ngroups {found.digest()}\n"
+        f"{len(found.groups)} groups ({heads} within others), {channels:,} channels, {len(found.mixings)} mixings\n"
+        f"groups {found.digest()}\n"
         f"written to {out}; the consortium agrees on them with: quorumark consortium create --groups {out.name} …"
     )
