@@ -227,8 +227,9 @@ class LocalGrid:
                 reply = self.apps[node](got, context)
             except Exception as error:  # noqa: BLE001 - as Flower does
                 reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=got)
-            self._replies[name] = reply
-            self.seen.append(reply)
+            if reply is not None:  # the node died, or its reply got lost
+                self._replies[name] = reply
+                self.seen.append(reply)
         return names
 
     def pull_messages(self, names: Iterable[str]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -510,22 +511,92 @@ def test_terms_that_were_not_pinned_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_ceremony_goes_on_where_a_reply_was_lost(tmp_path: Path) -> None:
-    """A node that fails in the middle, once: its messages are asked for again."""
+    """Every reply of a member once, as an error or as silence, and then many at random: members show the same again."""
     world = Consortium.agree(tmp_path)
     app = app_for(tmp_path, pinned=world.terms.digest().hex())
-    grid = LocalGrid(app, 5)
-    calls = []
+    rng, counts = np.random.default_rng(8), {103: 0, 104: 0}
+    said: dict[tuple[int, str], bytes] = {}
 
     def shaky(message: Any, context: Any) -> Any:
-        calls.append(1)
         reply = app(message, context)
-        if len(calls) == 4:
+        assert "refused" not in reply.content["quorumark"]
+        for record in reply.content.array_records.values():
+            for name, array in record.items():  # never a second message for the same step
+                assert said.setdefault((context.node_id, name), array.data) == array.data
+        if context.node_id in counts:
+            counts[context.node_id] += 1
+            if counts[context.node_id] % 2:  # each of its replies once
+                if context.node_id == 103:
+                    raise OSError("the reply got lost")
+                return None
+        elif rng.random() < 0.2:
             raise OSError("the reply got lost")
         return reply
 
-    grid.apps[103] = shaky
+    notes: list[str] = []
+    manifest = make_key(LocalGrid(shaky, 5), world.terms, timeout=1, stage_timeout=0.2, note=notes.append)
+    assert min(counts.values()) >= 20  # ten turns, each at least twice
+    assert any("no reply in" in text for text in notes)
+    assert any("OSError" in text for text in notes)
+    places = [home.only_consortium().verify_share(unlock) for home, unlock in map(world.home, range(1, 6))]
+    assert {place.info.session for place in places} == {manifest.genesis.session}
+    assert not list(tmp_path.glob("member-*/ceremonies/*"))
+
+
+def test_a_member_that_hears_a_message_twice_says_the_same_twice(tmp_path: Path) -> None:
+    world = Consortium.agree(tmp_path)
+    app = app_for(tmp_path, pinned=world.terms.digest().hex())
+
+    def twice(message: Any, context: Any) -> Any:
+        first = app(copy.deepcopy(message), context)
+        again = app(message, context)
+        assert first.content == again.content
+        return again
+
+    assert make_key(LocalGrid(twice, 5), world.terms, timeout=1).terms == world.terms
+
+
+def test_a_member_that_stays_silent_stops_the_ceremony_and_a_new_run_goes_on_with_it(tmp_path: Path) -> None:
+    """Nothing is lost: the members go on with what they have, under the next run's messages."""
+    world = Consortium.agree(tmp_path)
+    app = app_for(tmp_path, pinned=world.terms.digest().hex())
+    grid, calls = LocalGrid(app, 5), list[int]()
+
+    def dying(message: Any, context: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 6:
+            raise OSError("the power went out")
+        return app(message, context)
+
+    grid.apps[103] = dying
+    with pytest.raises(CeremonyError, match="the ceremony stopped. Hospital 3: its node failed"):
+        make_key(grid, world.terms, timeout=1)
+    assert len(calls) == 6 + 4
+    manifest = make_key(LocalGrid(app, 5, run_id=8), world.terms, timeout=1)
+    roots = [home.only_consortium().verify_share(unlock).root() for home, unlock in map(world.home, range(1, 6))]
+    assert len(set(roots)) == 5
+    assert make_key(LocalGrid(app, 5, run_id=9), world.terms, timeout=1) == manifest  # it stands
+
+
+def test_a_ceremony_that_some_have_finished_and_whose_messages_are_gone(tmp_path: Path) -> None:
+    """The one case that asking again cannot mend: said, with what to do."""
+    world = Consortium.agree(tmp_path)
+    app = app_for(tmp_path, pinned=world.terms.digest().hex())
+    grid, calls = LocalGrid(app, 5), list[int]()
+
+    def dying(message: Any, context: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 9:  # the others get all signatures in the tenth turn, and finish
+            raise OSError("the power went out")
+        return app(message, context)
+
+    grid.apps[103] = dying
     with pytest.raises(CeremonyError, match="Hospital 3"):
         make_key(grid, world.terms, timeout=1)
+    assert world.home(1)[0].only_consortium().manifest_path.exists()
+    assert not world.home(3)[0].only_consortium().manifest_path.exists()
+    with pytest.raises(CeremonyError, match=r"Hospital 3 waits for .*agree on terms with another date"):
+        make_key(LocalGrid(app, 5, run_id=8), world.terms, timeout=1)
 
 
 # --- the signer -------------------------------------------------------------------------------------------
