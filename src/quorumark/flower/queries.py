@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from quorumark.engine.server import CeremonyServer
-from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError
+from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
-from quorumark.flower.server import _accepted
+from quorumark.flower.server import _accepted, _told
 from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
 from quorumark.records import Manifest, Terms
 from quorumark.verify.certificate import Certificate
@@ -69,8 +69,11 @@ def make_key(
         replies = exchange(grid, made, stage_timeout)
         lost = {node: f"no reply in {stage_timeout:.0f} s" for node in nodes if node not in replies}
         for node, reply in replies.items():
-            if reply.has_error():  # a process that died, a full disk: not a member's word
-                lost[node] = f"its node failed: {reply.error.reason[:500]}"
+            try:
+                if reply.has_error() or "failed" in _told(reply):  # a process that died, a full disk
+                    _accepted(reply)
+            except RoundError as error:
+                lost[node] = str(error)
                 continue
             try:
                 told = _accepted(reply)

@@ -64,8 +64,8 @@ def watermarked(
     `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says how the model lies in a
     vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on;
     `after` is the last round in which these members took part in any run. `stage_timeout` is how long a node may take
-    for an upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes that
-    are silent when more than half have replied get that many times as long as those took, if it is less. `linear`
+    for an upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes
+    that are silent when more than half have replied get that many times as long as those took, if it is less. `linear`
     vouches for a strategy of your own: that what it makes of the replies hangs on their weighted average alone. `seed`
     is for research.
     """
@@ -412,6 +412,8 @@ def _accepted(reply: Any) -> dict[str, Any]:
     config = split(_content(reply))[0]
     if config is None:
         raise RoundError("it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods")
+    if "failed" in config:
+        raise RoundError(f"its node failed: {config['failed']}")
     if "refused" in config:
         raise RoundError(str(config["refused"]))
     return config
