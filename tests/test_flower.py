@@ -367,7 +367,9 @@ def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Conso
     # a round that all had: the server's operator forgot `after`
     stale, model = run(world, LocalGrid(app_for(world.folder), 5, run_id=9), 1)
     assert "members are left" in stale.reports[0].given_up
-    assert all("round 1 is over" in reason for p, reason in stale.reports[0].excluded.items() if p != -103)
+    told = [reason for point, reason in stale.reports[0].excluded.items() if point != -103]
+    assert len(told) == 4
+    assert all("round 1 is over" in reason and "after=2)" in reason for reason in told)
     assert same(model, world.model)  # the last model stands
 
 
@@ -398,6 +400,7 @@ def test_one_member_with_a_stale_round_or_another_layout_of_its_own(tmp_path: Pa
     assert "'b.weight'" in report.excluded[-102]
     assert "(40, 100)" in report.excluded[-102]
     assert "round 1 is over" in report.excluded[-103]
+    assert "after=6" in report.excluded[-103]
     assert "'a.bias'" in report.excluded[-104]
     assert not any("654321" in str(reply) for reply in grid.seen)
     assert same(model, world.in_process(1, SEED, Losses({(1, "train"): [2, 3, 4]})).model)
