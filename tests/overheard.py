@@ -6,9 +6,8 @@ what the members have on their own disks meanwhile (results of training, memorie
 so that the test knows what to look for.
 
 `search` looks for windows of 16 bytes at every offset, all of them in one pass: a vector's from every element on, so
-that any two words of a share and any four weights of a result are found wherever they lie. 10^7 windows that are looked
-for in 10^8 bytes are found by chance with a probability of about 10^15 / 2^64 = 5·10^-5 (their 64-bit digests are
-compared).
+that any two words of a share are found wherever they lie. Digests of 64 bits are compared: 10^7 windows that are looked
+for in 2·10^8 bytes give a false alarm with a probability of about 2·10^15 / 2^64 = 10^-4.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 WINDOW = 16
 Words = NDArray[np.uint64]
-_TABLE_BITS = 26
+_TABLE_BITS = 28
 
 
 # --- listening --------------------------------------------------------------------------------------------
@@ -90,13 +89,13 @@ class Listener(threading.Thread):
 # --- searching --------------------------------------------------------------------------------------------
 
 
-def windows(vector: NDArray[Any]) -> Words:
-    """Digests of the windows of a vector as it lies in memory, from every element on."""
+def windows(vector: NDArray[Any], step: int = 1) -> Words:
+    """Digests of the windows of a vector as it lies in memory, from every element on, or from every `step`-th."""
     flat = np.ascontiguousarray(vector).reshape(-1).astype(vector.dtype.newbyteorder("<"), copy=False)
     data = np.frombuffer(flat.tobytes(), np.uint8)
     if data.size < WINDOW:
         raise ValueError("a vector that is shorter than a window cannot be looked for")
-    rows = np.lib.stride_tricks.sliding_window_view(data, WINDOW)[:: flat.dtype.itemsize]
+    rows = np.lib.stride_tricks.sliding_window_view(data, WINDOW)[:: step * flat.dtype.itemsize]
     rows = rows[(rows != rows[:, :1]).sum(axis=1) >= 4]  # nearly the same byte sixteen times is found anywhere
     words = np.ascontiguousarray(rows).view("<u8")
     return np.unique(_mixed(words[:, 0], words[:, 1]))
@@ -115,12 +114,15 @@ def texts(content: bytes) -> Words:
     return together(*(windows(np.frombuffer(form, np.uint8)) for form in forms))
 
 
-def samples(vector: NDArray[Any], count: int = 100) -> Words:
-    """Pieces of a vector in all encodings, and its numbers as people write them."""
+def samples(vector: NDArray[Any], where: NDArray[np.bool_] | None = None, count: int = 100) -> Words:
+    """Pieces of a vector in all encodings, and its numbers as people write them; only from `where`."""
     little = vector.reshape(-1).astype(vector.dtype.newbyteorder("<"), copy=False)
     step = max(1, 64 // little.itemsize)
+    starts = np.arange(little.size - step + 1)
+    if where is not None:
+        starts = starts[np.lib.stride_tricks.sliding_window_view(where, step).all(axis=1)]
     found = []
-    for start in np.linspace(0, little.size - step, count).astype(int):
+    for start in starts[np.linspace(0, starts.size - 1, count).astype(int)]:
         piece = little[start : start + step]
         found += [texts(piece.tobytes()), windows(piece.astype(piece.dtype.newbyteorder(">")).view(np.uint8))]
         written = ", ".join(str(number) for number in piece.tolist())
