@@ -172,7 +172,9 @@ def simulated(world: Consortium, rounds: int, losses: Losses) -> tuple[list[dict
         SEED,
         json.dumps(plan),
     ]
-    done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads((world.folder / "reports.json").read_text())
     return reports, {name: np.array(t) for name, t in read_safetensors(world.folder / "out.safetensors").items()}
