@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 WINDOW = 16
 Words = NDArray[np.uint64]
-_TABLE_BITS = 28
+_TABLE_BITS = 27
 
 
 # --- listening --------------------------------------------------------------------------------------------
