@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test research-test test-slow flower-test deploy-test check format bench bench-secagg setup clean
+.PHONY: demo test research-test test-slow flower-test deploy-test check format bench bench-secagg bench-flower setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -49,6 +49,13 @@ bench: setup
 # against Flower's own functions
 bench-secagg: .venv/.flower
 	$(BIN)/quorumark bench secagg --json benchmarks/results/secagg.json
+
+# the same Flower app with and without the mark, deployed and in simulation: a quarter of an hour
+bench-flower: .venv/.flower
+	rm -rf runs/flower
+	mkdir -p runs
+	$(BIN)/python examples/flower-hospitals/deploy --out runs/flower --rounds 5 --compare 4
+	$(BIN)/quorumark bench flower --deployment runs/flower/summary.json --json benchmarks/results/flower.json
 
 setup: .venv/.ready
 

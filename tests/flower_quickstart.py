@@ -1,18 +1,15 @@
-"""Runs examples/flower-quickstart in Flower's simulation, with a consortium made in the current folder."""
+"""Runs examples/flower-quickstart in Flower's simulation, with the consortium that its `prepare` made here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 
-from quickstart import client_app, server_app, task
-from tests.flowers import Consortium
+from quickstart import client_app, server_app
 
 HOMES = Path("consortium").resolve()
 SETTINGS = {"num-server-rounds": 3, "fraction-train": 1.0, "local-epochs": 1, "lr": 0.01, "quorumark-homes": str(HOMES)}
@@ -27,14 +24,6 @@ class Configured(ClientApp):  # type: ignore[misc]
 
 
 def main() -> None:
-    HOMES.mkdir()
-    torch.manual_seed(2026)
-    model = {name: tensor.numpy() for name, tensor in task.Net().state_dict().items()}
-    world = Consortium.agree(HOMES, 5, 3, model=model, strength={"rule": "rho", "rho": "0.1", "c_max": "0.1"})
-    counts = [len(task.load_data(i, 5)[0].dataset) for i in range(5)]
-    roster = tuple(replace(m, examples=n) for m, n in zip(world.terms.roster, counts, strict=True))
-    world.terms = replace(world.terms, roster=roster)
-    world.found()
     server = ServerApp()
 
     @server.main()  # type: ignore[untyped-decorator]

@@ -22,8 +22,8 @@ def main(folder: Path, count: int, rounds: int, seed: int, plan: dict[tuple[int,
     @server.main()  # type: ignore[untyped-decorator]
     def begin(grid: Any, context: Any) -> None:  # noqa: ARG001
         inner = FedAvg(min_train_nodes=count, min_available_nodes=count, fraction_evaluate=0.0)
-        wrapped = watermarked(inner, folder / "consortium.json", seed=seed)
-        result = wrapped.start(grid=grid, initial_arrays=records_of(initial()), num_rounds=rounds, timeout=300)
+        wrapped = watermarked(inner, folder / "consortium.json", seed=seed, stage_timeout=1800)
+        result = wrapped.start(grid=grid, initial_arrays=records_of(initial()), num_rounds=rounds, timeout=1800)
         write_safetensors({k: a.numpy().reshape(a.shape) for k, a in result.arrays.items()}, folder / "out.safetensors")
         reports = [{"members": r.members, "attempts": r.attempts, "seconds": r.seconds} for r in wrapped.reports]
         (folder / "reports.json").write_text(json.dumps(reports))

@@ -42,6 +42,12 @@ def train(model: Mapping[str, NDArray[Any]], data: float, seed: int, rate: float
     return {**moved, "steps": np.asarray(model["steps"] + 1)}
 
 
+def pulled(model: Mapping[str, NDArray[Any]], made: Model, mu: float) -> Model:
+    """What FedProx's term does to a step: it minimises |w − made|² + μ·|w − model|²."""
+    part = np.float32(1 / (1 + mu))
+    return {k: v if k == "steps" else model[k] + part * (v - model[k]) for k, v in made.items()}
+
+
 @dataclass
 class Consortium:
     """The homes lie in FOLDER/member-N, what opens them in FOLDER/member-N.key."""
@@ -114,14 +120,16 @@ class Consortium:
     def home(self, x: int) -> tuple[Home, Unlock]:
         return Home(self.folder / f"member-{x}"), Unlock.key_file(self.folder / f"member-{x}.key")
 
-    def in_process(self, rounds: int, seed: int, losses: Losses | None = None) -> Federation:
+    def in_process(
+        self, rounds: int, seed: int, losses: Losses | None = None, trained: Callable[..., Model] = train
+    ) -> Federation:
         """The same run without Flower: what its models must be."""
         assert self.manifest is not None
         members = {}
         for x in range(1, self.count + 1):
             home, unlock = self.home(x)
             share = home.only_consortium().share(unlock)
-            members[x] = FederationMember(home.identity(unlock), self.manifest, self.layout, train, 0.01, share)
+            members[x] = FederationMember(home.identity(unlock), self.manifest, self.layout, trained, 0.01, share)
         run = Federation(self.manifest, self.layout, self.model, members, seed=seed, losses=losses)
         list(run.rounds(rounds))
         return run
@@ -155,6 +163,8 @@ def app_for(
         arrays, config = message.content["arrays"], message.content["config"]
         model = {name: array.numpy() for name, array in arrays.items()}
         made = trained(model, 0.01, config["quorumark-seed"], config["quorumark-rate"])
+        if "proximal-mu" in config:
+            made = pulled(model, made, float(config["proximal-mu"]))
         content = {
             "arrays": ArrayRecord({name: _array(tensor) for name, tensor in made.items()}),
             "metrics": MetricRecord({"num-examples": examples(x), "moved": float(x)}),
@@ -227,8 +237,9 @@ class LocalGrid:
                 reply = self.apps[node](got, context)
             except Exception as error:  # noqa: BLE001 - as Flower does
                 reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=got)
-            self._replies[name] = reply
-            self.seen.append(reply)
+            if reply is not None:  # the node died, or its reply got lost
+                self._replies[name] = reply
+                self.seen.append(reply)
         return names
 
     def pull_messages(self, names: Iterable[str]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -44,14 +45,40 @@ def test_the_apps_are_whole(name: str, package: str, monkeypatch: pytest.MonkeyP
     assert importlib.import_module(f"{package}.client_app").app._mods == [quorumark_mod]
 
 
+def test_what_the_mark_costs_is_measured_in_simulation(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The same app with and without it: two more messages, and vectors of 8 bytes instead of 4 on the way up."""
+    pytest.importorskip("ray", reason="flwr's simulation is not installed")
+    told = {"seconds": 30.0, "messages": 3.0, "bytes_down": 1100.0, "bytes_up": 2100.0}
+    plain = {"seconds": 10.0, "messages": 1.0, "bytes_down": 1000.0, "bytes_up": 1000.0}
+    summary = tmp_path / "summary.json"
+    command = [sys.executable, "-m", "quorumark", "bench", "flower", "--quick", "--deployment", str(summary)]
+    summary.write_text("{}")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "deploy --compare N" in done.stderr
+    summary.write_text(json.dumps({"plain": plain, "marked": told, "coordinates": 283_424}))
+    command += ["--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    deployed, simulated = json.loads((tmp_path / "rows.json").read_text())
+    assert (deployed["ratio"], deployed["messages"], deployed["plain_messages"]) == (3.0, 3.0, 1.0)
+    assert (simulated["messages"], simulated["plain_messages"], simulated["nodes"]) == (3.0, 1.0, 5)
+    assert simulated["plain_bytes_down"] < simulated["bytes_down"] < 1.1 * simulated["plain_bytes_down"]
+    assert 2 * simulated["plain_bytes_up"] < simulated["bytes_up"] < 2.1 * simulated["plain_bytes_up"]
+    assert simulated["seconds"] > simulated["plain_seconds"]
+
+
 def test_the_quickstart_runs_in_simulation(tmp_path: Path) -> None:
     """Three rounds with five nodes; `flwr run` would give it the same settings."""
     pytest.importorskip("ray", reason="flwr's simulation is not installed")
     path = f"{ROOT / 'src'}:{ROOT}:{ROOT / 'examples' / 'flower-quickstart'}"
     environment = {**os.environ, "PYTHONPATH": path, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    command = [sys.executable, "-m", "tests.flower_quickstart"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
+    said = ""
+    for words in ([str(ROOT / "examples" / "flower-quickstart" / "prepare")], ["-m", "tests.flower_quickstart"]):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        said += done.stdout + done.stderr
+    assert "num-supernodes=5" in said
     assert done.returncode == 0, said[-3000:]
     assert said.count("quorumark: round") == 3, said[-3000:]
     assert (tmp_path / "final_model.pt").exists()

@@ -119,7 +119,14 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.report.attacks",
         "quorumark.report.calibration",
     },
-    "flwr": {"quorumark.bench.secagg", "quorumark.flower.server", "quorumark.flower.wire"},
+    "flwr": {
+        "quorumark.bench.flower",
+        "quorumark.bench.secagg",
+        "quorumark.flower.client",
+        "quorumark.flower.server",
+        "quorumark.flower.wire",
+    },
+    "ray": {"quorumark.bench.flower"},
 }
 
 

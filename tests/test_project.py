@@ -75,6 +75,16 @@ def test_the_readmes_protocol_figures_are_the_measured_ones(root: Path) -> None:
     assert f"{row['elements_per_member']:.2f}·d numbers instead of {row['paper_elements']:.0f}·d" in text
 
 
+def test_the_figures_of_flower_are_the_measured_ones(root: Path) -> None:
+    text = (root / "docs" / "flower.md").read_text()
+    for row in json.loads((root / "benchmarks" / "results" / "flower.json").read_text())[:2]:
+        assert f"{row['bytes_down']:,.0f} | {row['bytes_up']:,.0f} | " in text
+        assert f"{row['plain_bytes_down']:,.0f} | {row['plain_bytes_up']:,.0f} | " in text
+        digits = 1 if "deployment" in row["name"] else 2
+        assert f"| {row['plain_seconds']:.{digits}f} |" in text
+        assert f"| {row['seconds']:.{digits}f} (× {row['ratio']:.{2 - digits}f}) |" in text
+
+
 def test_the_readmes_example_runs(root: Path) -> None:
     example = re.search(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
     assert example

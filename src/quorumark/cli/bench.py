@@ -106,6 +106,25 @@ def round_(json: Json = None, quick: Quick = False) -> None:
     _run("A round", bench.rows(quick), json, with_peers=False)
 
 
+@app.command("flower")
+def flower(
+    json: Json = None,
+    quick: Quick = False,
+    deployment: Annotated[
+        Path | None, typer.Option(help="The summary.json of examples/flower-hospitals/deploy --compare N.")
+    ] = None,
+) -> None:
+    """A round of the same Flower app with and without the mark: in simulation, and from a deployment's summary."""
+    from quorumark.bench import flower as bench
+
+    def rows() -> Iterator[Any]:
+        if deployment is not None:
+            yield bench.deployed(deployment)
+        yield from bench.rows(quick)
+
+    _run("A round in Flower", rows(), json, with_peers=False)
+
+
 def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
@@ -131,6 +150,13 @@ def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool
             status.update(f"measured: {row.name} against {row.against}")
     console.print(table)
     for row in done:
+        if hasattr(row, "plain_messages"):
+            console.print(
+                f"{row.name}, {row.size:,} weights: {row.seconds:.2f} s a round, plain {row.plain_seconds:.2f} s; for "
+                f"each node {row.messages:.1f} messages, plain {row.plain_messages:.1f}; bytes to it "
+                f"{row.bytes_down:,.0f}, plain {row.plain_bytes_down:,.0f}; bytes from it {row.bytes_up:,.0f}, plain "
+                f"{row.plain_bytes_up:,.0f}"
+            )
         if hasattr(row, "elements_per_member"):
             moves = "sends each member" if row.role == "dealer" else "sends and receives"
             console.print(

@@ -129,7 +129,13 @@ class MemberNode:
         round_no = _whole(config, "round")
         if desk.point not in desk.group.cohort(round_no):
             raise RoundError(f"{desk.name} is not drawn for round {round_no}")
-        desk.memory()  # stands, and is this group's
+        with desk.memory().edit() as memory:  # it stands, and is this group's
+            last = int(memory["round"])
+        if round_no <= last:
+            raise RoundError(
+                f"round {round_no} is over for {desk.name}, which last took part in round {last}; rounds never repeat: "
+                f"let the server go on after that one (watermarked(…, after={last}))"
+            )
         desk.check_share(self._unlock)
         layout = desk.layout(_content(arrays["layout"]))
         model = layout.encode(named(arrays, MODEL))

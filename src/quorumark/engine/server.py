@@ -302,5 +302,10 @@ class CeremonyServer:
             self._finished.add(point)
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """How many messages there are, and how many members have the manifest."""
+        return sum(len(messages) for messages in self._messages.values()), len(self._finished)
+
+    @property
     def finished(self) -> bool:
         return self.manifest is not None and len(self._finished) == self.terms.members

@@ -3,7 +3,9 @@
 The app's `@app.train()` is called with the message as the strategy made it, and gets three more numbers in its config:
 `quorumark-rate` (the learning rate that the manifest has for this round, in units of the first one's: the mark relies
 on it), `quorumark-round`, and in research runs `quorumark-seed`. What it returns never leaves the node as it is: the
-mod keeps it, and the server gets the masked vector when it asks for that.
+mod keeps it, and the server gets the masked vector when it asks for that. Nor does the text of an exception leave it:
+Flower would send that to the server, and it may quote data or paths. The server hears of which kind it was; the rest is
+in the node's own log.
 
 Which member a node is, its operator says when it starts the node, never the server:
 
@@ -17,6 +19,7 @@ homes lie in one folder, which the app's run config names (`quorumark-homes`): m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from logging import ERROR
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +70,8 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
             return _train(node, message, context, call_next, config, arrays, others)
         except QuorumarkError as error:
             return _reply(message, {"refused": refusal(error)}, {})
+        except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
+            return _failed(message, error)
 
     return mod
 
@@ -116,6 +121,15 @@ def _train(
     return _reply(message, ready, {}, metrics)
 
 
+def _failed(message: Any, error: Exception) -> Any:
+    """What the server may know of a failure that nobody foresaw."""
+    from flwr.common.logger import log
+
+    log(ERROR, "quorumark: this node failed", exc_info=error)
+    why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+    return _reply(message, {"failed": f"{type(error).__name__}{why}; the node's log has the rest"}, {})
+
+
 def _reply(
     message: Any, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], others: Mapping[str, Any] | None = None
 ) -> Any:
@@ -137,6 +151,8 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
             return _reply(message, *find(context).handle(str(config["stage"]), about, arrays))
         except QuorumarkError as error:
             return _reply(message, {"refused": refusal(error)}, {})
+        except Exception as error:  # noqa: BLE001
+            return _failed(message, error)
 
 
 def member_of(context: Any) -> Stages:

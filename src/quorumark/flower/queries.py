@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from quorumark.engine.server import CeremonyServer
-from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError
+from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
-from quorumark.flower.server import _accepted
+from quorumark.flower.server import _accepted, _told
 from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
 from quorumark.records import Manifest, Terms
 from quorumark.verify.certificate import Certificate
@@ -27,7 +27,8 @@ from quorumark.verify.reference import Reference
 
 __all__ = ["make_key", "verify_model"]
 
-_TURNS = 60  # a ceremony takes eleven; members may come late
+_TURNS = 60  # a ceremony takes ten; members may come late
+_TRIES = 4  # how often in a row a member may fail to reply
 
 
 def _wait_for(grid: Any, count: int, timeout: float) -> list[int]:
@@ -48,20 +49,32 @@ def make_key(
 ) -> Manifest:
     """The dealer-free ceremony: every member ends with a share in its home, and the manifest comes out.
 
-    All members must take part. A member that refuses says why; a node that is no member's is left out.
+    All members must take part. A member that refuses says why, and the ceremony stops; a node that is no member's is
+    left out. Where a reply is lost, or a node fails, it is asked again: members do every step once and show the same
+    messages as often as they are asked. If the server itself dies, call this again with the same terms: the members go
+    on where they were.
     """
     flwr = flwr_app()
     server = CeremonyServer(terms, str(grid.run.run_id))
     nodes = _wait_for(grid, terms.members, timeout)
     points: dict[int, int] = {}
+    failures: dict[int, int] = {}  # in a row, by node
     for _ in range(_TURNS):
-        made = []
+        before, waiting, made = server.progress, dict[int, str](), []
         for node in nodes:
             config, arrays = server.turn(points.get(node))
             content = flwr.RecordDict(records({**config, "stage": "setup"}, arrays))
             made.append(flwr.Message(content, node, f"query.{QUERY}"))
-        reasons: dict[int, str] = {}
-        for node, reply in exchange(grid, made, stage_timeout).items():
+        refused: dict[int, str] = {}
+        replies = exchange(grid, made, stage_timeout)
+        lost = {node: f"no reply in {stage_timeout:.0f} s" for node in nodes if node not in replies}
+        for node, reply in replies.items():
+            try:
+                if reply.has_error() or "failed" in _told(reply):  # a process that died, a full disk
+                    _accepted(reply)
+            except RoundError as error:
+                lost[node] = str(error)
+                continue
             try:
                 told = _accepted(reply)
                 point = int(told["point"])
@@ -69,19 +82,31 @@ def make_key(
                     raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one")
                 server.take(point, str(node), told, arrays_of(reply.content))
                 points[node] = point
+                waiting[point] = str(told.get("waiting", ""))
                 note(f"{terms.member(point).name}: {told['step']}")
             except (QuorumarkError, KeyError, TypeError, ValueError) as error:
-                reasons[node] = str(error)
+                refused[node] = str(error)
         if server.finished and server.manifest is not None:
             return server.manifest
-        failed = [f"{terms.member(points[n]).name}: {why}" for n, why in reasons.items() if n in points]
-        if failed:
-            raise CeremonyError("the ceremony stopped. " + "; ".join(failed))
-        if len(points) < terms.members:
+        failures = {node: failures.get(node, 0) + 1 for node in lost}
+        gone = {node: why for node, why in lost.items() if failures[node] >= _TRIES}
+        stopped = {node: why for node, why in {**gone, **refused}.items() if node in points}
+        if stopped:
+            said = "; ".join(f"{terms.member(points[node]).name}: {why}" for node, why in stopped.items())
+            raise CeremonyError(f"the ceremony stopped. {said}")
+        nodes = [node for node in nodes if node in points or (node in lost and node not in gone)]
+        for node in lost.keys() & nodes:
+            note(f"node {node} is asked again: {lost[node]}")
+        if len(nodes) < terms.members:
             absent = [member.name for member in terms.roster if member.point not in points.values()]
-            said = "".join(f"; node {node} says: {why}" for node, why in reasons.items())
+            said = "".join(f"; node {node} says: {why}" for node, why in {**gone, **refused}.items())
             raise CeremonyError(f"the ceremony needs all members, and {', '.join(absent)} did not take part{said}")
-        nodes = list(points)
+        if not lost and server.progress == before:
+            stuck = "; ".join(f"{terms.member(x).name} waits for {names}" for x, names in waiting.items() if names)
+            raise CeremonyError(
+                f"the ceremony stands still ({stuck}): an earlier one under these terms was finished by some members "
+                "and not by all, and its messages are gone; agree on terms with another date, and make a key for those"
+            )
     raise CeremonyError("the ceremony does not end: look at the members' logs")
 
 

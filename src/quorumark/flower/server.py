@@ -56,6 +56,7 @@ def watermarked(
     after: int = 0,
     seed: int | None = None,
     stage_timeout: float = 120.0,
+    patience: float | None = None,
     linear: bool = False,
 ) -> Watermarked:
     """The same strategy, with secure aggregation and the consortium's mark.
@@ -63,16 +64,27 @@ def watermarked(
     `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says how the model lies in a
     vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on;
     `after` is the last round in which these members took part in any run. `stage_timeout` is how long a node may take
-    for an upload or an answer, in seconds; training has the strategy's own timeout. `linear` vouches for a strategy of
-    your own: that what it makes of the replies hangs on their weighted average alone. `seed` is for research.
+    for an upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes
+    that are silent when more than half have replied get that many times as long as those took, if it is less. `linear`
+    vouches for a strategy of your own: that what it makes of the replies hangs on their weighted average alone. `seed`
+    is for research.
     """
     _check_strategy(strategy, linear)
+    if patience is not None and not patience >= 1:
+        raise InputError("patience", "must be at least 1", str(patience))
     for kind in type(strategy).__mro__:
         if kind.__name__ in _ADAPTIVE and kind.__module__.startswith("flwr."):
             text = "quorumark: %s divides every weight's step by its own size, and may leave little of the mark"
             _log()(WARNING, text + ": measure z before you rely on it (docs/flower.md)", kind.__name__)
     return Watermarked(
-        strategy, Path(consortium), layout, folder=folder, after=after, seed=seed, stage_timeout=stage_timeout
+        strategy,
+        Path(consortium),
+        layout,
+        folder=folder,
+        after=after,
+        seed=seed,
+        stage_timeout=stage_timeout,
+        patience=patience,
     )
 
 
@@ -115,12 +127,14 @@ class Watermarked:
         after: int,
         seed: int | None,
         stage_timeout: float,
+        patience: float | None,
     ) -> None:
         self.strategy, self.reports = strategy, list[RoundReport]()
         self.manifest = read_chain(consortium)[-1]
         beside = consortium.parent / LAYOUT
         self._layout_path = Path(layout) if layout is not None else beside if beside.exists() else None
         self._folder, self._after, self._seed, self._timeout = folder, after, seed, stage_timeout
+        self._patience = patience
         self._inner = strategy.strategy if type(strategy).__name__ == _NOISY else strategy
 
     def __getattr__(self, name: str) -> Any:
@@ -360,7 +374,7 @@ class _Carrier:
         return {self._points[node]: reply for node, reply in replies.items()}
 
     def _exchange(self, messages: list[Any], timeout: float, report: RoundReport) -> dict[int, Any]:
-        replies = exchange(self._grid, messages, timeout, self._silent)
+        replies = exchange(self._grid, messages, timeout, self._silent, self._owner._patience)
         asked = {message.metadata.dst_node_id for message in messages}
         self._silent = (self._silent | asked) - replies.keys()
         down, up = (sum(size_of(m.content) for m in ms if m.has_content()) for ms in (messages, replies.values()))
@@ -398,6 +412,8 @@ def _accepted(reply: Any) -> dict[str, Any]:
     config = split(_content(reply))[0]
     if config is None:
         raise RoundError("it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods")
+    if "failed" in config:
+        raise RoundError(f"its node failed: {config['failed']}")
     if "refused" in config:
         raise RoundError(str(config["refused"]))
     return config

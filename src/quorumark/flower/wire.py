@@ -73,12 +73,19 @@ def size_of(content: Any) -> int:
     return size + sum(8 * len(record) for record in content.metric_records.values())
 
 
-def exchange(grid: Any, messages: Iterable[Any], timeout: float, doubtful: Container[int] = ()) -> dict[int, Any]:
+def exchange(
+    grid: Any,
+    messages: Iterable[Any],
+    timeout: float,
+    doubtful: Container[int] = (),
+    patience: float | None = None,
+) -> dict[int, Any]:
     """Sends messages and collects the replies by node, until all came or the time is over.
 
     A node that died is reported late and under another number, so who is missing is who did not reply. For `doubtful`
-    nodes, which were silent before, nobody waits much longer than for the others. Replies are asked for more often than
-    Flower's own `send_and_receive` does, which waits three seconds each time.
+    nodes, which were silent before, nobody waits much longer than for the others. With `patience`, once more than half
+    have replied, the others get that many times as long as those took. Replies are asked for more often than Flower's
+    own `send_and_receive` does, which waits three seconds each time.
     """
     sent = list(messages)
     if not sent:
@@ -88,6 +95,7 @@ def exchange(grid: Any, messages: Iterable[Any], timeout: float, doubtful: Conta
     nodes = set(waiting.values())
     began, pause = time.monotonic(), _LEAST_PAUSE
     end, hurried = began + timeout, all(node in doubtful for node in nodes)
+    half = 0.0  # when more than half had replied
     replies: dict[int, Any] = {}
     # one question for each reply: of a node that died while it sent one, Flower waits minutes for the rest of it
     pool = ThreadPoolExecutor(min(_THREADS, len(waiting) or 1))
@@ -101,6 +109,9 @@ def exchange(grid: Any, messages: Iterable[Any], timeout: float, doubtful: Conta
                 if reply.metadata.src_node_id in nodes:
                     replies[reply.metadata.src_node_id] = reply
         now = time.monotonic()
+        if patience is not None and not half and 2 * len(replies) > len(nodes):
+            half = now
+            end = min(end, began + max(patience * (now - began), now - began + _GRACE))
         if not hurried and all(node in doubtful for node in waiting.values()):
             hurried, end = True, min(end, now + _GRACE + (now - began) / 2)
         if not waiting or now > end:
