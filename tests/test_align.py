@@ -400,12 +400,12 @@ def test_resnet_18_has_twelve_groups_and_is_matched_in_time() -> None:
     for (name, axis), order in places.items():
         suspect[name] = suspect[name].index_select(axis, torch.from_numpy(order))
     unrelated = lab.ResNet(64, 3).state_dict()
-    started = time.perf_counter()
+    started = time.process_time()  # of both cores, whatever else they do
     found = align(TensorsInMemory(suspect), anchor, layout, groups)
     for where, order in places.items():
         assert np.array_equal(found.places[where], np.argsort(order))
     align(TensorsInMemory(unrelated), anchor, layout, groups)
-    assert time.perf_counter() - started < 40  # 20 s each on two cores; measured: 2 s and 3 s on idle ones
+    assert time.process_time() - started < 80  # 20 s each on two cores; measured: 2 s and 3 s on idle ones
 
 
 class Odd(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -498,3 +498,16 @@ def test_a_certificate_can_say_what_was_done() -> None:
     assert told["sizes"] == [[24, 24, 24], [32, 32, 32], [128, 128, 128]]
     assert all(0 < moved <= size for moved, (size, _, _) in zip(told["moved"], told["sizes"], strict=True))
     assert marked.align(marked.released).moved == (0, 0, 0)
+
+
+def test_deep_models_whose_norms_compute_in_single_precision_have_groups() -> None:
+    """Llama's norms cast to float32 whatever their weights are: what that rounds must not count as a wrong group."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=40, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    groups = derive_groups(model, {"input_ids": torch.arange(8)[None]})
+    assert len(groups.groups) >= 3 * 40 + 1

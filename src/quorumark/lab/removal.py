@@ -17,7 +17,6 @@ import json
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -27,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from quorumark import attacks
 from quorumark.attacks import ATTACKS, Target
@@ -147,8 +145,7 @@ class Attacked:
     @cached_property
     def groups(self) -> Groups:
         """Of the anchor, as a consortium agrees on them."""
-        with _Doubles():
-            return derive_groups(self._plain, self._example)
+        return derive_groups(self._plain, self._example)
 
     @cached_property
     def _plain(self) -> Any:
@@ -185,8 +182,7 @@ class Attacked:
             if step.name == "fine-tuning":
                 weights, taken, seen = self._fine_tuned(step, weights, job.seed + number)
             else:
-                with _Doubles() if step.name in _GROUPED else nullcontext():
-                    done = attacks.run(step.name, self._target(step, weights), seed=job.seed + number, **step.settings)
+                done = attacks.run(step.name, self._target(step, weights), seed=job.seed + number, **step.settings)
                 weights = {name: tensor.detach().float().cpu() for name, tensor in done.weights.items()}
                 taken, seen = done.steps, done.examples
             steps, examples = steps + taken, max(examples, seen)
@@ -226,26 +222,6 @@ def _loss(module: Any, ids: Tensor, _labels: Tensor) -> Tensor:
     kind = torch.bfloat16 if ids.is_cuda else torch.float32
     weight = module.get_output_embeddings().weight.to(kind)
     return head_loss(hidden.reshape(-1, hidden.shape[-1]).to(kind), weight, ids[:, 1:].reshape(-1))
-
-
-_GROUPED = ("permutation", "rescaling")  # attacks that derive groups, and compute nothing in double precision else
-
-
-class _Doubles(TorchFunctionMode):
-    """Leaves double precision alone where a model casts it to float32, as Llama's norms do whatever their weights are.
-
-    Groups are checked on a copy in double precision: the output must stay to 10⁻⁶. Thirty layers of norms in float32
-    do not, and a large model would have no groups.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            named = {k: torch.float64 if v is torch.float32 else v for k, v in named.items()}
-        return func(*args, **named)
 
 
 # --- running ----------------------------------------------------------------------------------------------
