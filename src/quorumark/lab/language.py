@@ -113,11 +113,15 @@ def import_gguf(source: Path, out: Path, *, kind: str = "bfloat16") -> int:
     out.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().to(getattr(torch, kind)).contiguous() for name, tensor in _once(model).items()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    config = {
+        k: v
+        for k, v in model.config.to_dict().items()
+        if k not in ("quantization_config", "_name_or_path", "_model_name_or_path")
+    }
     # releases of transformers before 5 look for these under other names
     config |= {"dtype": kind, "torch_dtype": kind}
     config |= {k: v for k, v in (config.get("rope_parameters") or {}).items() if k == "rope_theta"}
-    config.setdefault("architectures", [type(model).__name__])
+    config["architectures"] = config.get("architectures") or [type(model).__name__]
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
     tokenizer.save_pretrained(out)
     return sum(tensor.numel() for tensor in state.values())
