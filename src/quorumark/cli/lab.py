@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,6 +98,7 @@ def run(
         bench = _Bench(models, data, cache, results, runs, _device(device), compiled, clock, other_text, plan)
         for settings in chosen:
             bench.do(settings)
+        bench.finish()
         return
     if attacks is not None:
         raise InputError("--attacks", "must be left out for images", attacks)
@@ -377,6 +380,8 @@ class _Bench:
 
     def __post_init__(self) -> None:
         self._loaded: dict[Any, LanguageModel] = {}
+        self._scoring = ThreadPoolExecutor(1)  # z of a run is computed on the CPU while the next one trains
+        self._scored: list[Future[None]] = []
         self._corpora: dict[tuple[str, str], Corpus] = {}
 
     def corpus(self, model: str, dataset: str) -> Corpus:
@@ -423,7 +428,7 @@ class _Bench:
 
     def _trained(self, settings: Any) -> LanguageRun:
         """A run as far as time allows, recorded and saved."""
-        from quorumark.lab.results import language_record, write
+        from quorumark.lab.results import language_record
         from quorumark.lab.tuning import LanguageRun, TextRound
 
         run = LanguageRun(settings, self.corpus(settings.model, settings.dataset), self.model(settings))
@@ -440,16 +445,27 @@ class _Bench:
 
         run.train(seconds=self.clock.left, checkpoint=checkpoint, tell=tell)
         if run.round_no:
-            body = language_record(run)
-            written = write(body, self.results)
             run.export(folder / "released.safetensors")
-            z, found = body["z"]["released"]["balanced-anchor/v1"], body["perplexity"]
-            typer.echo(
-                f"{settings.id}: {run.round_no} rounds, test perplexity {found['released']:.3f} (before: "
-                f"{found['initial']:.3f}), z {z:.1f}, {body['seconds_per_round']} s a round; "
-                f"{written or 'a longer run is there already'}"
-            )
+            self._scored.append(self._scoring.submit(self._record, language_record(run)))
         return run
+
+    def _record(self, rest: Callable[[], dict[str, Any]]) -> None:
+        from quorumark.lab.results import write
+
+        body = rest()
+        written = write(body, self.results)
+        z, found = body["z"]["released"]["balanced-anchor/v1"], body["perplexity"]
+        typer.echo(
+            f"{body['id']}: {body['rounds']} rounds, test perplexity {found['released']:.3f} (before: "
+            f"{found['initial']:.3f}), z {z:.1f}, {body['seconds_per_round']} s a round; "
+            f"{written or 'a longer run is there already'}"
+        )
+
+    def finish(self) -> None:
+        """Waits for what is still computed."""
+        for done in self._scored:
+            done.result()
+        self._scoring.shutdown()
 
     def _attacked(self, settings: Any, plan: Plan) -> None:
         """A run and attacks on it; for averaging, an unmarked run of the next seed as well."""

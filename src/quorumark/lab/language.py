@@ -259,6 +259,7 @@ class LanguageModel:
             raise InputError("model", "must have an output layer without a bias", type(module).__name__)
         self._slopes = torch.empty(self.layout.size, device=self.device)
         self._slope_views = [place.view(self._slopes) for place in self._places]
+        self.known: dict[tuple[str, int], float] = {}  # the pretrained model's perplexity, by text and length
         self._recorded: tuple[Any, _Recorded] | None = None  # what the graph is for, and the graph
         self._part: Any = _part
         self._layers: list[tuple[nn.Module, Any]] = []

@@ -17,6 +17,7 @@ import json
 import time
 import tomllib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -242,34 +243,53 @@ def attack(
     if body.get("released_digest") != mark:
         body = results.attack_record(run, plan.title, mark, _measured(attacked, attacked.released))
     done = {(row["attack"], row["settings"], row["seed"]) for row in body["rows"]}
-    for job in plan.jobs:
-        if (job.name, job.about, job.seed) in done:
-            continue
-        if seconds is not None and time.perf_counter() - start > seconds:
-            tell("no time left for the other attacks")
-            break
-        row: dict[str, Any] = {"attack": job.name, "settings": job.about, "seed": job.seed}
-        begun = time.perf_counter()
-        try:
-            weights, cost = attacked.apply(job)
-            row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, **_measured(attacked, weights)}
+    waiting: list[tuple[dict[str, Any], Future[dict[str, float]]]] = []
+
+    def settle(most: int) -> None:
+        """Takes down what is scored, and waits until no more than so many are not."""
+        while len(waiting) > most:
+            row, scores = waiting.pop(0)
+            row |= scores.result()
+            body["rows"].append(row)
+            results.write_lines(body, path)
+            aligned = f", aligned {row['z_aligned']:.1f}" if "z_aligned" in row else ""
+            shown = f"perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), z {row['z']:.1f}{aligned}"
+            tell(f"{row['attack']} {row['settings']}: {shown}, {row['seconds']} s")
+
+    with ThreadPoolExecutor(1) as scoring:  # z is computed on the CPU while the next attack has the device
+        for job in plan.jobs:
+            if (job.name, job.about, job.seed) in done:
+                continue
+            if seconds is not None and time.perf_counter() - start > seconds:
+                tell("no time left for the other attacks")
+                break
+            begun = time.perf_counter()
+            try:
+                weights, cost = attacked.apply(job)
+            except QuorumarkError as error:
+                tell(f"{job.name} {job.about}: {error}")
+                continue
+            perplexity = round(attacked.perplexity(weights), 5)
+            change = round(100 * (perplexity / body["released"]["perplexity"] - 1), 3)
+            row = {"attack": job.name, "settings": job.about, "seed": job.seed}
+            row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, "perplexity": perplexity}
+            settle(1)
             if job.moves:
-                begun = time.perf_counter()
-                row["z_aligned"] = round(attacked.z_aligned(weights), 3)
-                row["seconds_aligned"] = round(time.perf_counter() - begun, 1)
-        except QuorumarkError as error:
-            tell(f"{job.name} {job.about}: {error}")
-            continue
-        row["change"] = round(100 * (row["perplexity"] / body["released"]["perplexity"] - 1), 3)
-        body["rows"].append(row)
-        results.write_lines(body, path)
-        shown = f", aligned {row['z_aligned']:.1f}" if "z_aligned" in row else ""
-        tell(
-            f"{job.name} {job.about}: perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), "
-            f"z {row['z']:.1f}{shown}, {time.perf_counter() - begun:.1f} s"
-        )
+                _ = attacked.groups  # here: finding them sets what all threads share
+            waiting.append((row | {"change": change}, scoring.submit(_scored, attacked, job, weights)))
+        settle(0)
     results.write_lines(body, path)
     return path
+
+
+def _scored(attacked: Attacked, job: Job, weights: Mapping[str, Any]) -> dict[str, float]:
+    """z, and where weights were moved, z after alignment and what that took."""
+    found = {"z": round(attacked.z(weights), 3)}
+    if job.moves:
+        begun = time.perf_counter()
+        found["z_aligned"] = round(attacked.z_aligned(weights), 3)
+        found["seconds_aligned"] = round(time.perf_counter() - begun, 1)
+    return found
 
 
 def _measured(attacked: Attacked, weights: Mapping[str, Any]) -> dict[str, float]:

@@ -69,22 +69,24 @@ def record(run: Run) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def language_record(run: LanguageRun) -> dict[str, Any]:
-    """The same of a language model: perplexity on the test text, of the model that validated best."""
+def language_record(run: LanguageRun) -> Callable[[], dict[str, Any]]:
+    """The same of a language model: perplexity on the test text, of the model that validated best.
+
+    What takes the device is measured now; the rest, z above all, when what comes back is called: in a thread, while the
+    next run trains.
+    """
     tokens = {"train": run._blocks.numel(), "validation": run.validation.numel(), "test": run.test.numel()}
     measured = [(entry.round, round(entry.perplexity, 4)) for entry in run.log if entry.perplexity is not None]
-    patience = run.settings.patience
-    return _record(run, run.released, tokens, lambda: {
-        "perplexity": {
-            "released": round(run.perplexity(run.released, run.test), 5),
-            "final": round(run.perplexity(run.model, run.test), 5),
-            "initial": round(run.perplexity(run.initial, run.test), 5),
-            "validation": round(run.best.perplexity, 5),
-            "released_round": run.best.round,
-        },
-        "stopped": f"validation had not improved for {patience} rounds" if run.stopped else "",
-        "curve": _thinned(measured),
-    })  # fmt: skip
+    stopped = f"validation had not improved for {run.settings.patience} rounds" if run.stopped else ""
+    perplexity = {
+        "released": round(run.perplexity(run.released, run.test), 5),
+        "final": round(run.perplexity(run.model, run.test), 5),
+        "initial": round(run.perplexity_before, 5),
+        "validation": round(run.best.perplexity, 5),
+        "released_round": run.best.round,
+    }
+    found = {"perplexity": perplexity, "stopped": stopped, "curve": _thinned(measured)}
+    return lambda: _record(run, run.released, tokens, lambda: found)
 
 
 def _thinned(points: list[Any]) -> list[Any]:

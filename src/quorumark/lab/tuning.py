@@ -10,6 +10,7 @@ improved for that many rounds.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,7 @@ class LanguageRun:
         self._blocks = torch.from_numpy(blocks).to(self.device)
         self.validation = torch.from_numpy(corpus["valid"]).to(self.device)
         self.test = torch.from_numpy(corpus["test"]).to(self.device)
+        self._test_digest = hashlib.sha256(corpus["test"].tobytes()).hexdigest()
         self.batch = max(1, settings.global_batch // settings.members)
         self.steps = -(-max(map(len, self._parts)) // self.batch)
         self.weights = [Fraction(len(part), len(blocks)) for part in self._parts]
@@ -147,6 +149,14 @@ class LanguageRun:
     def perplexity(self, vector: Tensor, ids: Tensor, *, quick: bool = False) -> float:
         """Of a model on a text, in windows of the length that it trains with."""
         return self.language.perplexity(vector, ids, self.settings.sequence, batch=4 * self.batch, quick=quick)
+
+    @property
+    def perplexity_before(self) -> float:
+        """Of the pretrained model on the test text: measured once, whatever the number of runs."""
+        known, what = self.language.known, (self._test_digest, self.settings.sequence)
+        if what not in known:
+            known[what] = self.perplexity(self.initial, self.test)
+        return known[what]
 
     def train(
         self,
