@@ -266,6 +266,8 @@ def attack(
             begun = time.perf_counter()
             try:
                 weights, cost = attacked.apply(job)
+                if job.moves:
+                    _ = attacked.groups  # here: finding them sets what all threads share
             except QuorumarkError as error:
                 tell(f"{job.name} {job.about}: {error}")
                 continue
@@ -274,8 +276,6 @@ def attack(
             row = {"attack": job.name, "settings": job.about, "seed": job.seed}
             row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, "perplexity": perplexity}
             settle(1)
-            if job.moves:
-                _ = attacked.groups  # here: finding them sets what all threads share
             waiting.append((row | {"change": change}, scoring.submit(_scored, attacked, job, weights)))
         settle(0)
     results.write_lines(body, path)
