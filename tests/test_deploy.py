@@ -119,7 +119,7 @@ def test_what_a_round_costs(deployment: Deployed) -> None:
     assert 4 * weights < plain["bytes_down"] < 1.02 * 4 * weights
     assert 4 * weights < plain["bytes_up"] < 1.02 * 4 * weights
     assert 1 < ratios["bytes_down"] < 1.1
-    assert 2 < ratios["bytes_up"] < 2.1
+    assert 1.95 < ratios["bytes_up"] < 2.1  # 8 bytes for 4, and what Flower adds to either
 
 
 def test_the_stranger_gets_nothing(deployment: Deployed) -> None:
