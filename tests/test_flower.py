@@ -34,9 +34,11 @@ from quorumark.errors import (
     RoundError,
 )
 from quorumark.federation import Losses
+from quorumark.field import P
 from quorumark.flower import make_key, verify_model, watermarked
 from quorumark.flower.wire import exchange, records
 from quorumark.home import Home
+from quorumark.identity import Header, open_message
 from quorumark.keystore import Unlock, write_private
 from quorumark.layout import read_safetensors, write_safetensors
 from quorumark.records import canonical
@@ -681,6 +683,88 @@ def test_a_member_that_hears_a_message_twice_says_the_same_twice(tmp_path: Path)
         return again
 
     assert make_key(LocalGrid(twice, 5), world.terms, timeout=1).terms == world.terms
+
+
+class Relay:
+    """A server of a ceremony that does as it likes: every member in sessions of its own, with whose messages it wants.
+
+    `said` has all that members ever sent, by name.
+    """
+
+    def __init__(self, world: Consortium) -> None:
+        pinned = world.terms.digest().hex()
+        self.nodes = {x: MemberNode(*world.home(x), terms=pinned) for x in range(1, world.count + 1)}
+        self.said: dict[str, list[bytes]] = {}
+        self._terms = np.frombuffer(world.terms.to_bytes(), np.uint8)
+
+    def turn(self, x: int, session: str, messages: dict[str, bytes] | None = None) -> dict[str, Any]:
+        """One message to a member, and its reply. By default it hears the last thing that everybody said."""
+        if messages is None:
+            messages = {name: said[-1] for name, said in self.said.items()}
+        heard = {n: m for n, m in messages.items() if _sender(n) != x and _recipient(n) in (0, x)}
+        arrays = {f"message:{name}": np.frombuffer(message, np.uint8) for name, message in heard.items()}
+        config = {"session": session, "run": "7", "node": "1"}
+        told, found = self.nodes[x].handle("setup", config, {"terms": self._terms, **arrays})
+        for name, array in found.items():
+            self.said.setdefault(name.removeprefix("message:"), []).append(array.tobytes())
+        return told
+
+
+def _sender(name: str) -> int:
+    return int(name.partition("/")[2].partition("-to-")[0].removesuffix(".msg"))
+
+
+def _recipient(name: str) -> int:
+    return int(name.partition("-to-")[2].removesuffix(".msg") or 0)
+
+
+def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path: Path) -> None:
+    """It empties the members' folders by naming other sessions, and shows them all messages, or those of some."""
+    world = Consortium.agree(tmp_path)
+    relay = Relay(world)
+    done: set[int] = set()
+    for turn in range(20):
+        for x in relay.nodes:
+            relay.turn(x, f"{turn:031x}0", {n: said[0] for n, said in relay.said.items() if _sender(n) != 1 + x % 5})
+            relay.turn(x, "f" * 32, {n: said[0] for n, said in relay.said.items() if _sender(n) > 2})
+            if "manifest" in relay.turn(x, f"{turn:031x}1"):
+                done.add(x)
+    assert done == set(relay.nodes)
+    assert len(relay.said) == 8 * 5 + 5 * 4  # eight steps to everybody, one to each other member
+    assert all(len(said) > 2 for name, said in relay.said.items() if name < "8")  # who has signed soon forgets
+    for name, said in relay.said.items():
+        # dealings are sealed anew each time; had one held something else, the member that heard both had refused
+        assert (len(set(said)) == 1) == (not _recipient(name)), name
+    for home, unlock in map(world.home, relay.nodes):
+        home.only_consortium().verify_share(unlock)
+
+
+@pytest.mark.parametrize("session", ["0" * 32, "1" * 32])
+def test_a_server_and_a_member_cannot_make_another_confirm_two_sums(tmp_path: Path, session: str) -> None:
+    """Member 2 signs two openings, and the server shows both to member 1: one after the other, in the same session or
+    in another. With two sums confirmed, members would go on with different squares: their shares show in the check."""
+    world = Consortium.agree(tmp_path)
+    relay = Relay(world)
+
+    def without_confirms() -> dict[str, bytes]:
+        return {name: said[-1] for name, said in relay.said.items() if not name.startswith("5-confirm/")}
+
+    while "5-confirm/1.msg" not in relay.said:
+        for x in relay.nodes:
+            relay.turn(x, "0" * 32, without_confirms())
+    data = relay.said["4-open/2.msg"][0]
+    head = json.loads(data[4 : 4 + int.from_bytes(data[:4], "big")])
+    header = Header(*(head[field] for field in ("consortium", "session", "step", "sender")))
+    vector = np.frombuffer(open_message(data, world.terms, header), np.uint64).copy()
+    vector[0] = (int(vector[0]) + 3) % P
+    home, unlock = world.home(2)
+    other = without_confirms() | {"4-open/2.msg": home.identity(unlock).write(header, vector.tobytes())}
+    with pytest.raises(MessageError, match="'Hospital 2' says something else for step 'dkg/open'"):
+        relay.turn(1, session, other)
+    assert len(set(relay.said["5-confirm/1.msg"])) == 1
+    for _ in range(20):  # nothing is lost: with what it heard first it goes on
+        told = [relay.turn(x, "0" * 32) for x in relay.nodes]
+    assert all("manifest" in one for one in told)
 
 
 def test_a_member_that_stays_silent_stops_the_ceremony_and_a_new_run_goes_on_with_it(tmp_path: Path) -> None:
