@@ -511,6 +511,30 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
         MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
 
 
+def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> None:
+    """If it could, for all but one, the sum would show that one's model: joining and being ready are the node's own."""
+    from quorumark.engine.server import RoundServer
+
+    assert world.manifest is not None
+    offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="7").offer(world.model)
+    model = {MODEL + name: tensor for name, tensor in world.model.items()}
+    known = {RESULT + name: tensor for name, tensor in world.model.items()}
+    grid = LocalGrid(app_for(world.folder), 5)
+
+    def told(stage: str, vectors: dict[str, Any], kind: str = "train") -> str:
+        content = RecordDict(records({**offer, "examples": 102, "node": "102", "stage": stage}, vectors))
+        [reply] = grid.send_and_receive([Message(content, 102, kind)])
+        return str(reply.content["quorumark"].get("refused"))
+
+    assert "there is no stage 'join'" in told("join", {**arrays, **model})
+    MemberNode(*world.home(2)).handle("join", offer, {**arrays, **model})  # as its node does
+    assert "there is no stage 'ready'" in told("ready", known)
+    assert "not a query" in told("ready", known, "query.quorumark")
+    for stage in ("setup", "answer", "sign"):  # for an app that serves queries
+        assert f"there is no stage {stage!r}" in told(stage, {})
+    assert not list(world.folder.rglob("result.safetensors"))
+
+
 def test_a_node_gives_a_plain_strategy_nothing(world: Consortium) -> None:
     """With the mod in the app and no wrapper at the server the models would be sent as they are."""
     grid = LocalGrid(app_for(world.folder), 5)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from quorumark.engine.member import MODEL, RESULT, Config, MemberNode, refusal
 from quorumark.engine.signer import SignerClient
-from quorumark.errors import InputError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
 from quorumark.home import Home
 from quorumark.keystore import Unlock
@@ -36,6 +36,10 @@ __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 
 QUERY = "quorumark"
 """The action of this project's queries: messages of type `query.quorumark`."""
+
+_ASKED = ("upload", "unmask")
+"""The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
+server that could say it for all but one would find that one's model in the sum."""
 
 _RAISED = 2  # Flower's code for a client app that raised an exception
 
@@ -66,10 +70,12 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
                     "this node trains for a watermarked strategy only, since another one would see its model: wrap the "
                     "strategy with quorumark.flower.watermarked, or take the mod out of the app"
                 )
-            node = find(context)
-            if config.get("stage") != "train":
-                return _reply(message, *node.handle(str(config.get("stage")), config, arrays))
-            return _train(node, message, context, call_next, config, arrays, others)
+            node, stage = find(context), str(config.get("stage"))
+            if stage == "train":
+                return _train(node, message, context, call_next, config, arrays, others)
+            if stage not in _ASKED:
+                raise MessageError(f"there is no stage {stage[:40]!r} that a server may ask for in training")
+            return _reply(message, *node.handle(stage, config, arrays))
         except QuorumarkError as error:
             return _reply(message, {"refused": refusal(error)}, {})
         except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
