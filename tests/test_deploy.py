@@ -229,7 +229,10 @@ def test_the_superlink_never_held_a_share_a_seed_or_an_update(deployment: Deploy
     members' keys of each round.
     """
     wanted, pages = secrets, (deployment.kept / "pages").read_bytes()
-    files = [p for p in deployment.out.rglob("*") if p.is_file() and "members" not in p.parts]
+    files = [
+        p for p in deployment.out.rglob("*") if p.is_file() and p.relative_to(deployment.out).parts[0] != "members"
+    ]
+    assert deployment.out / "logs" / "superlink.log" in files
     others = b"".join(path.read_bytes() + bytes(16) for path in files)
     sizes = {"looks": deployment.looks, "pages": len(pages), "other files": len(others)}
     sizes["windows"] = sum(found.size for found in wanted.secret.values())

@@ -57,6 +57,7 @@ MODEL, RESULT, MESSAGE = "model:", "result:", "message:"
 """What the names of a model's tensors, of a result's, and of a ceremony's messages begin with."""
 
 _DIARY = "quorumark-diary/v1"
+_FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
 
 
@@ -66,8 +67,9 @@ def named(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
 
 
 def refusal(error: QuorumarkError) -> str:
-    """What others may read of a refusal: not the member's weight that caused it."""
-    return f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
+    """What others may read of a refusal: not the member's weight that caused it, nor where its files lie."""
+    text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
+    return _FOLDERS.sub("…/", text)
 
 
 def introduction(about: bytes, run: str) -> tuple[str, str, str]:

@@ -3,9 +3,9 @@
 The app's `@app.train()` is called with the message as the strategy made it, and gets three more numbers in its config:
 `quorumark-rate` (the learning rate that the manifest has for this round, in units of the first one's: the mark relies
 on it), `quorumark-round`, and in research runs `quorumark-seed`. What it returns never leaves the node as it is: the
-mod keeps it, and the server gets the masked vector when it asks for that. Nor does the text of an exception leave it:
-Flower would send that to the server, and it may quote data or paths. The server hears of which kind it was; the rest is
-in the node's own log.
+mod keeps it, and the server gets the masked vector when it asks for that. Nor does the text of an exception, in
+training or evaluation: Flower would send that to the server, and it may quote data or paths. The server hears of which
+kind it was; the rest is in the node's own log.
 
 Which member a node is, its operator says when it starts the node, never the server:
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from quorumark.engine.member import MODEL, RESULT, Config, MemberNode, refusal
 from quorumark.engine.signer import SignerClient
-from quorumark.errors import InputError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
 from quorumark.home import Home
 from quorumark.keystore import Unlock
@@ -36,6 +36,12 @@ __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 
 QUERY = "quorumark"
 """The action of this project's queries: messages of type `query.quorumark`."""
+
+_ASKED = ("upload", "unmask")
+"""The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
+server that could say it for all but one would find that one's model in the sum."""
+
+_RAISED = 2  # Flower's code for a client app that raised an exception
 
 Mod = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
 
@@ -55,19 +61,21 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
 
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
         category = message.metadata.message_type.partition(".")[0]
-        config, arrays, others = split(message.content)
-        if category != "train":
-            return call_next(message, context)
         try:
+            if category != "train":
+                return call_next(message, context)
+            config, arrays, others = split(message.content)
             if config is None:
                 raise RoundError(
                     "this node trains for a watermarked strategy only, since another one would see its model: wrap the "
                     "strategy with quorumark.flower.watermarked, or take the mod out of the app"
                 )
-            node = find(context)
-            if config.get("stage") != "train":
-                return _reply(message, *node.handle(str(config.get("stage")), config, arrays))
-            return _train(node, message, context, call_next, config, arrays, others)
+            node, stage = find(context), str(config.get("stage"))
+            if stage == "train":
+                return _train(node, message, context, call_next, config, arrays, others)
+            if stage not in _ASKED:
+                raise MessageError(f"there is no stage {stage[:40]!r} that a server may ask for in training")
+            return _reply(message, *node.handle(stage, config, arrays))
         except QuorumarkError as error:
             return _reply(message, {"refused": refusal(error)}, {})
         except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
@@ -106,8 +114,8 @@ def _train(
             record["quorumark-seed"] = told["seed"] & (1 << 63) - 1
     message.content = plain
     trained = call_next(message, context)
-    if trained.has_error():
-        return trained
+    if trained.has_error():  # another mod's
+        raise RuntimeError(trained.error.reason)
     content = trained.content
     results, metrics = list(content.array_records.values()), dict(content.metric_records)
     key = str(config["weighted"])
@@ -122,12 +130,17 @@ def _train(
 
 
 def _failed(message: Any, error: Exception) -> Any:
-    """What the server may know of a failure that nobody foresaw."""
+    """What the server may know of a failure that nobody foresaw. Strategies read replies to evaluations themselves, and
+    get what Flower would have made of it, without its text."""
     from flwr.common.logger import log
 
     log(ERROR, "quorumark: this node failed", exc_info=error)
     why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-    return _reply(message, {"failed": f"{type(error).__name__}{why}; the node's log has the rest"}, {})
+    said = f"{type(error).__name__}{why}; the node's log has the rest"
+    if message.metadata.message_type.partition(".")[0] == "evaluate":
+        flwr = flwr_app()
+        return flwr.Message(flwr.Error(_RAISED, said), reply_to=message)
+    return _reply(message, {"failed": said}, {})
 
 
 def _reply(
@@ -143,8 +156,8 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
 
     @app.query(QUERY)  # type: ignore[untyped-decorator]
     def query(message: Any, context: Any) -> Any:
-        config, arrays, _ = split(message.content)
         try:
+            config, arrays, _ = split(message.content)
             if config is None or config.get("stage") not in ("setup", "answer", "sign"):
                 raise RecordError("this is not a query of quorumark's")
             about = {**config, "node": str(context.node_id)}

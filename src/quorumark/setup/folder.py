@@ -104,11 +104,13 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
         visit.publish("deal", message, recipient)
     visit.use("deal", member.receive)  # fixed on disk before this member opens anything of it
     if isinstance(member, DkgMember):
-        chosen = openers(terms)
+        chosen, own = openers(terms), dict[int, bytes]()
         if member.point in chosen:
-            visit.publish("open", member.open(chosen))
-        total = relay_sum(terms, member.session, visit.wait_for("open", chosen))
-        visit.publish("confirm", member.confirm(total))
+            own[member.point] = member.open(chosen)
+            visit.publish("open", own[member.point])
+        # used, as all else is: who confirmed one sum must not go on with another
+        summed = visit.use("open", lambda others: relay_sum(terms, member.session, {**others, **own}), chosen)
+        visit.publish("confirm", member.confirm(summed))
         visit.publish("root", visit.use("confirm", member.root))
     elif isinstance(member, PaperMember):
         visit.publish("root", member.root())
