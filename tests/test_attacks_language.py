@@ -16,6 +16,8 @@ import transformers  # noqa: E402
 
 from quorumark.attacks import ATTACKS, Target, run, transfer_rate  # noqa: E402
 
+pytestmark = pytest.mark.research
+
 torch.set_num_threads(1)
 
 
