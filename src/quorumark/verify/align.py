@@ -513,10 +513,12 @@ def _unmixed(
         for (turns, _), every in by_size.items():
             index = np.stack(every)
             index = index[rows[index].any(axis=(1, 2, 3))]  # a head that the suspect has not stays empty
+            if not len(index):
+                continue
             if turns:
                 rows[index] = mixing.turned(rows[index], scales, wanted[index])
                 count += len(index)
-            elif len(index):
+            else:
                 values, mixed, scales = mixing.unmixed(rows[index], wanted[index], scales)
                 done.append((index[mixed], values[mixed]))
         if any(len(index) for index, _ in done):
@@ -525,7 +527,8 @@ def _unmixed(
             rows[index] = values
             count += len(index)
         found = np.moveaxis(rows.reshape(shape), 0, axis)
-    return np.ascontiguousarray(found, np.float32), count
+    with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
+        return np.ascontiguousarray(found, np.float32), count
 
 
 def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.int8]:

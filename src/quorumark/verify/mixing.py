@@ -180,6 +180,7 @@ def _sums(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.float64]
 
 
 def finite(values: NDArray[Any]) -> Rows:
-    """As float64; what is not a number counts as 0."""
-    found: Rows = np.nan_to_num(values.astype(np.float32).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    """As float64; what is not a number, or is beyond float32, counts as 0."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        found: Rows = np.nan_to_num(values.astype(np.float32).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     return found
