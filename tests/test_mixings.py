@@ -74,8 +74,8 @@ def test_pairs_are_turned_back() -> None:
     angle = rng.uniform(0, 2 * np.pi, 4)
     complex_rows = (anchor[0::2] + 1j * anchor[1::2]) * np.exp(1j * angle)[:, None]
     rows = np.stack([complex_rows.real, complex_rows.imag], 1).reshape(8, 30)
-    assert np.abs(mixing.turned(rows, np.ones(30), anchor) - anchor).max() < 1e-6
-    assert not mixing.turned(np.zeros((2, 30)), np.ones(30), anchor[:2]).any()
+    assert np.abs(mixing.turned(rows, rows, anchor) - anchor).max() < 1e-6
+    assert not mixing.turned(np.zeros((2, 30)), np.zeros((2, 30)), anchor[:2]).any()
 
 
 def small() -> tuple[dict[str, NDArray[np.float32]], Groups]:
@@ -155,6 +155,47 @@ def test_heads_are_found_first() -> None:
     aligned = found.model(TensorsInMemory(suspect))
     for name, tensor in anchor.items():
         assert np.abs(aligned.tensor(name) - tensor).max() < 5e-3
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e12, 1e30])
+def test_weights_that_nothing_reads_hide_nothing(size: float) -> None:
+    """Mixed heads, and huge weights where the input is always 0: a whole column, half of it, one weight."""
+    rng = np.random.default_rng(0)
+    width, heads, h = 128, 2, 32
+    slots = [Slot(name, axis, h * k, 1, 1, 1) for k in range(heads) for name, axis in (("v", 0), ("o", 1))]
+    mixings = [Mixing(h, (v,), (o,)) for v, o in zip(slots[::2], slots[1::2], strict=True)]
+    pairs = [Mixing(h // 2, (Slot("q", 0, h * k, 1, 2, h // 2),)) for k in range(heads)]
+    groups = Groups((), (*mixings, *pairs))
+    shapes = {"o": (width, heads * h), "q": (heads * h, width), "v": (heads * h, width)}
+    anchor = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    layout = ModelLayout.of(anchor)
+    key = rng.choice(np.array([-1, 1]), layout.coordinates)
+    model = {
+        spec.name: anchor[spec.name] + 0.5 * rng.standard_normal(spec.shape) + 0.1 * key[place].reshape(spec.shape)
+        for spec, place in layout.spans("carrier")
+    }
+    for k in range(heads):
+        own = slice(h * k, h * k + h)
+        by = np.linalg.qr(rng.standard_normal((h, h)))[0]
+        model["v"][own], model["o"][:, own] = by @ model["v"][own], model["o"][:, own] @ by.T
+        q = model["q"][own]
+        turned = (q[: h // 2] + 1j * q[h // 2 :]) * np.exp(1j * rng.uniform(0, 6, h // 2))[:, None]
+        model["q"][own] = np.concatenate([turned.real, turned.imag])
+    model["o"][7] = 0
+
+    def z(weights: dict[str, Any]) -> float:
+        suspect = TensorsInMemory({name: w.astype(np.float32) for name, w in weights.items()})
+        found = align(suspect, TensorsInMemory(anchor), layout, groups).model(suspect)
+        x = canonical_form("balanced-anchor/v1", layout, found, TensorsInMemory(anchor)).x.astype(np.int64)
+        return float(x @ key / np.sqrt(x @ x))
+
+    plain = z(model)
+    assert plain > 20
+    for place in (np.s_[:, 7], np.s_[::2, 7], np.s_[11, 7]):
+        weights = {name: w.copy() for name, w in model.items()}
+        for name in ("q", "v"):
+            weights[name][place] = size * rng.standard_normal(weights[name][place].shape)
+        assert z(weights) > 0.8 * plain, place
 
 
 # --- what may be mixed is found ---------------------------------------------------------------------------

@@ -100,9 +100,9 @@ def alike(one: Rows, two: Rows) -> NDArray[np.int64]:
     return found
 
 
-def turned(rows: Rows, scales: NDArray[np.float64], anchor: Rows) -> Rows:
-    """Pairs of rows (… × 2p × columns), each turned to the anchor's; `scales` count for the angle only."""
-    a, s = (whole(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, rows * scales))
+def turned(rows: Rows, seen: Rows, anchor: Rows) -> Rows:
+    """Pairs of rows (… × 2p × columns), each turned to the anchor's by the angle that `seen`, the same rows, have."""
+    a, s = (whole(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, seen))
     real, imaginary, _, _ = _complex_products(a, s)
     size = np.sqrt(real * real + imaginary * imaginary)
     there = size > 0
