@@ -617,6 +617,8 @@ def test_a_miniature_of_every_configuration(name: str, tmp_path: Path) -> None:
 
 
 def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> None:
+    from quorumark.lab.results import page as make_page
+
     results, page = tmp_path / "results", tmp_path / "page.md"
     config = tmp_path / "mini.toml"
     config.write_text(
@@ -630,7 +632,8 @@ def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> 
     assert [body["rounds"] for body in bodies] == [2, 2]
     for body in bodies:  # as if they were of table 1
         strength = {"none": "none", "relative:0.1": "rho:0.05"}[body["settings"]["strength"]]
-        body["id"] = replace(read("table1").runs[0], strength=strength).id
+        run = replace(read("table1").runs[0], strength=strength)
+        body["id"], body["settings"] = run.id, {**run.asdict(), "rounds": 2}
         (results / f"{body['id']}.json").write_text(json.dumps(body))
     for file in results.glob("shapes*.json"):
         file.unlink()
@@ -644,6 +647,28 @@ def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> 
     assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
     page.write_text(text.replace("88.08", "88.09"))
     assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)
+    # differences are of the runs that are shown: a pair of short runs says nothing about a long one
+    every = {body["id"]: body for body in map(json.loads, (file.read_text() for file in results.glob("*.json")))}
+    long = {name: {**body, "rounds": 300, "accuracy": {"released": 0.5}} for name, body in every.items()}
+    for name, body in every.items():
+        other = name.replace("-s0", "-s1")
+        short = {"released": 0.5 if "none" in name else 0.1}
+        long[other] = {**body, "id": other, "settings": {**body["settings"], "seed": 1}, "accuracy": short}
+    row = next(line for line in make_page([read("table1")], long).splitlines() if "| 32 | iid | rho:0.05 |" in line)
+    assert "full (300 rounds, 1 of 3 seeds)" in row
+    assert "| +0.00 |" in row
+    # a result stands for the run that it is of, and for no other
+    file = results / f"{bodies[0]['id']}.json"
+    for change, match in (
+        ({"lr": 0.5}, "was run with lr 0.5"),
+        ({"dataset": "shapes"}, "named after"),
+        (None, "named"),
+    ):
+        settings = None if change is None else {**bodies[0]["settings"], **change}
+        file.write_text(json.dumps({**bodies[0], "settings": settings}))
+        with pytest.raises(RecordError, match=match):
+            CliRunner().invoke(app, words, catch_exceptions=False)
+    file.write_text(json.dumps(bodies[0]))
     (results / "forged.json").write_text("{}")
     with pytest.raises(RecordError, match="named after"):
         CliRunner().invoke(app, words, catch_exceptions=False)

@@ -385,9 +385,12 @@ def test_the_whole_path_in_miniature(kind: str, folder: Path, tmp_path: Path) ->
 
 def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -> None:
     """The rows of these results, as if they were of the configuration that comes along; and of the attacks."""
+    from quorumark.lab.results import page as make_page
+
     first = read("language").runs[0]
     for body, strength in ((marked, "rho:0.05"), (plain, "none")):
-        body["id"] = replace(first, strength=strength).id
+        run = replace(first, strength=strength)
+        body["id"], body["settings"] = run.id, {**run.asdict(), "rounds": 4}
         (results / f"{body['id']}.json").write_text(json.dumps(body))
     for file in results.glob("toy*.json"):
         file.unlink()
@@ -398,6 +401,14 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
     change = 100 * (marked["perplexity"]["released"] / plain["perplexity"]["released"] - 1)
     assert f"| {marked['perplexity']['released']:.3f} | {change:+.3f} % |" in ours
     assert "shorter (4 of 20 rounds, 1 of 3 seeds; released: round 4)" in ours
+    stopped = {**marked, "stopped": "validation had not improved for 1 rounds"}  # the unmarked one is not: no change
+    (row,) = [
+        line
+        for line in make_page([read("language")], {b["id"]: b for b in (stopped, plain)}).splitlines()
+        if line.startswith("| smollm2-135m | 4 | rho:0.05 | all |")
+    ]
+    assert f"| {marked['perplexity']['released']:.3f} |  |" in row
+    assert "stopped (4 of 20 rounds: validation had not improved for 1 rounds; 1 of 3 seeds" in row
     assert "| c = 0.50 | 10.58 ± 0.03 | +0.57 % | 6.89 ± 2.51 |" in rows
     assert f"## Attacks on {name}" in rows
     assert "| quantisation | scheme q4_0 |" in rows

@@ -20,12 +20,15 @@ from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, Reco
 from quorumark.layout import BFLOAT16, ModelLayout, write_safetensors
 from quorumark.records import check_terms_follow
 from quorumark.research import KnownKey, SeededKey, TensorsInMemory
+from quorumark.setup.local import deal_key
 from quorumark.verify._fixed import Fixed, SingularError, inverse, times
+from quorumark.verify.align import Group, Groups, Mixing, Slot
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.lora import Base, Factors, Gauged, Lora, base_layout, find_factors, gauge, gauge_suspect
 from quorumark.verify.reference import Reference, describe_lora
 from quorumark.verify.statistic import canonical_form
 from quorumark.verify.suspect import read_suspect
+from tests.ceremony import identities, make_terms
 from tests.consortium import Tensors, World, make_world
 from tests.test_cli import run
 
@@ -175,6 +178,19 @@ def test_products_are_right_and_need_no_order(seed: int, bits: int, exponent: in
     assert (again.exponent, again.values.tolist()) == (found.exponent, found.values.tolist())
 
 
+@pytest.mark.parametrize("inner", [1, 4096, 5000, 8192])
+def test_products_with_zeros(inner: int) -> None:
+    """Of any length, and whatever room the other matrix leaves."""
+    for number in (1.0, 1 - 2.0**-50):
+        one, zeros = Fixed.of(np.full((2, inner), number)), Fixed(np.zeros((inner, 3), np.int64), 5)
+        assert not times(one, zeros).values.any()
+        assert not times(zeros_of(3, inner), Fixed.of(np.full((inner, 2), number))).values.any()
+
+
+def zeros_of(*shape: int) -> Fixed:
+    return Fixed(np.zeros(shape, np.int64), -7)
+
+
 def test_products_of_floats_are_not_like_that() -> None:
     """What the whole numbers are for: the last bits of a plain product depend on the order."""
     rng = np.random.default_rng(0)
@@ -306,6 +322,74 @@ def test_one_huge_weight_is_next_to_nothing(world: World) -> None:
         assert abs(z_of(world, model) - plain) < 1
 
 
+P = "model.layers.0."
+NEURONS = Groups((Group(256, (Slot(f"{P}down.weight", 1, 0, 1, 1, 1), Slot(f"{P}up.weight", 0, 0, 1, 1, 1))),))
+HEADS = (
+    Mixing(32, (Slot(f"{P}q.weight", 0, 0, 1, 1, 1),), (Slot(f"{P}v.weight", 0, 0, 1, 1, 1),)),
+    Mixing(16, (Slot(f"{P}q.weight", 0, 32, 1, 2, 16),)),
+)
+
+
+def aligned(suspect: Tensors, groups: Groups) -> Gauged:
+    base = read_suspect(base_model())
+    return gauge_suspect(
+        read_suspect(suspect), LAYOUT, TensorsInMemory(initial()), LORA, lambda: Base(base, base), groups
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w * np.float32(1e30),
+        lambda w: w * np.float32(1e-30) * np.float32(1e-12),
+        lambda w: np.full_like(w, np.finfo(np.float32).max),
+        lambda w: np.full_like(w, np.nan),
+        lambda w: np.full_like(w, np.inf),
+        lambda w: 0 * w,
+        lambda w: w.astype(np.float64) * 1e300,
+        lambda w: w.astype(np.float64) * 1e-320,
+        lambda w: np.full(w.shape, np.finfo(np.float64).max),
+        lambda w: (w.T * 10.0 ** np.linspace(-300, 300, w.shape[0])).T,
+    ],
+    ids=[
+        "large",
+        "subnormal",
+        "largest",
+        "nan",
+        "infinite",
+        "zeros",
+        "float64",
+        "tiny",
+        "largest float64",
+        "all sizes",
+    ],
+)
+def test_suspects_of_any_numbers(change: Any) -> None:
+    """No error and no warning, whatever the numbers are: x is what is left, or nothing."""
+    adapter = trained(initial(), 3)
+    for suspect in (adapter, merged(adapter)):
+        gauged = gauged_by(read_suspect({name: change(w) for name, w in suspect.items()}))
+        assert canonical_form("balanced-anchor/v1", LAYOUT, gauged, TensorsInMemory(initial())).norm2 >= 0
+    gauged = aligned({name: change(w) for name, w in merged(adapter).items()}, replace(NEURONS, mixings=HEADS))
+    assert canonical_form("balanced-anchor/v1", LAYOUT, gauged, TensorsInMemory(initial())).norm2 >= 0
+
+
+def test_channels_that_nothing_reads_hide_nothing(world: World) -> None:
+    """Permuted, rescaled neurons, and huge weights where the input is always 0: a whole channel, or one weight."""
+    rng = np.random.default_rng(0)
+    order, scale = rng.permutation(256), np.exp2(rng.uniform(-2, 2, 256)).astype(np.float32)
+    plain = world.known.z(world.marked)
+    for size in (1e6, 1e12, 1e30):
+        for place in (np.s_[:, 7], np.s_[7, 9]):
+            model = merged(world.marked)
+            for name in SHAPES:
+                weight = model[f"{P}{name}.weight"]
+                weight[place] = size * rng.standard_normal(weight[place].shape)
+            model[f"{P}up.weight"] = (model[f"{P}up.weight"] * scale[:, None])[order]
+            model[f"{P}down.weight"] = (model[f"{P}down.weight"] / scale)[:, order]
+            assert world.known.z(aligned(model, NEURONS)) > 0.75 * plain, (size, place)
+
+
 # --- what is left of the mark -----------------------------------------------------------------------------
 
 
@@ -416,6 +500,33 @@ def test_the_description_travels() -> None:
         LORA.check(ModelLayout.of({**initial(), "head.weight": np.zeros((4, 4), np.float32)}))
     with pytest.raises(LayoutError, match="must be carriers of the shapes"):
         LORA.check(ModelLayout.of({n: w for n, w in initial().items() if n != up("q")}))
+
+
+def test_a_description_that_does_not_fit_is_refused(world: World) -> None:
+    """Whoever agreed on it: with a sentence, when it is read, or when the base is needed."""
+    q, v = (next(layer for layer in LORA.layers if layer.down == down(name)) for name in "qv")
+    rest = [layer for layer in LORA.layers if layer not in (q, v)]
+
+    def read(*layers: Factors) -> Reference:
+        lora = replace(LORA, layers=tuple(sorted([*rest, *layers])))
+        people, agreed = identities(3), world.manifest.terms
+        terms = make_terms(
+            people, 2, LAYOUT.coordinates, layout=agreed.layout, anchor=agreed.anchor, setup="dealer",
+            policy={"z": "6", "lora": lora.digest()},
+        )  # fmt: skip
+        manifest, _ = deal_key(people, terms)
+        return Reference.of([manifest], LAYOUT, initial(), None, lora, base_model())
+
+    with pytest.raises(LayoutError, match="must be carriers of the shapes"):
+        read(replace(q, down="nobody"), v)
+    with pytest.raises(LayoutError, match="is no factor"):
+        read(v)
+    for layers in (
+        (replace(q, up=v.up), replace(v, up=q.up)),
+        (replace(q, weight=v.weight), replace(v, weight=q.weight)),
+    ):
+        with pytest.raises(LayoutError, match="the base has no weight"):
+            prepare(read(*layers), merged(world.marked), lora=True)
 
 
 def test_it_is_agreed_on_for_ever(world: World, tmp_path: Path) -> None:

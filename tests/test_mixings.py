@@ -74,8 +74,8 @@ def test_pairs_are_turned_back() -> None:
     angle = rng.uniform(0, 2 * np.pi, 4)
     complex_rows = (anchor[0::2] + 1j * anchor[1::2]) * np.exp(1j * angle)[:, None]
     rows = np.stack([complex_rows.real, complex_rows.imag], 1).reshape(8, 30)
-    assert np.abs(mixing.turned(rows, np.ones(30), anchor) - anchor).max() < 1e-6
-    assert not mixing.turned(np.zeros((2, 30)), np.ones(30), anchor[:2]).any()
+    assert np.abs(mixing.turned(rows, rows, anchor) - anchor).max() < 1e-6
+    assert not mixing.turned(np.zeros((2, 30)), np.zeros((2, 30)), anchor[:2]).any()
 
 
 def small() -> tuple[dict[str, NDArray[np.float32]], Groups]:
@@ -126,6 +126,15 @@ def test_other_kernels_and_threads_give_the_same_bytes() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("number", [0.0, np.nan, np.inf, 1e300, 1e-320, 3.4e38, 1.0])
+def test_suspects_of_one_number(number: float) -> None:
+    """No error and no warning; what is not there is not put back."""
+    anchor, groups = small()
+    suspect = {name: np.full(tensor.shape, number) for name, tensor in anchor.items()}
+    found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), ModelLayout.of(anchor), groups)
+    assert bool(found.unmixed) == (number in (1.0, 3.4e38))
+
+
 def test_heads_are_found_first() -> None:
     """Heads that changed places, each mixed: one is matched with its own, whatever was done within it."""
     anchor, groups = small()
@@ -148,21 +157,69 @@ def test_heads_are_found_first() -> None:
         assert np.abs(aligned.tensor(name) - tensor).max() < 5e-3
 
 
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e12, 1e30])
+def test_weights_that_nothing_reads_hide_nothing(size: float) -> None:
+    """Mixed heads, and huge weights where the input is always 0: a whole column, half of it, one weight."""
+    rng = np.random.default_rng(0)
+    width, heads, h = 128, 2, 32
+    slots = [Slot(name, axis, h * k, 1, 1, 1) for k in range(heads) for name, axis in (("v", 0), ("o", 1))]
+    mixings = [Mixing(h, (v,), (o,)) for v, o in zip(slots[::2], slots[1::2], strict=True)]
+    pairs = [Mixing(h // 2, (Slot("q", 0, h * k, 1, 2, h // 2),)) for k in range(heads)]
+    groups = Groups((), (*mixings, *pairs))
+    shapes = {"o": (width, heads * h), "q": (heads * h, width), "v": (heads * h, width)}
+    anchor = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    layout = ModelLayout.of(anchor)
+    key = rng.choice(np.array([-1, 1]), layout.coordinates)
+    model = {
+        spec.name: anchor[spec.name] + 0.5 * rng.standard_normal(spec.shape) + 0.1 * key[place].reshape(spec.shape)
+        for spec, place in layout.spans("carrier")
+    }
+    for k in range(heads):
+        own = slice(h * k, h * k + h)
+        by = np.linalg.qr(rng.standard_normal((h, h)))[0]
+        model["v"][own], model["o"][:, own] = by @ model["v"][own], model["o"][:, own] @ by.T
+        q = model["q"][own]
+        turned = (q[: h // 2] + 1j * q[h // 2 :]) * np.exp(1j * rng.uniform(0, 6, h // 2))[:, None]
+        model["q"][own] = np.concatenate([turned.real, turned.imag])
+    model["o"][7] = 0
+
+    def z(weights: dict[str, Any]) -> float:
+        suspect = TensorsInMemory({name: w.astype(np.float32) for name, w in weights.items()})
+        found = align(suspect, TensorsInMemory(anchor), layout, groups).model(suspect)
+        x = canonical_form("balanced-anchor/v1", layout, found, TensorsInMemory(anchor)).x.astype(np.int64)
+        return float(x @ key / np.sqrt(x @ x))
+
+    plain = z(model)
+    assert plain > 20
+    for place in (np.s_[:, 7], np.s_[::2, 7], np.s_[11, 7]):
+        weights = {name: w.copy() for name, w in model.items()}
+        for name in ("q", "v"):
+            weights[name][place] = size * rng.standard_normal(weights[name][place].shape)
+        assert z(weights) > 0.8 * plain, place
+
+
 # --- what may be mixed is found ---------------------------------------------------------------------------
 
 
+NEW = {"gpt2": lab.gpt2, "llama": lab.llama, "cnn": lab.cnn}  # untrained: groups do not depend on weights
+
+
+def example_of(name: str) -> Any:
+    inputs = lab.data_of(name)[0][:1]
+    return {"input_ids": inputs} if name in lab.LANGUAGE else inputs
+
+
 def test_what_was_found() -> None:
-    gpt2 = lab.marked("gpt2").groups
+    gpt2, llama, cnn = (derive_groups(make(), example_of(name)) for name, make in NEW.items())
     assert [(m.size, m.turns) for m in gpt2.mixings] == [(12, False)] * 16  # two layers, four heads, two matrices each
-    llama = lab.marked("llama").groups
     assert sorted((m.size, m.turns, len(m.slots) + len(m.against)) for m in llama.mixings) == [
         *[(4, True, 3)] * 8,  # two heads of queries and one of keys: four pairs
         *[(8, False, 3)] * 8,  # one of values, and two that read it
     ]
     for groups in (gpt2, llama):
         assert groups.procedure == "anchor-assignment/v2"
-    assert not lab.marked("cnn").groups.mixings
-    assert lab.marked("cnn").groups.procedure == "anchor-assignment/v1"
+    assert not cnn.mixings
+    assert cnn.procedure == "anchor-assignment/v1"
 
 
 class Chain(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -202,10 +259,10 @@ def test_queries_that_are_normed_cannot_be_turned() -> None:
 
 
 def test_groups_with_mixings_travel_and_old_ones_stay() -> None:
-    groups = lab.marked("llama").groups
+    groups = derive_groups(lab.llama(), example_of("llama"))
     again = Groups.from_bytes(groups.to_bytes())
     assert again == groups
-    again.check(lab.marked("llama").layout)
+    again.check(ModelLayout.of(lab.llama()))
     old = Groups(groups.groups)
     assert json.loads(old.to_bytes())["format"] == "quorumark-groups/v1"
     assert "mixings" not in json.loads(old.to_bytes())

@@ -13,12 +13,12 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quorumark.errors import RecordError
-from quorumark.lab.config import Configuration, Settings
+from quorumark.errors import InputError, RecordError
+from quorumark.lab.config import TASKS, Configuration, Settings
 
 if TYPE_CHECKING:
     from quorumark.lab.loop import Run
@@ -48,6 +48,7 @@ ATTACKS_FORMAT = "quorumark-language-attacks/v1"
 ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
+_MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
 
 # --- from a run -------------------------------------------------------------------------------------------
@@ -237,10 +238,37 @@ def read_all(folder: Path) -> dict[str, dict[str, Any]]:
             body = json.loads(path.read_text())
         except ValueError:
             raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
-        if body.get("format") != FORMAT or body.get("id") != path.stem:
+        if body.get("format") != FORMAT or not body.get("id") == path.stem == _id_of(body):
             raise RecordError(f"{str(path)!r} is not the result of the run that it is named after")
         found[body["id"]] = body
     return found
+
+
+def _id_of(body: dict[str, Any]) -> str:
+    """The id of the settings that a result was run with."""
+    kind = TASKS["language" if "perplexity" in body else "vision"]
+    wanted = {f.name for f in fields(kind)}
+    try:
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in body["settings"].items() if k in wanted
+        }
+        return kind(**given).id
+    except (KeyError, TypeError, AttributeError, InputError):
+        return ""
+
+
+def _check_settings(run: Settings, results: dict[str, dict[str, Any]]) -> None:
+    """A result stands for a run only if what it was trained with is what the configuration says."""
+    if run.id not in results:
+        return
+    had = results[run.id]["settings"]
+    for name, wanted in run.asdict().items():
+        wanted = list(wanted) if isinstance(wanted, tuple) else wanted
+        if name not in _MAY_DIFFER and name in had and had[name] != wanted:
+            raise RecordError(
+                f"the result {run.id!r} was run with {name} {had[name]}, not {wanted} as in its configuration: run it "
+                "again"
+            )
 
 
 def read_attacks(folder: Path) -> list[dict[str, Any]]:
@@ -287,7 +315,8 @@ Accuracy is on the test images, in percent, of the model with the highest valida
 deviation over seeds. *Δ* is the difference to the same runs without the mark, in points. z is of the same model:
 *balanced* is the project's statistic, *cosine* the paper's text (the whole model's cosine with the key), *mean cosine*
 the paper's code (the mean of the tensors' cosines). ρ is the mark's share of the distance from the initial model.
-*Evidence*: **full** is as many rounds as the paper ran, **shorter** fewer, **not run** none.
+*Evidence*: **full** is as many rounds as the paper ran, **stopped** fewer because validation improved no more,
+**shorter** fewer, **not run** none.
 """
 
 
@@ -297,6 +326,8 @@ def page(configurations: Iterable[Configuration], results: dict[str, dict[str, A
     for configuration in configurations:
         parts.append(f"## {configuration.title}\n\n`quorumark lab run {configuration.name}`\n")
         parts += [f"{note}\n" for note in configuration.notes]
+        for run in configuration.runs:
+            _check_settings(run, results)
         parts += (
             _language(configuration, results) if configuration.task == "language" else _vision(configuration, results)
         )
@@ -347,7 +378,8 @@ def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> l
     changes = []
     for run in runs:
         ours, plain = results.get(run.id), results.get(replace(run, strength="none", **_ALL_CARRY).id)
-        if run.strength != "none" and ours and plain and finished(ours, run) == finished(plain, run):
+        alike = ours in found and plain and (finished(plain, run) if finished(ours, run) else _as_long(ours, plain))
+        if run.strength != "none" and ours and plain and alike:
             changes.append(100 * (ours["perplexity"]["released"] / plain["perplexity"]["released"] - 1))
     rhos = [body["rho"] for body in found if body["rho"] is not None]
     return [
@@ -364,6 +396,10 @@ def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> l
     ]
 
 
+def _as_long(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:
+    return one is not None and bool(one["rounds"] == other["rounds"])
+
+
 def _change(percents: list[float]) -> str:
     if not percents:
         return ""
@@ -378,12 +414,14 @@ def _language_evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str
     if not found:
         return "not run"
     seeds, at = f"{len(found)} of {len(runs)} seeds", [body["perplexity"]["released_round"] for body in found]
-    stopped = {body["stopped"]: body["rounds"] for body in found if body["stopped"]}
+    stopped = [body for body in found if body["stopped"] and body["rounds"] < runs[0].rounds]
     released = f"released: round {_range(at)}"
     if not finished(found[0], runs[0]):
         return f"shorter ({found[0]['rounds']} of {runs[0].rounds} rounds, {seeds}; {released})"
-    why = f"; stopped after {_range([b['rounds'] for b in found])}: {next(iter(stopped))}" if stopped else ""
-    return f"full ({runs[0].rounds} rounds{why}; {seeds}; {released})"
+    if not stopped:
+        return f"full ({runs[0].rounds} rounds; {seeds}; {released})"
+    why = " or ".join(sorted({body["stopped"] for body in stopped}))
+    return f"stopped ({_range([b['rounds'] for b in found])} of {runs[0].rounds} rounds: {why}; {seeds}; {released})"
 
 
 def _range(numbers: list[int]) -> str:
@@ -436,11 +474,11 @@ def _row(configuration: Configuration, runs: list[Settings], results: dict[str, 
 
 
 def _difference(runs: list[Settings], results: dict[str, dict[str, Any]]) -> str:
-    """Against the unmarked runs of the same seeds and length."""
-    pairs = []
+    """Against the unmarked runs of the same seeds and length, of those runs that are shown."""
+    pairs, shown = [], best_evidence(runs, results)
     for run in runs:
         ours, plain = results.get(run.id), results.get(replace(run, strength="none").id)
-        if run.strength != "none" and ours and plain and ours["rounds"] == plain["rounds"]:
+        if run.strength != "none" and ours in shown and ours and plain and _as_long(ours, plain):
             pairs.append(100 * (ours["accuracy"]["released"] - plain["accuracy"]["released"]))
     return f"{statistics.fmean(pairs):+.2f}" if pairs else ""
 

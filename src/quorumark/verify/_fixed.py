@@ -42,7 +42,8 @@ class Fixed:
 
     def floats(self) -> NDArray[np.float64]:
         """The numbers as float64, exactly."""
-        return np.ldexp(self.values.astype(np.float64), self.exponent)
+        with np.errstate(over="ignore"):  # what is beyond float64 is infinite, which counts as 0 later
+            return np.ldexp(self.values.astype(np.float64), self.exponent)
 
     def shifted(self, bits: int) -> Fixed:
         """In units that are 2^bits times as large, rounded to the nearest."""
@@ -75,6 +76,8 @@ def times(x: Fixed, y: Fixed) -> Fixed:
     dimension are 53 together, so that sums are exact. A matrix of a few bits is one limb.
     """
     bits = _length(x.values), _length(y.values)
+    if not all(bits):  # zeros have no limbs
+        return Fixed(np.zeros((x.values.shape[0], y.values.shape[1]), np.int64), x.exponent + y.exponent)
     inner = (x.values.shape[1] - 1).bit_length()
     drop = max(0, sum(bits) + inner + 1 - _ROOM)
     widths = _widths(*bits, 53 - inner)

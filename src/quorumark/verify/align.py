@@ -47,6 +47,8 @@ PROCEDURES = (PROCEDURE, MIXING_PROCEDURE)
 _SWEEPS = 20  # a suspect that is the model in disguise needs 2 or 3
 _GROWTH = 8  # a suspect with more than so many times the channels is not matched: the work grows with them
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
+_EVEN = 6  # octaves above the middle at which weights are cut while mixtures are looked at
+_FAR = 3  # octaves by which a column's size must be wrong to be put right before
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
 Places = NDArray[np.int64]
@@ -508,16 +510,19 @@ def _unmixed(
         by_size: dict[tuple[bool, tuple[int, ...]], list[Places]] = {}
         for turns, places in of_axis:
             by_size.setdefault((turns, places.shape), []).append(places)
-        scales = mixing.column_scales(rows, wanted)
+        even, rows = _evened(rows, wanted)
+        scales = mixing.column_scales(even, wanted)
         done: list[tuple[Places, NDArray[np.float64]]] = []
         for (turns, _), every in by_size.items():
             index = np.stack(every)
             index = index[rows[index].any(axis=(1, 2, 3))]  # a head that the suspect has not stays empty
+            if not len(index):
+                continue
             if turns:
-                rows[index] = mixing.turned(rows[index], scales, wanted[index])
+                rows[index] = mixing.turned(rows[index], even[index] * scales, wanted[index])
                 count += len(index)
-            elif len(index):
-                values, mixed, scales = mixing.unmixed(rows[index], wanted[index], scales)
+            else:
+                values, mixed, scales = mixing.unmixed(even[index], wanted[index], scales)
                 done.append((index[mixed], values[mixed]))
         if any(len(index) for index, _ in done):
             rows *= scales  # as the blocks that are put back have it
@@ -525,7 +530,29 @@ def _unmixed(
             rows[index] = values
             count += len(index)
         found = np.moveaxis(rows.reshape(shape), 0, axis)
-    return np.ascontiguousarray(found, np.float32), count
+    with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
+        return np.ascontiguousarray(found, np.float32), count
+
+
+def _evened(rows: mixing.Rows, wanted: mixing.Rows) -> tuple[mixing.Rows, mixing.Rows]:
+    """Rows without columns that are far from the anchor's in size: cut some octaves above the middle, and uncut.
+
+    A weight that is huge because what it reads is always 0, or a column of such weights, would otherwise be all that
+    is seen of its row. What is less far off, least squares find better.
+    """
+    (_, by_row, by_column), (_, _, theirs) = (_sized(x) for x in (rows, wanted))
+    octaves = (by_column - theirs + 128) >> 8
+    octaves = np.where(np.abs(octaves) >= _FAR, octaves, 0)
+    uncut = np.ldexp(rows, (-octaves).astype(np.int32))
+    middle = ((by_row[:, None] + by_column + 128) >> 8) - octaves
+    most = np.ldexp(1.0, (middle + _EVEN).astype(np.int32))
+    return np.clip(uncut, -most, most), uncut
+
+
+def _sized(values: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32]]:
+    """A tensor's bits, and the sizes of its rows and columns, in 1/256 octave."""
+    bits = statistic._bits(values)
+    return bits, *statistic._scales(lambda: iter([(0, bits)]), values.shape)
 
 
 def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.int8]:
@@ -536,8 +563,7 @@ def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.in
     if values.ndim < 2:
         raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
     shape = values.shape
-    bits = statistic._bits(values)
-    by_row, by_column = statistic._scales(lambda: iter([(0, bits)]), shape)
+    bits, by_row, by_column = _sized(values)
     balanced = np.empty(bits.size, np.int32)
     _kernels.balance(bits, by_row, by_column, balanced, _kernels.POWERS)
     rounded: NDArray[np.int8] = np.clip((balanced + (1 << (_SHIFT - 1))) >> _SHIFT, -127, 127).astype(np.int8)

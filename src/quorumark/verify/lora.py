@@ -30,7 +30,7 @@ from quorumark.verify import _kernels
 from quorumark.verify._fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
 from quorumark.verify._sources import spans
 from quorumark.verify.align import Alignment, Groups, align
-from quorumark.verify.statistic import _BLOCK, _KEPT, Model, _bits, _median_exponent
+from quorumark.verify.statistic import _BLOCK, _KEPT, Model, _bits, _median_exponent, _scales
 from quorumark.verify.suspect import Match, Suspect, TensorInfo, _peeled, match_layout
 
 __all__ = [
@@ -52,6 +52,7 @@ _CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weig
 _UNIT = 26  # bits of Δ below the cut
 _FACTOR = 24  # bits of a suspect's own factors: a product of two and 2^5 ranks is exact in float64
 _LEAST = 2.0**-40  # the base is known to that, as its digest sees it
+_EVEN = 4  # octaves above the middle at which weights are cut while scales are looked for
 _TURNS = 4  # over rows and columns, to find their scales
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
@@ -105,6 +106,15 @@ class Lora:
                 )
         if shapes:
             raise LayoutError(f"the carrier {min(shapes)!r} is no factor: exclude it from the layout")
+
+    def check_base(self, layout: ModelLayout, base: ModelLayout) -> None:
+        """Whether a base has the weights that the factors of a layout are added to."""
+        shapes = {spec.name: spec.shape for spec in base.tensors}
+        for spec in _whole_layout(layout, self).tensors:
+            if shapes.get(spec.name) != spec.shape:
+                raise LayoutError(
+                    f"the base has no weight {spec.name!r} of the shape {spec.shape}, as its factors have"
+                )
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
@@ -183,7 +193,8 @@ def gauge(delta: Blocks, anchor: NDArray[Any]) -> tuple[NDArray[np.float32], NDA
     # Bᵀ·(Δ − B·A₀) = Bᵀ·Δ − (BᵀB)·A₀
     across = reduce(plus, (times(_rows_turned(up, begin, piece), piece) for begin, piece in pieces()))
     moved = times(inverse(energy, _RIDGE), minus(across, times(energy, start)))
-    return (anchor.astype(np.float64) + moved.floats()).astype(np.float32), up.floats().astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
+        return (anchor.astype(np.float64) + moved.floats()).astype(np.float32), up.floats().astype(np.float32)
 
 
 def _rows_turned(up: Fixed, begin: int, piece: Fixed) -> Fixed:
@@ -221,7 +232,8 @@ def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
     """Rows of B·A. Each row of A is brought to the size of 1, its column of B the other way."""
     up, down = (np.where(np.isfinite(x), x, 0).astype(np.float64) for x in (up, down))
     _, exponents = np.frexp(np.abs(down).max(axis=1))
-    right, left = Fixed.of(np.ldexp(down, -exponents[:, None]), _FACTOR), np.ldexp(up, exponents[None, :])
+    with np.errstate(over="ignore", under="ignore"):  # what is not finite counts as 0
+        right, left = Fixed.of(np.ldexp(down, -exponents[:, None]), _FACTOR), np.ldexp(up, exponents[None, :])
     info = TensorInfo("F64", (up.shape[0], down.shape[1]))
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
@@ -238,7 +250,7 @@ def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Block
         for (begin, ours), (_, theirs) in zip(
             _matrix(suspect, name, layer.turned), _matrix(base, layer.weight, layer.turned), strict=True
         ):
-            with np.errstate(invalid="ignore"):  # what is not finite counts as 0 later
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite counts as 0 later
                 left = ours.astype(np.float64) - theirs.astype(np.float64)
             left[(np.abs(left) < _LEAST) | (ours == 0)] = 0
             yield begin, left
@@ -257,10 +269,11 @@ def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors)
         if not found:
             ours = _finite(np.concatenate([rows for _, rows in _matrix(suspect, name, layer.turned)]))
             theirs = _finite(np.concatenate([rows for _, rows in _matrix(base, layer.weight, layer.turned)]))
-            by_row, by_column = _scalings(ours, theirs)
-            scale = by_row[:, None] * by_column[None, :]
-            there = (scale > 0) & (ours != 0)
-            found.append(np.where(there, ours / np.where(there, scale, 1.0) - theirs, 0.0))
+            with np.errstate(all="ignore"):  # what is not finite counts as 0 later
+                by_row, by_column = _scalings(ours, theirs)
+                scale = by_row[:, None] * by_column[None, :]
+                there = (scale > 0) & (ours != 0)
+                found.append(np.where(there, ours / np.where(there, scale, 1.0) - theirs, 0.0))
         for begin, end in spans(TensorInfo("F64", found[0].shape), _BLOCK):
             yield begin, found[0][begin:end]
 
@@ -268,8 +281,13 @@ def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors)
 
 
 def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """d and c with Σ (W_ij − d_i·c_j·W₀_ij)² small: rows and columns in turns, by least squares."""
-    both, square = Fixed.of(ours * theirs), Fixed.of(theirs * theirs)
+    """d and c with Σ (W_ij − d_i·c_j·W₀_ij)² small: rows and columns in turns, by least squares.
+
+    Both are first brought to a size of about 1 everywhere, and cut: a weight that is huge because nothing reads it, or
+    a channel of such weights, would otherwise be all that least squares see.
+    """
+    (own, *mine), (public, *bases) = (_evened(x) for x in (ours, theirs))
+    both, square = Fixed.of(own * public), Fixed.of(public * public)
     sides = [(both, square), (transposed(both), transposed(square))]
     scales = [np.zeros(ours.shape[0]), np.ones(ours.shape[1])]
     for turn in range(2 * _TURNS):
@@ -278,7 +296,15 @@ def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[N
         along = times(products, Fixed.of(other)).floats()[:, 0]
         length = times(squares, Fixed.of(other * other)).floats()[:, 0]
         scales[turn % 2] = np.where((along > 0) & (length > 0), along / np.where(length > 0, length, 1.0), 0.0)
-    return scales[0], scales[1]
+    return np.ldexp(scales[0], mine[0] - bases[0]), np.ldexp(scales[1], mine[1] - bases[1])
+
+
+def _evened(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]:
+    """A matrix without the sizes of its rows and columns, cut at 2^4; and these sizes, in whole octaves."""
+    bits = _bits(values)
+    rows, columns = (((x + 128) >> 8).astype(np.int32) for x in _scales(lambda: iter([(0, bits)]), values.shape))
+    evened = np.ldexp(values, -(rows[:, None] + columns[None, :]))
+    return np.clip(evened, -(2.0**_EVEN), 2.0**_EVEN), rows, columns
 
 
 def _finite(values: NDArray[Any]) -> NDArray[np.float64]:

@@ -100,9 +100,9 @@ def alike(one: Rows, two: Rows) -> NDArray[np.int64]:
     return found
 
 
-def turned(rows: Rows, scales: NDArray[np.float64], anchor: Rows) -> Rows:
-    """Pairs of rows (… × 2p × columns), each turned to the anchor's; `scales` count for the angle only."""
-    a, s = (whole(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, rows * scales))
+def turned(rows: Rows, seen: Rows, anchor: Rows) -> Rows:
+    """Pairs of rows (… × 2p × columns), each turned to the anchor's by the angle that `seen`, the same rows, have."""
+    a, s = (whole(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, seen))
     real, imaginary, _, _ = _complex_products(a, s)
     size = np.sqrt(real * real + imaginary * imaginary)
     there = size > 0
@@ -180,6 +180,7 @@ def _sums(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.float64]
 
 
 def finite(values: NDArray[Any]) -> Rows:
-    """As float64; what is not a number counts as 0."""
-    found: Rows = np.nan_to_num(values.astype(np.float32).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    """As float64; what is not a number, or is beyond float32, counts as 0."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        found: Rows = np.nan_to_num(values.astype(np.float32).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     return found

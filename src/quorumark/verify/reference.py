@@ -83,6 +83,7 @@ class Reference:
         shape = base_layout(stored)
         if digest_of_anchor(shape, stored) != self.lora.base:
             raise RecordError("the base is not the one that was agreed on: take the public model that was adapted")
+        self.lora.check_base(self.layout, shape)
         return Base(stored, Anchor(stored, shape.dtype))
 
     @property
@@ -122,6 +123,8 @@ class Reference:
         if lora is not None and lora.digest() != terms.policy.get("lora"):
             agreed = "agreed on others" if "lora" in terms.policy else "agreed on none when it was made"
             raise RecordError(f"the factors are not the ones that the manifest names: the consortium {agreed}")
+        if lora is not None:
+            lora.check(layout)
         return cls(tuple(chain), layout, Anchor(model, layout.dtype), groups, lora, base)
 
     @classmethod
