@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,6 +37,10 @@ RANK = 8
 SHAPES = {"q": (160, 192), "up": (256, 192), "v": (96, 192), "down": (192, 256)}
 PEFT = "base_model.model.model.layers.0."
 GOLDEN = "f5e286655b3415ec74cb7fe766623e3b63e4c35d73be9d4072bab3fd4c00c86a"
+SEVERAL = [
+    "c7d1994a46dc6f8324929ee504a253c1cbb547c6690f21b5519c9ba8230c78ed",
+    "c7d1994a46dc6f8324929ee504a253c1cbb547c6690f21b5519c9ba8230c78ed",
+]
 
 
 # --- adapters ---------------------------------------------------------------------------------------------
@@ -285,6 +290,35 @@ def test_the_same_bytes_everywhere() -> None:
     assert digests == {GOLDEN}
 
 
+def test_the_same_bytes_of_a_layer_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are rounded block by block: how many weights a block has is part of the procedure."""
+
+    def numbers(label: str, *shape: int) -> NDArray[np.float32]:
+        words = np.frombuffer(hashlib.shake_128(label.encode()).digest(2 * int(np.prod(shape))), "<i2")
+        return (words.astype(np.float32) / np.float32(1 << 20)).reshape(shape)
+
+    anchor = {"l.lora_A": numbers("A0", 3, 1024), "l.lora_B": np.zeros((2200, 3), np.float32)}
+    layout, base = ModelLayout.of(anchor), {"l.weight": numbers("W", 2200, 1024)}
+    lora = describe_lora(layout, base)
+    adapter = {"l.lora_A": numbers("A", 4, 1024), "l.lora_B": numbers("B", 2200, 4)}
+    adapter["l.lora_B"][:1000] *= np.float32(3)
+    whole = {"l.weight": (base["l.weight"] + adapter["l.lora_B"].astype(np.float64) @ adapter["l.lora_A"])}
+    monkeypatch.setattr("quorumark.verify.statistic._BLOCK", 1 << 16)  # whatever the canonical form works on at a time
+    public = read_suspect(base)
+    digests = []
+    for suspect in (adapter, {"l.weight": np.round(whole["l.weight"] * 2**30) / 2**30}):
+        gauged = gauge_suspect(
+            read_suspect(suspect), layout, TensorsInMemory(anchor), lora, lambda: Base(public, public)
+        )
+        factors = [_together(gauged.blocks(name)) for name in ("l.lora_A", "l.lora_B")]
+        digests.append(hashlib.sha256(b"".join(x.astype("<f4").tobytes() for x in factors)).hexdigest())
+    assert digests == SEVERAL
+
+
+def _together(blocks: Any) -> NDArray[Any]:
+    return np.concatenate([values for _, values in blocks])
+
+
 def test_a_layer_that_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read again for every pass, and gives the same."""
     delta, anchor = product(trained(initial(), 7), "q"), initial()[down("q")]
@@ -421,8 +455,9 @@ def test_what_is_left_after_each(world: World) -> None:
 def test_innocents_and_random_keys(world: World) -> None:
     """24 adapters that know nothing of the key, from the same beginning and from others; then 2,000 keys on one."""
     found = [z_of(world, trained(initial(seed % 2 * seed), 100 + seed)) for seed in range(24)]
-    assert max(map(abs, found)) < 4
-    assert abs(np.mean(found)) < 4 / np.sqrt(24)
+    # the world's key is random: 24 normal numbers beyond 5 once in 70,000 runs (beyond 4 it would be once in 700)
+    assert max(map(abs, found)) < 5
+    assert abs(np.mean(found)) < 6 / np.sqrt(24)  # half of them begin alike, so that their mean varies a little more
     form = prepare(world.reference, merged(trained(initial(), 99)), lora=True).form
     zs = [
         KnownKey(SeededKey(LAYOUT.coordinates, 5, n).numpy(), LAYOUT, world.known.anchor).z_of(form)

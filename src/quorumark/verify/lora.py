@@ -30,7 +30,7 @@ from quorumark.verify import _kernels
 from quorumark.verify._fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
 from quorumark.verify._sources import spans
 from quorumark.verify.align import Alignment, Groups, align
-from quorumark.verify.statistic import _BLOCK, _KEPT, Model, _bits, _median_exponent, _scales
+from quorumark.verify.statistic import _KEPT, Model, _bits, _median_exponent, _scales
 from quorumark.verify.suspect import Match, Suspect, TensorInfo, _peeled, match_layout
 
 __all__ = [
@@ -50,6 +50,7 @@ PROCEDURE = "anchor-gauge/v1"
 _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ does not have get nothing
 _CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weights move little
 _UNIT = 26  # bits of Δ below the cut
+_BLOCK = 1 << 20  # weights of Δ whose products are rounded together: part of the procedure, not to be tuned
 _FACTOR = 24  # bits of a suspect's own factors: a product of two and 2^5 ranks is exact in float64
 _LEAST = 2.0**-40  # the base is known to that, as its digest sees it
 _EVEN = 4  # octaves above the middle at which weights are cut while scales are looked for
