@@ -1,6 +1,8 @@
 # The two commands that matter: `make demo` and `make test`. Both need Python 3.11 or newer and make, nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
+# two files of tests at a time
+TOGETHER := -n 2 --dist loadfile
 
 .PHONY: demo test research-test test-slow flower-test deploy-test check format bench bench-secagg bench-flower setup clean
 
@@ -8,11 +10,11 @@ demo: setup
 	$(BIN)/quorumark demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not research"
+	$(BIN)/python -m pytest -m "not slow and not research" $(TOGETHER)
 
 # alignment, attacks and the lab: they train models
 research-test: setup
-	$(BIN)/python -m pytest -m "research and not slow"
+	$(BIN)/python -m pytest -m "research and not slow" $(TOGETHER)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not deploy"
