@@ -23,7 +23,7 @@ test-slow: setup
 flower-test: .venv/.flower
 	$(BIN)/python -m pytest -m "not slow" tests/test_flower.py tests/test_flower_examples.py
 
-# Flower as it is deployed: a SuperLink and five SuperNodes on loopback; about five minutes on two idle cores
+# Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
 deploy-test: .venv/.flower
 	$(BIN)/python -m pytest -m deploy -s tests/test_deploy.py
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,14 @@ def root() -> Path:
 def environment() -> dict[str, str]:
     """For commands: plain output of a known width."""
     return {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small models train faster so, and tests that run beside each other do not wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

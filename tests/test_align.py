@@ -400,12 +400,14 @@ def test_resnet_18_has_twelve_groups_and_is_matched_in_time() -> None:
     for (name, axis), order in places.items():
         suspect[name] = suspect[name].index_select(axis, torch.from_numpy(order))
     unrelated = lab.ResNet(64, 3).state_dict()
-    started = time.process_time()  # of both cores, whatever else they do
-    found = align(TensorsInMemory(suspect), anchor, layout, groups)
-    for where, order in places.items():
-        assert np.array_equal(found.places[where], np.argsort(order))
-    align(TensorsInMemory(unrelated), anchor, layout, groups)
-    assert time.process_time() - started < 80  # 20 s each on two cores; measured: 2 s and 3 s on idle ones
+    taken = []
+    for weights in (suspect, unrelated):
+        started = time.process_time()  # of all threads, whatever else the cores do
+        found = align(TensorsInMemory(weights), anchor, layout, groups)
+        taken.append(time.process_time() - started)
+        if weights is suspect:
+            assert all(np.array_equal(found.places[where], np.argsort(order)) for where, order in places.items())
+    assert max(taken) < 20, taken  # measured: 2 s and 3 s on idle cores
 
 
 class Odd(torch.nn.Module):  # type: ignore[misc, name-defined]

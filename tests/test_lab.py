@@ -31,15 +31,7 @@ from quorumark.lab.loop import Run  # noqa: E402
 from quorumark.lab.mark import Mark, axis_norms, axis_sums, square_sum, weighted_sum  # noqa: E402
 from quorumark.lab.scores import null_scores, z_scores  # noqa: E402
 
-pytestmark = pytest.mark.research
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
 
 
 MINI = Settings("shapes", members=4, rounds=4, model="cnn", global_batch=128, augment=("flip",))

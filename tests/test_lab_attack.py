@@ -32,15 +32,7 @@ from quorumark.lab.observer import LAST, Observer  # noqa: E402
 from quorumark.lab.retrain import TEMPERATURE, Attacker, Attackers, Feed  # noqa: E402
 from quorumark.layout import ModelLayout  # noqa: E402
 
-pytestmark = pytest.mark.research
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
 
 
 MINI = Settings("shapes", "relative:0.1", members=4, rounds=7, model="cnn", global_batch=128, augment=("flip",))

@@ -26,15 +26,9 @@ from quorumark.lab.scores import z_scores
 from quorumark.lab.tuning import LanguageRun
 from tests.language import sentences, tokenizer, write_model, write_text
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MINI = LanguageSettings("toy", model="tiny-llama", rounds=4, global_batch=32, sequence=16, lr=2e-3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +321,7 @@ name = "merging"
 strength = 0.5
 [[attack]]
 name = "rotation"
+part = "all"
 [[attack]]
 name = "averaging"
 share = 0.5
@@ -369,8 +364,8 @@ def test_the_whole_path_in_miniature(kind: str, folder: Path, tmp_path: Path) ->
     assert abs(moved["change"]) < 0.01
     assert moved["z"] < 6
     assert moved["z_aligned"] == pytest.approx(found["released"]["z"], rel=0.05)
-    assert rows["rotation "]["z_aligned"] > 8
-    assert abs(rows["rotation "]["change"]) < 0.01
+    assert rows["rotation part all"]["z_aligned"] > 8
+    assert abs(rows["rotation part all"]["change"]) < 0.01
     assert rows["quantisation scheme static8"]["z"] > 6
     assert rows["merging strength 0.5"]["z"] > 6
     assert rows["averaging share 0.5"]["z"] < found["released"]["z"]
@@ -421,14 +416,18 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
 
 def test_plans_are_checked(tmp_path: Path) -> None:
     found = read_plan("language")
-    assert {step.name for job in found.jobs for step in job.steps} <= set(attacks.ATTACKS)
-    assert {step.text for job in found.jobs for step in job.steps if step.text} == {"other", "valid", "train"}
+    assert {name for job in found.jobs for name, _ in job.steps} <= set(attacks.ATTACKS)
+    assert {more["text"] for job in found.jobs for _, more in job.steps if "text" in more} == {
+        "other",
+        "valid",
+        "train",
+    }
     path = tmp_path / "plan.toml"
     for wrong, told in (("title = 'x'", "entries"), ("[[attack]]\nname = 'smash'", "must be one of")):
         path.write_text(wrong)
         with pytest.raises(InputError, match=told):
             read_plan(path)
-    with pytest.raises(InputError, match="exists"):
+    with pytest.raises(InputError, match="can be read, or one of"):
         read_plan(tmp_path / "none.toml")
 
 

@@ -70,6 +70,7 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.lab.retrain",
     "quorumark.lab.timing",
     "quorumark.lab.tuning",
+    "quorumark.lab.workbench",
 }
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {

@@ -454,10 +454,11 @@ def test_what_is_left_after_each(world: World) -> None:
 
 def test_innocents_and_random_keys(world: World) -> None:
     """24 adapters that know nothing of the key, from the same beginning and from others; then 2,000 keys on one."""
-    found = [z_of(world, trained(initial(seed % 2 * seed), 100 + seed)) for seed in range(24)]
-    # the world's key is random: 24 normal numbers beyond 5 once in 70,000 runs (beyond 4 it would be once in 700)
-    assert max(map(abs, found)) < 5
-    assert abs(np.mean(found)) < 6 / np.sqrt(24)  # half of them begin alike, so that their mean varies a little more
+    known = KnownKey(SeededKey(LAYOUT.coordinates, 4).numpy(), LAYOUT, world.known.anchor)  # the same in every run
+    models = [trained(initial(seed % 2 * seed), 100 + seed) for seed in range(24)]
+    found = [known.z_of(prepare(world.reference, model, lora=True).form) for model in models]
+    assert max(map(abs, found)) < 4
+    assert abs(np.mean(found)) < 4 / np.sqrt(24)
     form = prepare(world.reference, merged(trained(initial(), 99)), lora=True).form
     zs = [
         KnownKey(SeededKey(LAYOUT.coordinates, 5, n).numpy(), LAYOUT, world.known.anchor).z_of(form)

@@ -20,7 +20,7 @@ from quorumark import (
     usercode,
 )
 from quorumark.attacks import lora as lora_attacks
-from quorumark.attacks import suite
+from quorumark.attacks import plan, suite
 from quorumark.engine import member, server, signer
 from quorumark.report import attacks as attack_report
 from quorumark.verify import (
@@ -72,7 +72,8 @@ PUBLIC = {
     align: "PROCEDURE AlignedModel Alignment Group Groups Mixing Slot align assign",
     graph: "Knob Scaling derive_groups derive_scalings",
     attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
-    suite: "Job Plan Subject classifier key_of_members load_weights read_plan read_results read_subject run",
+    plan: "BUILT_IN Job Plan Step known_only read_plan",
+    suite: "Subject classifier key_of_members load_weights read_results read_subject run",
     attack_report: "COLUMNS ORIGINAL Row attacks_page figures read_rows write_report write_rows",
     usercode: "example_inputs load_function told_by",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",

@@ -18,6 +18,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from quorumark.attacks import ATTACKS, suite  # noqa: E402
+from quorumark.attacks.plan import read_plan  # noqa: E402
 from quorumark.layout import ModelLayout  # noqa: E402
 from quorumark.verify.graph import derive_groups  # noqa: E402
 from tests import lab  # noqa: E402
@@ -172,11 +173,11 @@ def test_results_of_another_model_are_not_gone_on_with(folder: Path, environment
 def test_plans_that_cannot_be_used(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(InputError, match=message):
-        suite.read_plan(tmp_path / "plan.toml")
+        read_plan(tmp_path / "plan.toml")
 
 
 def test_plans_that_come_along() -> None:
-    quick, paper = suite.read_plan("quick"), suite.read_plan("paper")
+    quick, paper = read_plan("quick"), read_plan("paper")
     everybody = set(ATTACKS) - {"rotation", "residual-rotation"}  # those are for transformers only
     assert {name for job in quick.jobs for name, _ in job.steps} == everybody
     assert {name for job in paper.jobs for name, _ in job.steps} == everybody

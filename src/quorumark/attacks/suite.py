@@ -1,8 +1,6 @@
 """Many attacks on one model, measured: a plan, a table of results that grows, and nothing done twice.
 
-A plan is a TOML file: `[[attack]]` entries with a `name` and its settings, where a list means one run for each value
-(every combination of lists), or with a `chain` of attacks one after the other; without settings, those that
-docs/attacks.md lists. `seeds` for all of them, or for one. `[target]` says what is attacked (`read_subject`).
+`[target]` of a plan (`quorumark.attacks.plan`) says what is attacked (`read_subject`).
 
 z is measured with the key put together, as `quorumark.research` does it, but of exactly the vector x that members
 would compute: aligned and not.
@@ -11,20 +9,17 @@ would compute: aligned and not.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import itertools
 import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import resources
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quorumark.attacks import ATTACKS, chain, public_scales
+from quorumark.attacks import chain, public_scales
 from quorumark.attacks.base import Target, _torch
+from quorumark.attacks.plan import Job, Plan, known_only
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
 from quorumark.home import Home, read_file
@@ -39,126 +34,17 @@ from quorumark.verify.reference import Reference
 from quorumark.verify.suspect import read_suspect
 
 __all__ = [
-    "Job",
-    "Plan",
     "Subject",
     "classifier",
     "key_of_members",
     "load_weights",
-    "read_plan",
     "read_results",
     "read_subject",
     "run",
 ]
 
-BUILT_IN = ("quick", "paper")
 _STATE = "quorumark-attack-suite/v1"
 _TARGET = {"code", "model", "manifest", "members", "make", "data", "evaluate", "checkpoints", "norms", "other"}
-
-Step = tuple[str, Mapping[str, Any]]
-
-
-# --- the plan ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """One attack, or several one after the other, with one seed."""
-
-    steps: tuple[Step, ...]
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return " + ".join(name for name, _ in self.steps)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        if len(self.steps) == 1:
-            return dict(self.steps[0][1])
-        return {f"{k}.{name}": value for k, (_, more) in enumerate(self.steps) for name, value in more.items()}
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """As a row of the results has it."""
-        return self.name, json.dumps(self.settings, sort_keys=True), self.seed
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to try, in order; `target` is the plan's own description of what is attacked, if it has one."""
-
-    title: str
-    jobs: tuple[Job, ...]
-    target: Mapping[str, Any] = field(default_factory=dict)
-    folder: Path = Path()
-
-
-def read_plan(source: str | Path) -> Plan:
-    """A plan from a file, or one of those that come along: quick, paper."""
-    if str(source) in BUILT_IN:
-        data = resources.files("quorumark.attacks").joinpath("configs", f"{source}.toml").read_bytes()
-    else:
-        data = read_file(Path(source), "a plan of attacks")
-    try:
-        body = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError("the plan", "must be TOML", str(error)) from None
-    _known("the plan", body, {"title", "seeds", "attack", "target"})
-    entries, target = body.get("attack", []), body.get("target", {})
-    if not isinstance(entries, list) or not entries or not isinstance(target, dict):
-        raise InputError("the plan", "must have [[attack]] entries", str(source))
-    everywhere = _seeds(body.get("seeds", [1]))
-    jobs = [job for entry in entries for job in _jobs(entry, everywhere)]
-    title = str(body.get("title", Path(source).stem))
-    once = {job.key: job for job in jobs}
-    return Plan(title, tuple(once.values()), target, Path(source).parent)
-
-
-def _known(what: str, body: Mapping[str, Any], names: set[str]) -> None:
-    unknown = sorted(body.keys() - names)
-    if unknown:
-        raise InputError(what, f"must have only {', '.join(sorted(names))}", unknown[0])
-
-
-def _seeds(value: Any) -> list[int]:
-    if not isinstance(value, list) or not value or not all(isinstance(v, int) and v >= 0 for v in value):
-        raise InputError("seeds", "must be a list of whole numbers", value)
-    return value
-
-
-def _jobs(entry: Mapping[str, Any], everywhere: list[int]) -> list[Job]:
-    if not isinstance(entry, Mapping) or ("name" in entry) == ("chain" in entry):
-        raise InputError("an attack of the plan", "must have a name or a chain", entry)
-    seeds = _seeds(entry.get("seeds", everywhere))
-    if "chain" in entry:
-        _known("a chain of the plan", entry, {"chain", "seeds"})
-        links = entry["chain"] if isinstance(entry["chain"], list) else []
-        if not links:
-            raise InputError("a chain of the plan", "must be a list of attacks", entry["chain"])
-        steps = tuple(_steps(link if isinstance(link, Mapping) else {"name": link}, single=True)[0] for link in links)
-        return [Job(steps, seed) for seed in seeds]
-    found = _steps({k: v for k, v in entry.items() if k != "seeds"})
-    return [Job((step,), seed) for step in found for seed in seeds]
-
-
-def _steps(entry: Mapping[str, Any], *, single: bool = False) -> list[Step]:
-    """One attack with every combination of its settings; the settings that are always tried if it has none."""
-    name = str(entry.get("name"))
-    if name not in ATTACKS:
-        raise InputError("an attack of the plan", f"must be one of {', '.join(sorted(ATTACKS))}", repr(name))
-    attack = ATTACKS[name]
-    settings = {k: v for k, v in entry.items() if k != "name"}
-    known = [p.name for p in inspect.signature(attack.function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for key in settings:
-        if key not in known:
-            raise InputError(f"a setting of {name!r}", f"must be one of {', '.join(known) or 'none'}", repr(key))
-    if single:
-        return [(name, settings)]
-    if not settings:
-        return [(name, dict(one)) for one in attack.settings]
-    lists = [value if isinstance(value, list) else [value] for value in settings.values()]
-    return [(name, dict(zip(settings, values, strict=True))) for values in itertools.product(*lists)]
 
 
 # --- what is attacked -------------------------------------------------------------------------------------
@@ -241,7 +127,7 @@ def read_subject(plan: Plan) -> Subject:
                 they opened (.npy), a second model to average with; all optional
     """
     body = plan.target
-    _known("the plan's target", body, _TARGET)
+    known_only("the plan's target", body, _TARGET)
     missing = [name for name in ("code", "model", "manifest", "members") if name not in body]
     if missing:
         raise InputError("the plan's target", "must name code, model, manifest and members", f"no {missing[0]}")

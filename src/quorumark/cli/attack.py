@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from quorumark.attacks.suite import Plan, Subject
+    from quorumark.attacks.plan import Plan
+    from quorumark.attacks.suite import Subject
 
 app = typer.Typer(
     help="How hard is the mark to remove? Attacks on a model whose key was put together for it: research only.",
@@ -26,7 +27,8 @@ def run(
     plot: Figures = True,
 ) -> None:
     """Run a plan of attacks on a model of your own. Rows that results.csv has already are not run again."""
-    from quorumark.attacks.suite import read_plan, read_subject
+    from quorumark.attacks.plan import read_plan
+    from quorumark.attacks.suite import read_subject
 
     read = read_plan(plan)
     _run(read_subject(read), read, out, plot)
@@ -41,7 +43,7 @@ def suite(
     plot: Figures = True,
 ) -> None:
     """Run every attack on the demo's model: with the paper's settings, or quickly with small budgets."""
-    from quorumark.attacks.suite import read_plan
+    from quorumark.attacks.plan import read_plan
     from quorumark.demo import subject
     from quorumark.errors import InputError
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +13,7 @@ if TYPE_CHECKING:
     from quorumark.lab.config import Settings
     from quorumark.lab.data import ImageSet
     from quorumark.lab.fleet import Fleet
-    from quorumark.lab.language import LanguageModel
-    from quorumark.lab.removal import Plan
-    from quorumark.lab.text import Corpus
-    from quorumark.lab.tuning import LanguageRun
 
-_LEAST = 10.0  # seconds that it takes to begin a run: with less it is left for another time
 app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
 
 Results = Annotated[Path, typer.Option("--results", help="The folder with the results.")]
@@ -87,22 +80,33 @@ def run(
     from quorumark.errors import InputError
     from quorumark.lab import data as sets
     from quorumark.lab.config import read
+    from quorumark.lab.removal import read_plan
     from quorumark.lab.results import read_all
+    from quorumark.lab.workbench import Clock, Workbench
 
-    chosen = _chosen(configuration, only, seed, rounds, evaluate_every, patience)
+    chosen, clock = _chosen(configuration, only, seed, rounds, evaluate_every, patience), Clock(seconds)
     if read(configuration).task == "language":
-        from quorumark.lab.removal import read_plan
-
         plan = None if attacks is None else read_plan(attacks)
-        clock = _Clock(seconds)
-        bench = _Bench(models, data, cache, results, runs, _device(device), compiled, clock, other_text, plan)
+        bench = Workbench(
+            models,
+            data,
+            cache,
+            results,
+            runs,
+            _device(device),
+            compiled,
+            clock,
+            other_text,
+            plan,
+            lambda t: typer.echo(t),
+        )
         for settings in chosen:
             bench.do(settings)
         bench.finish()
         return
     if attacks is not None:
         raise InputError("--attacks", "must be left out for images", attacks)
-    start, loaded, fleet = time.monotonic(), {}, None
+    loaded, fleet = {}, None
     for settings in chosen:
         if settings.dataset not in loaded:
             loaded = {settings.dataset: sets.load(settings.dataset, data)}  # one at a time in memory
@@ -114,13 +118,12 @@ def run(
         if done is not None and done["rounds"] >= settings.rounds:
             typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
             continue
-        left = None if seconds is None else seconds - (time.monotonic() - start)
-        if left is not None and left < _LEAST:
+        if clock.short:
             typer.echo(f"{settings.id}: no time left")
             continue
         seen = None if observe is None else [int(c) for c in observe.split(",") if c]
         fleet = _one(
-            settings, images, _device(device), left, results, runs / settings.id, streams, compiled, fleet, seen
+            settings, images, _device(device), clock.left, results, runs / settings.id, streams, compiled, fleet, seen
         )
 
 
@@ -177,7 +180,9 @@ def tokens(
     other_text: OtherText = None,
 ) -> None:
     """Make the tokens that runs need, for a machine without the tokenizers package."""
-    bench = _Bench(models, data, cache, Path("results"), Path("runs/lab"), "cpu", False, _Clock(None), other_text)
+    from quorumark.lab.workbench import Clock, Workbench
+
+    bench = Workbench(models, data, cache, Path("results"), Path("runs/lab"), "cpu", False, Clock(None), other_text)
     for name, dataset in {(s.model, s.dataset): None for s in _chosen(configuration, only, None, None)}:
         found = bench.corpus(name, dataset)
         counts = ", ".join(f"{split} {ids.size}" for split, ids in found.splits.items())
@@ -346,147 +351,3 @@ def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
 
 
 # --- language models --------------------------------------------------------------------------------------
-
-
-class _Clock:
-    """What is left of the time that a command has."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    @property
-    def left(self) -> float | None:
-        return None if self._end is None else self._end - time.monotonic()
-
-    @property
-    def short(self) -> bool:
-        return self.left is not None and self.left < _LEAST
-
-
-@dataclass
-class _Bench:
-    """Where language models are trained and attacked: folders, the device, and the model that is loaded."""
-
-    models: Path
-    data: Path
-    cache: Path
-    results: Path
-    runs: Path
-    device: str
-    compiled: bool
-    clock: _Clock
-    other_text: Path | None = None
-    plan: Plan | None = None
-
-    def __post_init__(self) -> None:
-        self._loaded: dict[Any, LanguageModel] = {}
-        self._scoring = ThreadPoolExecutor(1)  # z of a run is computed on the CPU while the next one trains
-        self._scored: list[Future[None]] = []
-        self._corpora: dict[tuple[str, str], Corpus] = {}
-
-    def corpus(self, model: str, dataset: str) -> Corpus:
-        """The tokens of a text, and of the attacker's own."""
-        from quorumark.lab.text import Tokenizer, corpus
-
-        if (model, dataset) not in self._corpora:
-            folders = [self.models / model.removesuffix("-random")]
-            folders += [self.data / "gpt2_tokenizer"] if model.startswith("gpt2") else []
-            others = {} if self.other_text is None else {"other": self.other_text}
-            self._corpora[model, dataset] = corpus(dataset, self.data, Tokenizer.of(*folders), self.cache, others)
-        return self._corpora[model, dataset]
-
-    def model(self, settings: Any) -> LanguageModel:
-        """A model, which stays loaded for the next run."""
-        from quorumark.lab.language import LanguageModel, load
-
-        seed = settings.seed if settings.model.endswith("-random") else 0
-        key = settings.model, seed, settings.max_coordinates
-        if key not in self._loaded:
-            module = load(settings.model, self.models, seed)
-            made = LanguageModel(module, self.device, max_coordinates=settings.max_coordinates, compiled=self.compiled)
-            self._loaded = {key: made}  # one at a time in memory
-        return self._loaded[key]
-
-    def do(self, settings: Any) -> None:
-        """Trains a run, or the rest of it, and attacks what it releases, unless that is done."""
-        from quorumark.lab.results import finished, read_all
-
-        done = read_all(self.results).get(settings.id)
-        if done is not None and finished(done, settings):
-            typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
-            if self.plan is None:
-                return
-        folder = self.models / settings.model.removesuffix("-random")
-        if settings.model != "gpt2-small-random" and not (folder / "config.json").exists():
-            typer.echo(f"{settings.id}: left out, there is no {folder}")
-        elif self.clock.short:
-            typer.echo(f"{settings.id}: no time left")
-        elif self.plan is None:
-            self._trained(settings).close()
-        else:
-            self._attacked(settings, self.plan)
-
-    def _trained(self, settings: Any) -> LanguageRun:
-        """A run as far as time allows, recorded and saved."""
-        from quorumark.lab.results import language_record
-        from quorumark.lab.tuning import LanguageRun, TextRound
-
-        run = LanguageRun(settings, self.corpus(settings.model, settings.dataset), self.model(settings))
-        folder = self.runs / settings.id
-        checkpoint = folder / "checkpoint.pt"
-        if checkpoint.exists():
-            run.restore(checkpoint)
-        if run.done:
-            return run
-
-        def tell(entry: TextRound) -> None:
-            shown = "" if entry.perplexity is None else f", validation {entry.perplexity:.3f}"
-            typer.echo(f"{settings.id}: round {entry.round}, loss {entry.loss:.4f}{shown}, {entry.seconds:.2f} s")
-
-        run.train(seconds=self.clock.left, checkpoint=checkpoint, tell=tell)
-        if run.round_no:
-            run.export(folder / "released.safetensors")
-            self._scored.append(self._scoring.submit(self._record, language_record(run)))
-        return run
-
-    def _record(self, rest: Callable[[], dict[str, Any]]) -> None:
-        from quorumark.lab.results import write
-
-        body = rest()
-        written = write(body, self.results)
-        z, found = body["z"]["released"]["balanced-anchor/v1"], body["perplexity"]
-        typer.echo(
-            f"{body['id']}: {body['rounds']} rounds, test perplexity {found['released']:.3f} (before: "
-            f"{found['initial']:.3f}), z {z:.1f}, {body['seconds_per_round']} s a round; "
-            f"{written or 'a longer run is there already'}"
-        )
-
-    def finish(self) -> None:
-        """Waits for what is still computed."""
-        for done in self._scored:
-            done.result()
-        self._scoring.shutdown()
-
-    def _attacked(self, settings: Any, plan: Plan) -> None:
-        """A run and attacks on it; for averaging, an unmarked run of the next seed as well."""
-        from quorumark.lab.removal import Attacked, attack
-        from quorumark.lab.results import ATTACKED
-
-        other = None
-        if any(step.name == "averaging" for job in plan.jobs for step in job.steps):
-            second = self._trained(
-                replace(settings, strength="none", seed=settings.seed - 1 if settings.seed else 1, max_coordinates=0)
-            )
-            other = second.released if second.done else None
-            second.close()
-        run = self._trained(settings)
-        if not run.done:
-            typer.echo(f"{settings.id}: not attacked, since its training is not done")
-        else:
-            attacked = Attacked(run, self.corpus(settings.model, settings.dataset), other)
-            path = attack(
-                attacked, plan, self.results / ATTACKED, seconds=self.clock.left,
-                tell=lambda line: typer.echo(f"{settings.id}: {line}"),
-            )  # fmt: skip
-            typer.echo(f"{settings.id}: attacks in {path}")
-        run.close()

@@ -1,8 +1,7 @@
 """Attacks on a run's released language model, in the process that trained it: what it is worth after each, and its z.
 
-A plan is a TOML file with a title and `[[attack]]` entries: `name`, the attack's settings (lists are tried one by one),
-`text` (which text an attack that trains is given: train, valid, or another by its name) and `seed`. With `chain`, a
-list of such entries, one follows the other. The plan that comes along is `language`.
+In a plan, `text` says which text an attack that trains is given: train (if it names none), valid, or another by its
+name. The plan that comes along is `language`.
 
 z is with the known key, by the default statistic; after alignment as well, where an attack leaves the function as it is
 and moves the weights elsewhere.
@@ -12,15 +11,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +26,9 @@ from torch import Tensor
 
 from quorumark import attacks
 from quorumark.attacks import ATTACKS, Target
-from quorumark.errors import InputError, QuorumarkError
+from quorumark.attacks import plan as plans
+from quorumark.attacks.plan import Job, Plan, Step
+from quorumark.errors import QuorumarkError
 from quorumark.lab import results, text
 from quorumark.lab.fleet import Optimiser
 from quorumark.lab.language import head_loss, perplexity
@@ -39,85 +37,22 @@ from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.verify.align import Groups, align
 from quorumark.verify.graph import derive_groups
 
-__all__ = ["Attacked", "Job", "Plan", "attack", "read_plan"]
-
-
-# --- the plan ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """One attack: its name, its settings, and the text that it trains with."""
-
-    name: str
-    settings: Mapping[str, Any]
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One attack, or several one after the other."""
-
-    steps: tuple[Step, ...]
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return " + ".join(step.name for step in self.steps)
-
-    @property
-    def about(self) -> str:
-        """The settings, as a table shows them."""
-        return "; ".join(
-            ", ".join([*([f"text {s.text}"] if s.text else []), *(f"{k} {v}" for k, v in s.settings.items())])
-            for s in self.steps
-        ).strip("; ")
-
-    @property
-    def moves(self) -> bool:
-        """Whether weights are put elsewhere and the function stays: then alignment is for it."""
-        return any(ATTACKS[step.name].keeps for step in self.steps)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to try, in order."""
-
-    title: str
-    jobs: tuple[Job, ...]
+__all__ = ["Attacked", "attack", "read_plan"]
 
 
 def read_plan(source: str | Path) -> Plan:
-    """A plan from a file, or `language`, which comes along."""
-    if str(source) == "language":
-        body = tomllib.loads((resources.files("quorumark.lab") / "plans" / "language.toml").read_text())
-    else:
-        path = Path(source)
-        if not path.is_file():
-            raise InputError("the plan", "must be `language` or a file that exists", str(source))
-        body = tomllib.loads(path.read_text())
-    entries = body.get("attack", [])
-    if not entries:
-        raise InputError("the plan", "must have [[attack]] entries", str(source))
-    return Plan(str(body.get("title", source)), tuple(job for entry in entries for job in _jobs(entry)))
+    """A plan (`quorumark.attacks.plan`) whose attacks that train may name the `text` that they are given."""
+    return plans.read_plan(source, texts=True)
 
 
-def _jobs(entry: Mapping[str, Any]) -> list[Job]:
-    seed = int(entry.get("seed", 1))
-    links = entry.get("chain", [{k: v for k, v in entry.items() if k != "seed"}])
-    each = [_steps(link if isinstance(link, Mapping) else {"name": link}) for link in links]
-    return [Job(steps, seed) for steps in itertools.product(*each)]
+def _about(job: Job) -> str:
+    """The settings, as a table shows them."""
+    return "; ".join(", ".join(f"{k} {v}" for k, v in settings.items()) for _, settings in job.steps).strip("; ")
 
 
-def _steps(entry: Mapping[str, Any]) -> list[Step]:
-    """An attack with every combination of its settings."""
-    name = str(entry.get("name"))
-    if name not in ATTACKS:
-        raise InputError("an attack of the plan", f"must be one of {', '.join(sorted(ATTACKS))}", repr(name))
-    settings = {k: v for k, v in entry.items() if k not in ("name", "text")}
-    lists = [value if isinstance(value, list) else [value] for value in settings.values()]
-    text_of = str(entry.get("text", "train")) if "data" in ATTACKS[name].needs else ""
-    return [Step(name, dict(zip(settings, values, strict=True)), text_of) for values in itertools.product(*lists)]
+def _moves(job: Job) -> bool:
+    """Whether weights are put elsewhere and the function stays: then alignment is for it."""
+    return any(ATTACKS[name].keeps for name, _ in job.steps)
 
 
 # --- what is attacked -------------------------------------------------------------------------------------
@@ -180,20 +115,24 @@ class Attacked:
         weights: dict[str, Any] = dict(self.released)
         steps, examples = 0, 0
         for number, step in enumerate(job.steps):
-            if step.name == "fine-tuning":
-                weights, taken, seen = self._fine_tuned(step, weights, job.seed + number)
+            if step[0] == "fine-tuning":
+                weights, taken, seen = self._fine_tuned(step[1], weights, job.seed + number)
             else:
-                done = attacks.run(step.name, self._target(step, weights), seed=job.seed + number, **step.settings)
+                settings = {k: v for k, v in step[1].items() if k != "text"}
+                done = attacks.run(step[0], self._target(step, weights), seed=job.seed + number, **settings)
                 weights = {name: tensor.detach().float().cpu() for name, tensor in done.weights.items()}
                 taken, seen = done.steps, done.examples
             steps, examples = steps + taken, max(examples, seen)
         return weights, {"steps": steps, "examples": examples}
 
-    def _fine_tuned(self, step: Step, weights: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], int, int]:
+    def _fine_tuned(
+        self, given: Mapping[str, Any], weights: Mapping[str, Any], seed: int
+    ) -> tuple[dict[str, Any], int, int]:
         """The registry's fine-tuning, by the fast step that members train with: weights, steps, blocks of text."""
-        settings = {"fraction": 0.2, "epochs": 1, "batch": self.run.batch, "learning_rate": 1e-4, "decay": 0.01}
-        settings |= step.settings
-        rng, blocks = np.random.default_rng(seed), text.blocks(self.corpus[step.text], self.run.settings.sequence)
+        usual = {"fraction": 0.2, "epochs": 1, "batch": self.run.batch, "learning_rate": 1e-4, "decay": 0.01}
+        settings = {**usual, **given}
+        rng = np.random.default_rng(seed)
+        blocks = text.blocks(self.corpus[given.get("text", "train")], self.run.settings.sequence)
         chosen = rng.permutation(len(blocks))[: max(1, round(float(settings["fraction"]) * len(blocks)))]
         order = np.concatenate([rng.permutation(chosen) for _ in range(int(settings["epochs"]))])
         batch = int(settings["batch"])
@@ -209,9 +148,11 @@ class Attacked:
         run = self.run
         other = None if self.other is None else run.language.tensors(self.other)
         common: Any = {"base": self.anchor, "other": other, "loss": _loss, "layout": run.layout}
-        if not step.text:
+        if "data" not in ATTACKS[step[0]].needs:
             return Target(lambda: copy.deepcopy(self._plain), weights, example=self._example, **common)
-        ids = torch.from_numpy(text.blocks(self.corpus[step.text], run.settings.sequence)).to(run.device)
+        ids = torch.from_numpy(text.blocks(self.corpus[step[1].get("text", "train")], run.settings.sequence)).to(
+            run.device
+        )
         there = {name: tensor.to(run.device) for name, tensor in weights.items()}
         return Target(lambda: copy.deepcopy(run.language.module), there, (ids, ids), **common)
 
@@ -258,7 +199,7 @@ def attack(
 
     with ThreadPoolExecutor(1) as scoring:  # z is computed on the CPU while the next attack has the device
         for job in plan.jobs:
-            if (job.name, job.about, job.seed) in done:
+            if (job.name, _about(job), job.seed) in done:
                 continue
             if seconds is not None and time.perf_counter() - start > seconds:
                 tell("no time left for the other attacks")
@@ -266,14 +207,14 @@ def attack(
             begun = time.perf_counter()
             try:
                 weights, cost = attacked.apply(job)
-                if job.moves:
+                if _moves(job):
                     _ = attacked.groups  # here: finding them sets what all threads share
             except QuorumarkError as error:
-                tell(f"{job.name} {job.about}: {error}")
+                tell(f"{job.name} {_about(job)}: {error}")
                 continue
             perplexity = round(attacked.perplexity(weights), 5)
             change = round(100 * (perplexity / body["released"]["perplexity"] - 1), 3)
-            row = {"attack": job.name, "settings": job.about, "seed": job.seed}
+            row = {"attack": job.name, "settings": _about(job), "seed": job.seed}
             row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, "perplexity": perplexity}
             settle(1)
             waiting.append((row | {"change": change}, scoring.submit(_scored, attacked, job, weights)))
@@ -285,7 +226,7 @@ def attack(
 def _scored(attacked: Attacked, job: Job, weights: Mapping[str, Any]) -> dict[str, float]:
     """z, and where weights were moved, z after alignment and what that took."""
     found = {"z": round(attacked.z(weights), 3)}
-    if job.moves:
+    if _moves(job):
         begun = time.perf_counter()
         found["z_aligned"] = round(attacked.z_aligned(weights), 3)
         found["seconds_aligned"] = round(time.perf_counter() - begun, 1)
