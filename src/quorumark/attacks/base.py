@@ -53,6 +53,7 @@ class Target:
         base: the model that training began with, for merging; the anchor is public.
         loss: of (module, inputs, labels); cross-entropy of classes, or of the next word, if not given.
         example: an input to find groups with; one of the data if not given.
+        known: the coupled channels, where they have been found before: it takes a while for a large model.
     """
 
     make: Callable[[], Any]
@@ -66,6 +67,7 @@ class Target:
     example: Any = None
     layout: ModelLayout | None = None
     base: Mapping[str, Any] | None = None
+    known: Groups | None = None
 
     def module(self, weights: Mapping[str, Any] | None = None) -> Any:
         """A module with these weights, of whatever sizes they have, where they are."""
@@ -98,6 +100,8 @@ class Target:
         """The coupled channels of the model as it is now."""
         from quorumark.verify.graph import derive_groups
 
+        if self.known is not None:
+            return self.known
         return derive_groups(self.module().cpu(), self.one())
 
 

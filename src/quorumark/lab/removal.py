@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,8 @@ from quorumark.verify.align import Groups, align
 from quorumark.verify.graph import derive_groups
 
 __all__ = ["Attacked", "attack", "read_plan"]
+
+_SCORING = max(1, min(6, (os.cpu_count() or 1) // 2))  # models whose z is computed at once
 
 
 def read_plan(source: str | Path) -> Plan:
@@ -149,12 +152,18 @@ class Attacked:
         other = None if self.other is None else run.language.tensors(self.other)
         common: Any = {"base": self.anchor, "other": other, "loss": _loss, "layout": run.layout}
         if "data" not in ATTACKS[step[0]].needs:
-            return Target(lambda: copy.deepcopy(self._plain), weights, example=self._example, **common)
+            known = self.groups if ATTACKS[step[0]].keeps and _alike(weights, self.anchor) else None
+            return Target(lambda: copy.deepcopy(self._plain), weights, example=self._example, known=known, **common)
         ids = torch.from_numpy(text.blocks(self.corpus[step[1].get("text", "train")], run.settings.sequence)).to(
             run.device
         )
         there = {name: tensor.to(run.device) for name, tensor in weights.items()}
         return Target(lambda: copy.deepcopy(run.language.module), there, (ids, ids), **common)
+
+
+def _alike(weights: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether two models have the same tensors of the same shapes: then the same channels are coupled."""
+    return {n: tuple(w.shape) for n, w in weights.items()} == {n: tuple(w.shape) for n, w in others.items()}
 
 
 def _loss(module: Any, ids: Tensor, _labels: Tensor) -> Tensor:
@@ -197,7 +206,7 @@ def attack(
             shown = f"perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), z {row['z']:.1f}{aligned}"
             tell(f"{row['attack']} {row['settings']}: {shown}, {row['seconds']} s")
 
-    with ThreadPoolExecutor(1) as scoring:  # z is computed on the CPU while the next attack has the device
+    with ThreadPoolExecutor(_SCORING) as scoring:  # z is computed on the CPU while the next attacks have the device
         for job in plan.jobs:
             if (job.name, _about(job), job.seed) in done:
                 continue
@@ -208,7 +217,7 @@ def attack(
             try:
                 weights, cost = attacked.apply(job)
                 if _moves(job):
-                    _ = attacked.groups  # here: finding them sets what all threads share
+                    _ = attacked.groups, attacked.known  # here: finding them sets what all threads share
             except QuorumarkError as error:
                 tell(f"{job.name} {_about(job)}: {error}")
                 continue
@@ -216,7 +225,7 @@ def attack(
             change = round(100 * (perplexity / body["released"]["perplexity"] - 1), 3)
             row = {"attack": job.name, "settings": _about(job), "seed": job.seed}
             row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, "perplexity": perplexity}
-            settle(1)
+            settle(_SCORING)
             waiting.append((row | {"change": change}, scoring.submit(_scored, attacked, job, weights)))
         settle(0)
     results.write_lines(body, path)
