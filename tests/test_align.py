@@ -513,3 +513,20 @@ def test_deep_models_whose_norms_compute_in_single_precision_have_groups() -> No
     model = transformers.LlamaForCausalLM(config).eval()
     groups = derive_groups(model, {"input_ids": torch.arange(8)[None]})
     assert len(groups.groups) >= 3 * 40 + 1
+
+
+def test_positions_that_become_floats_meet_frequencies_in_double_precision() -> None:
+    """As in rotary embeddings: whole numbers cast to float32 are multiplied with what was made double for the check."""
+
+    class Rotary(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.rand(6, 1))
+            self.first, self.second = torch.nn.Linear(6, 10), torch.nn.Linear(10, 3)
+
+        def forward(self, x: Any) -> Any:
+            angles = (self.frequencies.float() @ torch.arange(len(x))[None].float()).T
+            return self.second(torch.relu(self.first(x * angles.cos().to(torch.float32))))
+
+    groups = derive_groups(Rotary().eval(), torch.rand(4, 6))
+    assert [group.size for group in groups.groups] == [10]

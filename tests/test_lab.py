@@ -647,7 +647,7 @@ def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> 
         short = {"released": 0.5 if "none" in name else 0.1}
         long[other] = {**body, "id": other, "settings": {**body["settings"], "seed": 1}, "accuracy": short}
     row = next(line for line in make_page([read("table1")], long).splitlines() if "| 32 | iid | rho:0.05 |" in line)
-    assert "full (300 rounds, 1 of 3 seeds)" in row
+    assert "full (300 rounds, 1 of 3 seeds); seed 1: 2 rounds, 10.00, z " in row
     assert "| +0.00 |" in row
     # a result stands for the run that it is of, and for no other
     file = results / f"{bodies[0]['id']}.json"

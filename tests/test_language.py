@@ -407,6 +407,20 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
     assert "| c = 0.50 | 10.58 ± 0.03 | +0.57 % | 6.89 ± 2.51 |" in rows
     assert f"## Attacks on {name}" in rows
     assert "| quantisation | scheme q4_0 |" in rows
+    file = results / "attacks" / "language" / f"{name}.json"
+    body = json.loads(file.read_text())
+    useful = {row["attack"]: row for row in body["rows"] if row["change"] <= 5 and "z_aligned" not in row}
+    for z, holds in ((21.0, "true"), (19.0, "false")):  # the least of those that cost little, whatever others leave
+        told = [{**row, "z": z, **({"z_aligned": z} if "z_aligned" in row else {})} for row in useful.values()]
+        moved = {**told[0], "attack": "permutation", "z": 0.1, "z_aligned": z + 0.5}
+        wreck = {**told[0], "attack": "pruning", "settings": "ratio 0.9", "change": 2e5, "perplexity": 3e6, "z": 0.3}
+        file.write_text(json.dumps({**body, "rows": [*told, moved, wreck]}))
+        _invoke(words)
+        shown = f"of perplexity: {holds}; the least of {len(told) + 1} is {z:.1f} ({told[0]['attack']}"
+        assert shown in page.read_text()
+        assert "| pruning | ratio 0.9 | 3.0e+06 | × 2e+03 | 0.3 |" in page.read_text()
+    file.write_text(json.dumps(body))
+    _invoke(words)
     _invoke([*words, "--check"])
     page.write_text(rows.replace("scheme q4_0", "scheme q5_0"))
     assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,8 +38,6 @@ from quorumark.verify.align import Groups, align
 from quorumark.verify.graph import derive_groups
 
 __all__ = ["Attacked", "attack", "read_plan"]
-
-_SCORING = max(1, min(6, (os.cpu_count() or 1) // 2))  # models whose z is computed at once
 
 
 def read_plan(source: str | Path) -> Plan:
@@ -206,7 +203,7 @@ def attack(
             shown = f"perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), z {row['z']:.1f}{aligned}"
             tell(f"{row['attack']} {row['settings']}: {shown}, {row['seconds']} s")
 
-    with ThreadPoolExecutor(_SCORING) as scoring:  # z is computed on the CPU while the next attacks have the device
+    with ThreadPoolExecutor(1) as scoring:  # z is computed on the CPU while the next attack has the device
         for job in plan.jobs:
             if (job.name, _about(job), job.seed) in done:
                 continue
@@ -217,7 +214,7 @@ def attack(
             try:
                 weights, cost = attacked.apply(job)
                 if _moves(job):
-                    _ = attacked.groups, attacked.known  # here: finding them sets what all threads share
+                    _ = attacked.groups  # here: finding them sets what all threads share
             except QuorumarkError as error:
                 tell(f"{job.name} {_about(job)}: {error}")
                 continue
@@ -225,7 +222,7 @@ def attack(
             change = round(100 * (perplexity / body["released"]["perplexity"] - 1), 3)
             row = {"attack": job.name, "settings": _about(job), "seed": job.seed}
             row |= {"seconds": round(time.perf_counter() - begun, 1), **cost, "perplexity": perplexity}
-            settle(_SCORING)
+            settle(1)
             waiting.append((row | {"change": change}, scoring.submit(_scored, attacked, job, weights)))
         settle(0)
     results.write_lines(body, path)

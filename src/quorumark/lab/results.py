@@ -48,6 +48,7 @@ ATTACKS_FORMAT = "quorumark-language-attacks/v1"
 ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
+_AIM, _USEFUL = 20, 5  # what z should be after attacks, and the percentage of perplexity that they may cost
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
 
@@ -434,23 +435,36 @@ def attack_section(folder: Path) -> str:
 
 
 def _attacked(body: dict[str, Any]) -> list[str]:
-    """A table of attacks on one released model."""
-    plain = body["released"]
+    """Attacks on one released model: whether the aim holds, and a table."""
+    plain, rows = body["released"], body["rows"]
     intro = (
         f"On the model that round {body['released_round']} of {body['rounds']} released: perplexity "
         f"{plain['perplexity']:.3f} on the test text ({body['initial']['perplexity']:.3f} before fine-tuning), "
         f"z {plain['z']:.1f}. *Change* is against that perplexity.\n"
     )
-    rows = [
+    useful = [(max(row["z"], row.get("z_aligned", row["z"])), row) for row in rows if row["change"] <= _USEFUL]
+    aim = f"Aim: z ≥ {_AIM} after each attack that costs at most {_USEFUL} % of perplexity"
+    if useful:
+        z, least = min(useful, key=lambda pair: pair[0])
+        shown = f"{least['attack']} {least['settings']}".strip()
+        aim += f": {str(z >= _AIM).lower()}; the least of {len(useful)} is {z:.1f} ({shown})"
+    cells = [
         [
-            row["attack"], row["settings"], f"{row['perplexity']:.3f}", f"{row['change']:+.2f} %", f"{row['z']:.1f}",
+            row["attack"], row["settings"], _perplexity(row["perplexity"]), _cost(row["change"]), f"{row['z']:.1f}",
             f"{row['z_aligned']:.1f}" if "z_aligned" in row else "", f"{row['seconds']:.0f}",
-            f"{row['seconds_aligned']:.0f}" if "z_aligned" in row else "",
         ]
-        for row in body["rows"]
+        for row in rows
     ]  # fmt: skip
-    heads = ["attack", "settings", "perplexity", "change", "z", "z aligned", "seconds", "seconds to align"]
-    return [f"## Attacks on {body['id']}\n", intro, _table(heads, rows)]
+    heads = ["attack", "settings", "perplexity", "change", "z", "z aligned", "seconds"]
+    return [f"## Attacks on {body['id']}\n", intro, f"{aim}.\n", _table(heads, cells)]
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.3f}" if value < 1000 else f"{value:.1e}"
+
+
+def _cost(percent: float) -> str:
+    return f"{percent:+.2f} %" if percent < 1000 else f"× {1 + percent / 100:.3g}"
 
 
 def _row(configuration: Configuration, runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[str]:
@@ -469,7 +483,7 @@ def _row(configuration: Configuration, runs: list[Settings], results: dict[str, 
         configuration.figure("z", first),
         *(_mean(zs[name], 1) for name in (BALANCED, GLOBAL, MEAN)),
         f"{statistics.fmean(rhos):.4f}" if rhos else "",
-        _evidence(runs, found),
+        _evidence(runs, found, [results[run.id] for run in runs if run.id in results]),
     ]
 
 
@@ -483,13 +497,20 @@ def _difference(runs: list[Settings], results: dict[str, dict[str, Any]]) -> str
     return f"{statistics.fmean(pairs):+.2f}" if pairs else ""
 
 
-def _evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str:
+def _evidence(runs: list[Settings], found: list[dict[str, Any]], there: list[dict[str, Any]]) -> str:
+    """What a row rests on, and what there is besides: runs of other seeds that are not as long."""
     if not found:
         return "not run"
     rounds, note = found[0]["rounds"], found[0]["data"]["note"]
     kind = f"full ({rounds} rounds" if rounds >= runs[0].rounds else f"shorter ({rounds} rounds"
     seeds = f"{len(found)} of {len(runs)} seeds"
-    return f"{kind}, {seeds})" + (f"; {note}" if "not comparable" in note else "")
+    besides = [
+        f"; seed {body['settings']['seed']}: {body['rounds']} rounds, {100 * body['accuracy']['released']:.2f}, "
+        f"z {body['z']['released'][BALANCED]:.1f}"
+        for body in there
+        if body not in found
+    ]
+    return f"{kind}, {seeds})" + "".join(besides) + (f"; {note}" if "not comparable" in note else "")
 
 
 def _mean(values: list[float], digits: int) -> str:

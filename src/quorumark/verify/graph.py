@@ -1045,9 +1045,9 @@ def _in_doubles() -> Any:
     class Doubles(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             named = dict(kwargs or {})
-            if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if args and isinstance(args[0], torch.Tensor):
                 if func is torch.Tensor.float:
-                    return args[0]
+                    return args[0].double()  # whole numbers as well: positions meet frequencies that are doubles
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
                 named = {k: torch.float64 if v is torch.float32 else v for k, v in named.items()}
             return func(*args, **named)
