@@ -608,6 +608,45 @@ def test_a_miniature_of_every_configuration(name: str, tmp_path: Path) -> None:
     assert again.output.count("done (3 rounds)") == count
 
 
+def test_runs_abreast_are_the_same_runs(tmp_path: Path) -> None:
+    """Bit for bit: nothing that threads share decides anything, not even the numbers that first weights come from."""
+    config = tmp_path / "mini.toml"
+    config.write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "cnn"\nmembers = 2\nrounds = 3\nglobal_batch = 480\n'
+        '[[grid]]\nstrength = ["none", "relative:0.1"]\nseed = [0, 1, 2]\n'
+    )
+    made = {}
+    for abreast in ("1", "3"):
+        folder = tmp_path / abreast
+        words = ["lab", "run", str(config), "--results", str(folder / "results"), "--runs", str(folder / "runs")]
+        done = CliRunner().invoke(app, [*words, "--device", "cpu", "--abreast", abreast], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert done.output.count("3 rounds, test") == 6
+        made[abreast] = {
+            path.parent.name: path.read_bytes() for path in (folder / "runs").glob("*/released.safetensors")
+        }
+        told = [json.loads(file.read_text()).get("abreast") for file in (folder / "results").glob("*.json")]
+        assert told == 6 * [None if abreast == "1" else 3]  # what its seconds are worth
+    assert len(made["1"]) == 6
+    assert len(set(made["1"].values())) >= 3  # seeds; before the first marked round the mark changes nothing
+    assert made["1"] == made["3"]
+
+
+def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+    config = tmp_path / "mini.toml"
+    config.write_text(
+        'title = "mini"\n[run]\ndataset = "shapes"\nmodel = "mlp"\nmembers = 2\nrounds = 2\nglobal_batch = 480\n'
+        '[[grid]]\nstrength = "none"\nseed = [0, 1, 2, 3]\n'
+    )
+    checkpoint = tmp_path / "runs" / "shapes-mlp-k2-iid-none-s0" / "checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    torch.save({"settings": {}}, checkpoint)
+    words = ["lab", "run", str(config), "--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    failed = CliRunner().invoke(app, [*words, "--device", "cpu", "--abreast", "2"])
+    assert isinstance(failed.exception, RecordError)
+    assert {file.stem[-2:] for file in (tmp_path / "results").glob("*.json")} == {"s1", "s2", "s3"}
+
+
 def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> None:
     from quorumark.lab.results import page as make_page
 

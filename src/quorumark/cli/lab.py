@@ -12,7 +12,6 @@ import typer
 if TYPE_CHECKING:
     from quorumark.lab.config import Settings
     from quorumark.lab.data import ImageSet
-    from quorumark.lab.fleet import Fleet
 
 app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
 
@@ -65,6 +64,9 @@ def run(
         str | None,
         typer.Option(help="Keep what outsiders and coalitions of these sizes (8,16) could learn about the key."),
     ] = None,
+    abreast: Annotated[
+        int, typer.Option(min=1, help="Runs with images that are made at once, each in a thread of its own.")
+    ] = 1,
     masked: Annotated[
         int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
     ] = 0,
@@ -81,8 +83,8 @@ def run(
     from quorumark.lab import data as sets
     from quorumark.lab.config import read
     from quorumark.lab.removal import read_plan
-    from quorumark.lab.results import read_all
-    from quorumark.lab.workbench import Clock, Workbench
+    from quorumark.lab.series import Clock, Series
+    from quorumark.lab.workbench import Workbench
 
     chosen, clock = _chosen(configuration, only, seed, rounds, evaluate_every, patience), Clock(seconds)
     if read(configuration).task == "language":
@@ -106,25 +108,14 @@ def run(
         return
     if attacks is not None:
         raise InputError("--attacks", "must be left out for images", attacks)
-    loaded, fleet = {}, None
-    for settings in chosen:
-        if settings.dataset not in loaded:
-            loaded = {settings.dataset: sets.load(settings.dataset, data)}  # one at a time in memory
-        images = loaded[settings.dataset]
-        if masked:
-            _masked(settings, images, masked)
-            continue
-        done = read_all(results).get(settings.id)
-        if done is not None and done["rounds"] >= settings.rounds:
-            typer.echo(f"{settings.id}: done ({done['rounds']} rounds)")
-            continue
-        if clock.short:
-            typer.echo(f"{settings.id}: no time left")
-            continue
-        seen = None if observe is None else [int(c) for c in observe.split(",") if c]
-        fleet = _one(
-            settings, images, _device(device), clock.left, results, runs / settings.id, streams, compiled, fleet, seen
-        )
+    if masked:
+        for settings in chosen:
+            _masked(settings, sets.load(settings.dataset, data), masked)
+        return
+    coalitions = None if observe is None else [int(size) for size in observe.split(",") if size]
+    Series(
+        data, results, runs, _device(device), streams, compiled, clock, coalitions, abreast, lambda t: typer.echo(t)
+    ).do(chosen)
 
 
 @app.command("attack")
@@ -180,7 +171,8 @@ def tokens(
     other_text: OtherText = None,
 ) -> None:
     """Make the tokens that runs need, for a machine without the tokenizers package."""
-    from quorumark.lab.workbench import Clock, Workbench
+    from quorumark.lab.series import Clock
+    from quorumark.lab.workbench import Workbench
 
     bench = Workbench(models, data, cache, Path("results"), Path("runs/lab"), "cpu", False, Clock(None), other_text)
     for name, dataset in {(s.model, s.dataset): None for s in _chosen(configuration, only, None, None)}:
@@ -300,54 +292,9 @@ def _chosen(
     return [replace(s, **{k: v for k, v in changes.items() if v is not None}) for s in found.values()]
 
 
-def _one(
-    settings: Settings,
-    images: ImageSet,
-    device: str,
-    seconds: float | None,
-    results: Path,
-    folder: Path,
-    streams: int,
-    compiled: bool,
-    fleet: Fleet | None,
-    observe: list[int] | None,
-) -> Fleet:
-    """One run; its fleet, for the next one."""
-    from quorumark.lab.loop import RoundLog, Run
-    from quorumark.lab.results import record, write
-
-    begun = time.monotonic()
-    run = Run(settings, images, device, streams=streams, compiled=compiled, fleet=fleet, observe=observe)
-    checkpoint = folder / "checkpoint.pt"
-    if checkpoint.exists():
-        run.restore(checkpoint)
-
-    def tell(entry: RoundLog) -> None:
-        if entry.round <= 3 or entry.round % 25 == 0 or entry.round == settings.rounds:
-            shown = "" if entry.accuracy is None else f", validation {100 * entry.accuracy:.2f} %"
-            typer.echo(f"{settings.id}: round {entry.round}, loss {entry.loss:.3f}{shown}, {entry.seconds:.2f} s")
-
-    left = None if seconds is None else seconds - (time.monotonic() - begun)
-    run.train(seconds=left, checkpoint=checkpoint, tell=tell)
-    if run.round_no:
-        body = record(run)
-        written = write(body, results)
-        run.export(folder / "released.safetensors")
-        z, accuracy = body["z"]["released"]["balanced-anchor/v1"], 100 * body["accuracy"]["released"]
-        typer.echo(
-            f"{settings.id}: {run.round_no} rounds, test {accuracy:.2f} %, z {z:.1f}, "
-            f"{body['seconds_per_round']} s a round; {written or 'a longer run is there already'}"
-        )
-    run.close()
-    return run.fleet
-
-
 def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
     from quorumark.lab.masked import compare
 
     for r in compare(settings, images, rounds):
         mark = f"the mark's largest part {r.largest:.2e}" if r.marked else "no mark yet"
         typer.echo(f"{settings.id}: round {r.round}, {r.different} weights differ, {mark}, {r.seconds:.1f} s")
-
-
-# --- language models --------------------------------------------------------------------------------------

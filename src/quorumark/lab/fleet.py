@@ -14,6 +14,7 @@ within the graph. On the CPU the same step is a plain loop in float32.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from quorumark.layout import ModelLayout
 
 __all__ = ["Fleet", "Optimiser", "Order"]
 
+_CAPTURING = threading.Lock()
 _ALIGN = 64  # elements that a row's length is a multiple of, so that all rows are aligned alike
 
 
@@ -140,9 +142,7 @@ class Fleet:
         self._grads_low = _rows(lanes, order.low, kind, device)
         self._grads = _rows(lanes, order.trained - order.low, torch.float32, device)
         self._forward: Any = self._loss
-        if compiled and self.cuda:
-            torch._dynamo.reset()  # a process may have many fleets, and compiles one function a few times only
-            self._forward = torch.compile(self._loss, dynamic=False)
+        self._compiled = compiled and self.cuda
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loaded: Tensor | None = None
 
@@ -172,7 +172,8 @@ class Fleet:
         """A round from the loaded model: images[steps, K, B, H, W, C], labels[steps, K, B]; the mean loss."""
         self.module.train()
         if self.cuda and self._graph is None:
-            self._capture(images[0], labels[0])
+            with _CAPTURING:
+                self._capture(images[0], labels[0])
         self._losses.zero_()
         b1, b2 = self.optimiser.betas
         table = [[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in range(1, len(images) + 1)]
@@ -194,7 +195,13 @@ class Fleet:
                 torch.cat([s.view(-1) for s in statistics], out=row[self.order.trained :])
 
     def _capture(self, x: Tensor, y: Tensor) -> None:
-        """Records a step of all members. What warms it up changes models: they are loaded again."""
+        """Records a step of all members. What warms it up changes models: they are loaded again.
+
+        Fleets of other threads may go on meanwhile, but not begin.
+        """
+        if self._compiled:
+            torch._dynamo.reset()  # a process may have many fleets, and compiles one function a few times only
+            self._forward = torch.compile(self._loss, dynamic=False)
         self._x.copy_(x)
         self._y.copy_(y)
         self._corrections.fill_(1.0)
@@ -206,7 +213,7 @@ class Fleet:
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         self._graph = graph
         if self._loaded is not None:

@@ -55,8 +55,11 @@ _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long 
 # --- from a run -------------------------------------------------------------------------------------------
 
 
-def record(run: Run) -> dict[str, Any]:
-    """What there is to say about a run: on the test images, the released model is the one that validated best."""
+def record(run: Run, abreast: int = 1) -> dict[str, Any]:
+    """What there is to say about a run: on the test images, the released model is the one that validated best.
+
+    `abreast` is the number of runs that had the device at once: what its seconds are worth.
+    """
     released = run.best.model if run.best.model is not None else run.model
     size = {"train": run._x.shape[0], "validation": len(run.validation[1]), "test": len(run.test[1])}
     measured = [(entry.round, round(entry.accuracy, 4)) for entry in run.log if entry.accuracy is not None]
@@ -68,6 +71,7 @@ def record(run: Run) -> dict[str, Any]:
             "released_round": run.best.round,
         },
         "curve": _thinned(measured),
+        **({"abreast": abreast} if abreast > 1 else {}),
     })  # fmt: skip
 
 
@@ -528,9 +532,12 @@ def _null_rows(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list
 
 def _runs(results: dict[str, dict[str, Any]]) -> list[list[str]]:
     return [
-        [b["id"], str(b["rounds"]), f"{b['seconds']:.0f}", f"{b['seconds_per_round']:.2f}", b["commit"][:12]]
+        [
+            b["id"], str(b["rounds"]), f"{b['seconds']:.0f}",
+            f"{b['seconds_per_round']:.2f}" + (f", {b['abreast']} abreast" if "abreast" in b else ""), b["commit"][:12],
+        ]
         for b in results.values()
-    ]
+    ]  # fmt: skip
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:

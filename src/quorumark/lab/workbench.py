@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,27 +14,11 @@ from quorumark.lab.config import LanguageSettings, Settings
 from quorumark.lab.language import LanguageModel, load
 from quorumark.lab.removal import Attacked, attack
 from quorumark.lab.results import ATTACKED, finished, language_record, read_all, write
+from quorumark.lab.series import Clock
 from quorumark.lab.text import Corpus, Tokenizer, corpus
 from quorumark.lab.tuning import LanguageRun, TextRound
 
-__all__ = ["Clock", "Workbench"]
-
-_LEAST = 10.0  # seconds that it takes to begin a run: with less it is left for another time
-
-
-class Clock:
-    """What is left of the time that a command has."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    @property
-    def left(self) -> float | None:
-        return None if self._end is None else self._end - time.monotonic()
-
-    @property
-    def short(self) -> bool:
-        return self.left is not None and self.left < _LEAST
+__all__ = ["Workbench"]
 
 
 @dataclass
