@@ -452,6 +452,63 @@ def test_what_is_left_after_each(world: World) -> None:
     assert z_of(world, merged(marked)) == pytest.approx(z_of(world, merged(marked, 0.7)), abs=0.05)
 
 
+def cancelled(adapter: Tensors, size: float) -> Tensors:
+    """Two more ranks, in float64, whose products are huge and cancel exactly."""
+    rng = np.random.default_rng(6)
+    model = {}
+    for name in SHAPES:
+        a, b = adapter[down(name)].astype(np.float64), adapter[up(name)].astype(np.float64)
+        row, column = rng.standard_normal((1, a.shape[1])), size * rng.standard_normal((b.shape[0], 1))
+        model[down(name)] = np.concatenate([row, row, a])
+        model[up(name)] = np.concatenate([column, -column, b], axis=1)
+    return model
+
+
+def refactored_64(adapter: Tensors, condition: float) -> Tensors:
+    wide = refactored({name: w.astype(np.float64) for name, w in adapter.items()}, 3, 1.0)
+    rng, model = np.random.default_rng(7), {}
+    for name in SHAPES:
+        sizes = condition ** np.linspace(-0.5, 0.5, RANK)
+        turn = np.linalg.qr(rng.standard_normal((RANK, RANK)))[0]
+        model[down(name)] = sizes[:, None] * (turn @ wide[down(name)].astype(np.float64))
+        model[up(name)] = wide[up(name)].astype(np.float64) @ turn.T / sizes
+        # and mixed once more, so that the sizes are not those of rows
+        model[down(name)], model[up(name)] = turn @ model[down(name)], model[up(name)] @ turn.T
+    return model
+
+
+def test_factors_that_are_the_same_function_in_float64_hide_nothing(world: World) -> None:
+    """Whatever sizes numbers have on the way to the product: each weight of it is made by itself."""
+    marked = world.marked
+    expected = z_of(world, marked)
+    cases = {
+        "ill-conditioned": refactored_64(marked, 1e10),
+        "cancelling": cancelled(marked, 2.0**24),
+        "tiny, for a huge strength": {n: w.astype(np.float64) * 1e-145 for n, w in marked.items()},
+        "sizes moved": {n: w.astype(np.float64) * (1e-280 if "lora_A" in n else 1e280) for n, w in marked.items()},
+    }
+    rng = np.random.default_rng(8)
+    for text, suspect in cases.items():
+        for name in SHAPES:
+            x = rng.standard_normal(SHAPES[name][1])
+            ours, theirs = (m[up(name)].astype(np.float64) @ (m[down(name)] @ x) for m in (marked, suspect))
+            scale = 1e-290 if "tiny" in text else 1.0
+            assert np.allclose(theirs, scale * ours, rtol=0, atol=1e-4 * scale * ours.std()), text
+        assert z_of(world, suspect) == pytest.approx(expected, abs=0.1), text
+
+
+@pytest.mark.parametrize("size", [1e3, 1e12, 1e30])
+def test_huge_numbers_that_nothing_reads_hide_nothing(world: World, size: float) -> None:
+    """An input that is always 0, or an output that nobody reads, may be multiplied with anything."""
+    expected = z_of(world, world.marked)
+    for axis, factor in ((1, down), (0, up)):
+        suspect = dict(world.marked)
+        for name in SHAPES:
+            suspect[factor(name)] = suspect[factor(name)].copy()
+            np.moveaxis(suspect[factor(name)], axis, 0)[0] *= size
+        assert z_of(world, suspect) > 0.8 * expected
+
+
 def test_innocents_and_random_keys(world: World) -> None:
     """24 adapters that know nothing of the key, from the same beginning and from others; then 2,000 keys on one."""
     known = KnownKey(SeededKey(LAYOUT.coordinates, 4).numpy(), LAYOUT, world.known.anchor)  # the same in every run

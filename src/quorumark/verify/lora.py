@@ -51,7 +51,8 @@ _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ d
 _CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weights move little
 _UNIT = 26  # bits of Δ below the cut
 _BLOCK = 1 << 20  # weights of Δ whose products are rounded together: part of the procedure, not to be tuned
-_FACTOR = 24  # bits of a suspect's own factors: a product of two and 2^5 ranks is exact in float64
+_CACHED = 1 << 15  # weights of a product that are summed up at a time: they stay in a cache
+_FAR = 64  # octaves from 1 that the middle of a product may be away
 _LEAST = 2.0**-40  # the base is known to that, as its digest sees it
 _EVEN = 4  # octaves above the middle at which weights are cut while scales are looked for
 _TURNS = 4  # over rows and columns, to find their scales
@@ -230,18 +231,34 @@ def _encoded(block: NDArray[np.float64], top: int) -> Fixed:
 
 
 def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
-    """Rows of B·A. Each row of A is brought to the size of 1, its column of B the other way."""
-    up, down = (np.where(np.isfinite(x), x, 0).astype(np.float64) for x in (up, down))
-    _, exponents = np.frexp(np.abs(down).max(axis=1))
-    with np.errstate(over="ignore", under="ignore"):  # what is not finite counts as 0
-        right, left = Fixed.of(np.ldexp(down, -exponents[:, None]), _FACTOR), np.ldexp(up, exponents[None, :])
+    """Rows of B·A, each weight by itself in float64: Σ_k B_ik·A_kj in the order of k, every step rounded correctly.
+
+    That gives the same bits on every machine, too. In units of the largest number of a factor it would not do: a huge
+    number that nothing reads, or a pair of ranks that cancel, would leave nothing of the others.
+    """
+    columns, rows = (np.ascontiguousarray(_finite(x)) for x in (up.T, down))
+    middles = _middle(columns), _middle(rows)
+    if abs(sum(middles)) > _FAR:  # only with a strength to match: products of that size would count as 0
+        columns, rows = (np.ldexp(x, -middle) for x, middle in zip((columns, rows), middles, strict=True))
     info = TensorInfo("F64", (up.shape[0], down.shape[1]))
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
         for begin, end in spans(info, _BLOCK):
-            yield begin, times(Fixed.of(left[begin:end], _FACTOR), right).floats()
+            total = np.zeros((end - begin, info.shape[1]))
+            for part, stop in spans(TensorInfo("F64", total.shape), _CACHED):
+                here = total[part:stop]
+                with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # what is not finite counts as 0
+                    for column, row in zip(columns[:, begin + part : begin + stop], rows, strict=True):
+                        here += column[:, None] * row
+            yield begin, total
 
     return blocks
+
+
+def _middle(values: NDArray[np.float64]) -> int:
+    """The exponent in the middle of the numbers that are not 0."""
+    _, exponents = np.frexp(values[values != 0])
+    return int(np.median(exponents)) if exponents.size else 0
 
 
 def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Blocks:
