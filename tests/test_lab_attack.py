@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -414,6 +415,56 @@ def test_what_cannot_be_attacked_is_refused(folder: Path) -> None:
         CliRunner().invoke(app, ["lab", "attack", RUN.replace("relative0.1", "none"), *places], catch_exceptions=False)
 
 
+def test_a_suite_that_was_killed_says_everything_once(folder: Path) -> None:
+    """As it was before a distilled student's row came, with half of the model that chains begin with."""
+    here, table = folder / "runs" / RUN, folder / "results" / "attacks" / f"{RUN}.csv"
+    places = ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+    words = ["lab", "attack", RUN, "--epochs", "2", "--innocents", "3", "--innocent-rounds", "2", *places]
+    before, said = table.read_text(), json.loads((here / "attacks.json").read_text())
+    gone = [line for line in before.splitlines() if line.startswith("distillation,") and '""fraction"": 0.05' in line]
+    assert len(gone) == 2
+    (here / "attacks.csv").write_text("".join(f"{x}\n" for x in before.splitlines() if x not in gone))
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    again = json.loads((here / "attacks.json").read_text())
+    assert sorted(e["fraction"] for e in again["distillation"]) == [0.01, 0.05, 0.1, 0.2]
+    assert [e["agreement"] for e in sorted(again["distillation"], key=lambda e: e["fraction"])] == [
+        e["agreement"] for e in sorted(said["distillation"], key=lambda e: e["fraction"])
+    ]
+    assert again["released_digest"] == said["released_digest"]
+    assert not list(here.glob(".*partial"))
+    # chains are of the model with as many epochs as they say, or they are not made
+    chains = [line for line in before.splitlines() if line.startswith("fine-tuning +")]
+    assert chains
+    assert all('""0.epochs"": 2' in line for line in chains)
+    CliRunner().invoke(app, [*words, "--epochs", "3", "--seconds", "0"], catch_exceptions=False)
+    assert '""0.epochs"": 3' not in (here / "attacks.csv").read_text()
+
+
+def test_attacks_on_another_model_of_the_same_name_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    """The same round of a run that was made again: nothing of the old one's attacks is left."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / "runs" / RUN)
+    here = tmp_path / "runs" / RUN
+    body = torch.load(here / "checkpoint.pt", weights_only=False)
+    accuracy, number, model = body["best"]
+    body["best"] = accuracy, number, model * 1.5
+    torch.save(body, here / "checkpoint.pt")
+    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    words = ["lab", "attack", RUN, "--epochs", "2", "--seconds", "0", *places]
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    rows = list(csv.DictReader((here / "attacks.csv").read_text().splitlines()))
+    assert rows[0]["attack"] == ORIGINAL
+    assert not any(row["attack"].startswith("fine-tuning") for row in rows)
+    assert not list(here.glob("tuned*"))
+
+
+def test_a_run_with_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    torch.save({"settings": {"dataset": "toy", "sequence": 16}}, tmp_path / "toy" / "checkpoint.pt")
+    words = ["lab", "attack", "toy", "--runs", str(tmp_path), "--device", "cpu"]
+    with pytest.raises(InputError, match="must be a run with images"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_aims_are_true_or_false_by_the_rows() -> None:
     body = {"innocents": [{"z_anchor": 1.0}, {"z_anchor": -2.0}]}
     tuned = Row("fine-tuning", 0.61, 60.0, None, settings={"fraction": 0.2})
@@ -437,5 +488,12 @@ def test_aims_are_true_or_false_by_the_rows() -> None:
     on_the_way = Row("pruning", 0.55, 9.9, None, settings={"ratio": 0.7})
     assert verdicts([rows[0], tuned, on_the_way]) == [True, False, None, True]
     assert verdicts([rows[0]]) == [None, None, None, True]
+    # what cannot be tested at all is no success of ours, unless it is worth less
+    removed = Row("channel-removal", 0.56, None, None, settings={"ratio": 0.5})
+    assert verdicts([*rows[:2], rows[6], removed]) == [True, True, False, True]
+    assert verdicts([*rows[:2], rows[6], replace(removed, accuracy=0.54)]) == [True, True, True, True]
+    coalition = Row("adaptive-fine-tuning", 0.6, 3.0, None, settings={"estimate": "sum", "coalition": 8})
+    assert verdicts([*rows[:2], coalition]) == [True, True, False, True]  # the paper knows none
+    assert verdicts([*rows[:2], replace(rows[3], accuracy=0.56)]) == [True, False, None, True]
     body["innocents"].append({"z_anchor": 4.1})
     assert verdicts([rows[0]])[-1] is False

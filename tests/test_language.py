@@ -104,6 +104,13 @@ def test_gpt_2_s_own_tokenizer_files(tmp_path: Path) -> None:
 # --- perplexity -------------------------------------------------------------------------------------------
 
 
+def _theirs(folder: Path, name: str) -> Any:
+    """The model with transformers' own attention, step by step."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "models" / name, attn_implementation="eager")
+
+
 def _by_hand(module: Any, ids: Any, length: int) -> tuple[float, int]:
     """Token by token: each but the first of its window, from those before it in the window."""
     total, count = 0.0, 0
@@ -119,9 +126,14 @@ def _by_hand(module: Any, ids: Any, length: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
-def test_perplexity_is_that_of_a_plain_loop(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_perplexity_is_that_of_a_plain_loop(
+    name: str, rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of tokens has its logits at once: a batch is more than one part, or less."""
+    monkeypatch.setattr(language, "_ROWS", rows)
     model, ids = _model(folder, name), _corpus(folder, name)["test"][:60]
-    plain, count = _by_hand(language.load(name, folder / "models"), ids.tolist(), 16)
+    plain, count = _by_hand(_theirs(folder, name), ids.tolist(), 16)
     assert count == 15 + 15 + 15 + 11  # 60 = 3·16 + 12: the last window is shorter
     found = model.log_likelihood(model.initial, torch.from_numpy(ids), 16, batch=2)
     assert found[1] == count
@@ -175,7 +187,7 @@ def test_a_member_trains_like_transformers_and_pytorch(folder: Path) -> None:
     batches = torch.randint(0, 61, (3, 4, 16), generator=torch.Generator().manual_seed(0))
     theta = model.initial.clone()
     loss = model.train(theta, batches, Optimiser(1e-3, 0.01), 0)
-    module = language.load("tiny-llama", folder / "models")
+    module = _theirs(folder, "tiny-llama")
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01)
     losses = []
     for ids in batches:
