@@ -237,6 +237,17 @@ def test_an_epoch_is_every_block_of_a_member(folder: Path) -> None:
     assert not torch.equal(run.batches(1, 0), run.batches(2, 0))
 
 
+def test_members_count_by_their_blocks(folder: Path) -> None:
+    """The next global model is the mean of the members', weighted by how much text each has."""
+    corpus, model = _corpus(folder), _model(folder)
+    little = text.Corpus("toy", {**corpus.splits, "train": corpus["train"][: 16 * 5]})  # two blocks, one, one, one
+    run = LanguageRun(MINI, little, model)
+    run.round()
+    each, counts = run.theta.double(), torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    assert torch.allclose(run.model.double(), (counts @ each) / 5, rtol=0, atol=1e-6 * float(each.abs().max()))
+    assert not torch.allclose(run.model.double(), each.mean(0), rtol=0, atol=1e-5 * float(each.abs().max()))
+
+
 @pytest.mark.research
 @pytest.mark.parametrize("strength", ["none", "rho:0.05"])
 @pytest.mark.parametrize("limit", [0, 4000])
@@ -261,6 +272,55 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, limit: int, folder:
         LanguageRun(replace(settings, seed=1), corpus, model).restore(tmp_path / "c.pt")
     for run in (whole, first, second):
         run.close()
+
+
+def test_the_test_text_decides_nothing(folder: Path) -> None:
+    """What is released, and when a run stops, hangs on the validation text alone."""
+    settings, whole, model = replace(MINI, rounds=6, lr=1e-2, patience=2), _corpus(folder), _model(folder)
+    little = {**whole.splits, "train": whole["train"][:256]}
+    runs = [
+        LanguageRun(settings, text.Corpus("toy", {**little, **other}), model)
+        for other in ({}, {"test": whole["test"][::-1].copy()}, {"valid": whole["valid"][::-1].copy()})
+    ]
+    for run in runs:
+        run.train()
+    mine, other_test, other_validation = runs
+    assert [e.perplexity for e in mine.log] == [e.perplexity for e in other_test.log]
+    assert torch.equal(mine.released, other_test.released)
+    assert mine.perplexity(mine.released, mine.test) != other_test.perplexity(mine.released, other_test.test)
+    assert mine.perplexity_before != other_test.perplexity_before  # known by the text, too
+    assert mine.perplexity_before == model.perplexity(model.initial, mine.test, 16)
+    assert [e.perplexity for e in mine.log][:2] != [e.perplexity for e in other_validation.log][:2]
+    # the released model is the first of the lowest on the validation text
+    assert mine.perplexity(mine.released, mine.validation) == pytest.approx(mine.best.perplexity, rel=1e-6)
+    measured = [e.perplexity for e in mine.log if e.perplexity is not None]
+    assert mine.best.round == 1 + measured.index(min(measured))
+
+
+def test_dropout_hangs_on_the_seed_alone(folder: Path) -> None:
+    """So that a run made in pieces is the same run; nothing else's random numbers change."""
+    model = _model(folder, "tiny-gpt2")
+    batches = torch.randint(0, 61, (2, 4, 16), generator=torch.Generator().manual_seed(0))
+    before, found = torch.random.get_rng_state(), []
+    for seed in (1, 1, 2):
+        found.append(model.initial.clone())
+        model.train(found[-1], batches, Optimiser(1e-3, 0.01), seed)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_precision_is_put_back(folder: Path) -> None:
+    model, before = _model(folder), torch.get_float32_matmul_precision()
+    for quick in (True, False):
+        model.perplexity(model.initial, torch.arange(20), 16, quick=quick)
+        assert torch.get_float32_matmul_precision() == before
+    try:
+        torch.set_float32_matmul_precision("medium")
+        model.perplexity(model.initial, torch.arange(20), 16)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_patience_stops_a_run_and_releases_the_same_model(folder: Path) -> None:
