@@ -77,6 +77,44 @@ def test_tokens_are_kept_and_read_without_the_tokenizer(folder: Path, monkeypatc
         text.tokens(text.Text("w1 w2", "x"), text.Tokenizer.of(folder / "models" / "tiny-llama"), folder / "cache")
 
 
+def test_tokens_of_another_text_are_others(folder: Path, tmp_path: Path) -> None:
+    """By what it says, not by its name: a text that was changed is cut anew."""
+    made = text.Tokenizer.of(folder / "models" / "tiny-gpt2")
+    for words in ("w1 w2 w3", "w4 w5"):
+        found = [text.tokens(text.Text(words, "x"), made, tmp_path, "same").tolist() for _ in range(2)]
+        assert found == [[int(w[1:]) for w in words.split()]] * 2
+    assert len(list(tmp_path.glob("same-*.npy"))) == 2
+
+
+def test_tokens_of_a_large_vocabulary_and_of_a_long_text(tmp_path: Path) -> None:
+    """Numbers above 2^16 come back from the cache as they were; a tokenizer that would cut a text short does not."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"a": 65_535, "b": 65_536, "c": 151_000}, unk_token="a"))  # noqa: S106
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    made.save(str(tmp_path / "tokenizer.json"))
+    source, found = text.Text("a b c b", "x"), text.Tokenizer.of(tmp_path)
+    for _ in range(2):
+        assert text.tokens(source, found, tmp_path).tolist() == [65_535, 65_536, 151_000, 65_536]
+
+
+def test_a_text_without_all_its_splits_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "toy" / f"{split}.txt").write_text("w1")
+    with pytest.raises(InputError, match="and valid and test likewise"):
+        text.texts("toy", tmp_path)
+
+
+def test_tokens_of_another_model_are_refused(folder: Path) -> None:
+    corpus = _corpus(folder)
+    for split in corpus.splits:
+        other = text.Corpus("toy", {**corpus.splits, split: np.append(corpus[split], 61)})
+        with pytest.raises(InputError, match=f"the model's vocabulary, 61, in '{split}'"):
+            LanguageRun(MINI, other, _model(folder))
+
+
 def test_tokens_of_another_tokenizer_are_others(folder: Path, tmp_path: Path) -> None:
     changed = tokenizer()
     changed.add_tokens(["w1 w2"])
