@@ -26,7 +26,7 @@ from quorumark.outcomes import ORIGINAL, Row
 
 torch = pytest.importorskip("torch")
 from quorumark.lab import models  # noqa: E402
-from quorumark.lab.attack import Trained, plan  # noqa: E402
+from quorumark.lab.attack import Suite, Trained, open_run, plan  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
 from quorumark.lab.mark import axis_norms, axis_sums, encoded  # noqa: E402
 from quorumark.lab.observer import LAST, Observer  # noqa: E402
@@ -455,6 +455,36 @@ def test_attacks_on_another_model_of_the_same_name_are_not_gone_on_with(folder: 
     assert rows[0]["attack"] == ORIGINAL
     assert not any(row["attack"].startswith("fine-tuning") for row in rows)
     assert not list(here.glob("tuned*"))
+
+
+def test_what_an_attacker_begins_with(folder: Path, tmp_path: Path) -> None:
+    """A fraction of the data is a sample of all of it; a student's weights are nobody's; guesses are their own."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=2)
+    count = len(run._y)
+    fifth, twentieth = suite._subset(0.2), suite._subset(0.05)
+    assert (len(fifth), len(twentieth)) == (round(0.2 * count), round(0.05 * count))
+    assert len(fifth.unique()) == len(fifth)
+    assert torch.equal(fifth, suite._subset(0.2))
+    assert fifth.max() > 0.9 * count
+    assert abs(float(fifth.double().mean()) / count - 0.5) < 0.15  # 5 deviations of the mean of 96 places
+    student = suite._attacker(Trained("distillation", 0.2))
+    end = run.layout.carrier_size
+    for known in (run.initial, suite.released):
+        assert abs(cosine(student.start[:end].numpy(), known[:end].numpy())) < 0.05
+    assert (student.kappa, student.decay, student.guess) == (0.5, 0.0, None)
+    plain = suite._attacker(Trained("fine-tuning", 0.2))
+    assert torch.equal(plain.start, suite.released)
+    assert (plain.alpha, plain.kappa, plain.decay, plain.guess) == (0.0, 0.0, 1e-4, None)
+    guesses = [suite._attacker(Trained("adaptive-fine-tuning", 0.2, 0.3, "gls", c)).guess for c in (0, 1, 2)]
+    key = run.keys[0].numpy()
+    shown = {(e["estimate"], e["coalition"]): e["cosine"] for e in suite.body["estimates"]}
+    for c, guess in enumerate(guesses):
+        assert guess is not None
+        assert cosine(guess.numpy(), key) == pytest.approx(shown["gls", c], abs=1e-4)
+    assert shown["gls", 0] < shown["gls", 1] < shown["gls", 2]
+    suite.close()
 
 
 def test_a_run_with_text_is_refused(tmp_path: Path) -> None:

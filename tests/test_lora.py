@@ -25,7 +25,17 @@ from quorumark.setup.local import deal_key
 from quorumark.verify._fixed import Fixed, SingularError, inverse, times
 from quorumark.verify.align import Group, Groups, Mixing, Slot
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
-from quorumark.verify.lora import Base, Factors, Gauged, Lora, base_layout, find_factors, gauge, gauge_suspect
+from quorumark.verify.lora import (
+    Base,
+    Factors,
+    Gauged,
+    Lora,
+    _scalings,
+    base_layout,
+    find_factors,
+    gauge,
+    gauge_suspect,
+)
 from quorumark.verify.reference import Reference, describe_lora
 from quorumark.verify.statistic import canonical_form
 from quorumark.verify.suspect import read_suspect
@@ -424,6 +434,47 @@ def test_channels_that_nothing_reads_hide_nothing(world: World) -> None:
             assert world.known.z(aligned(model, NEURONS)) > 0.75 * plain, (size, place)
 
 
+def test_scales_are_found_among_weights_with_heavy_tails(world: World) -> None:
+    """Large language models have some weights far above the others, and Δ is a few percent: scales must be right to
+    less than that. Rescaled by up to four times either way, permuted, and with a third of the weights pruned.
+    """
+    rng = np.random.default_rng(0)
+    base = base_model()
+    for name in SHAPES:
+        base[f"{P}{name}.weight"] = (0.05 * rng.standard_t(3, SHAPES[name])).astype(np.float32)
+    public, lora = read_suspect(base), describe_lora(LAYOUT, base)
+    order, scale = rng.permutation(256), np.exp2(rng.uniform(-2, 2, 256)).astype(np.float32)
+    plain = world.known.z(world.marked)
+    for part, least in ((0.0, 0.9), (0.33, 0.75)):
+        model = merged(world.marked, 0.4, base)  # Δ is about 5 % of the base
+        added = product(world.marked, "q").std() * 0.4 / base[f"{P}q.weight"].std()
+        assert 0.02 < added < 0.08
+        model = {n: w if w.ndim < 2 or "layers" not in n else _smallest_gone(w, part) for n, w in model.items()}
+        model[f"{P}up.weight"] = (model[f"{P}up.weight"] * scale[:, None])[order]
+        model[f"{P}down.weight"] = (model[f"{P}down.weight"] / scale)[:, order]
+        anchor = TensorsInMemory(initial())
+        found = gauge_suspect(read_suspect(model), LAYOUT, anchor, lora, lambda: Base(public, public), NEURONS)
+        assert world.known.z(found) > least * plain, part
+
+
+def test_scales_of_rows_and_columns_are_right_to_less_than_what_was_added() -> None:
+    """Δ of 2 % of the base, the scales of both sides in four octaves: what they add to Δ is a tenth of it."""
+    rng = np.random.default_rng(1)
+    for freedom in (3, 100):
+        base = 0.05 * rng.standard_t(freedom, (300, 400))
+        rows, columns = (np.exp2(rng.uniform(-2, 2, n)) for n in base.shape)
+        delta = 0.02 * base.std() * rng.standard_normal(base.shape)
+        whole = (base + delta) * rows[:, None] * columns
+        d, c = _scalings(whole, base)
+        assert (whole / (d[:, None] * c) - base - delta).std() < 0.2 * delta.std()
+        d, c = _scalings(base * rows[:, None] * columns, base)  # nothing was added
+        assert np.allclose(d[:, None] * c, rows[:, None] * columns, rtol=1e-3)
+
+
+def _smallest_gone(weight: NDArray[Any], part: float) -> NDArray[Any]:
+    return np.where(np.abs(weight) < np.quantile(np.abs(weight), part), np.float32(0), weight)
+
+
 # --- what is left of the mark -----------------------------------------------------------------------------
 
 
@@ -665,6 +716,9 @@ def test_the_description_travels() -> None:
         LORA.check(ModelLayout.of({**initial(), "head.weight": np.zeros((4, 4), np.float32)}))
     with pytest.raises(LayoutError, match="must be carriers of the shapes"):
         LORA.check(ModelLayout.of({n: w for n, w in initial().items() if n != up("q")}))
+    wide = {**initial(), down("q"): np.zeros((193, 192), np.float32), up("q"): np.zeros((160, 193), np.float32)}
+    with pytest.raises(LayoutError, match="must be carriers of the shapes"):  # more ranks than inputs fix no gauge
+        LORA.check(ModelLayout.of(wide))
 
 
 def test_a_description_that_does_not_fit_is_refused(world: World) -> None:

@@ -54,7 +54,7 @@ _BLOCK = 1 << 20  # weights of Δ whose products are rounded together: part of t
 _CACHED = 1 << 15  # weights of a product that are summed up at a time: they stay in a cache
 _FAR = 64  # octaves from 1 that the middle of a product may be away
 _LEAST = 2.0**-40  # the base is known to that, as its digest sees it
-_EVEN = 4  # octaves above the middle at which weights are cut while scales are looked for
+_EVEN = 4  # octaves above the middle from which on weights do not count while scales are looked for
 _TURNS = 4  # over rows and columns, to find their scales
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
@@ -301,11 +301,13 @@ def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors)
 def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     """d and c with Σ (W_ij − d_i·c_j·W₀_ij)² small: rows and columns in turns, by least squares.
 
-    Both are first brought to a size of about 1 everywhere, and cut: a weight that is huge because nothing reads it, or
-    a channel of such weights, would otherwise be all that least squares see.
+    Both are first brought to a size of about 1 everywhere. Weights that are large in either do not count: one that is
+    huge because nothing reads it, or a channel of such weights, would otherwise be all that least squares see. To cut
+    them would not do: one that is cut in one of the two only moves its row by more than Δ does.
     """
     (own, *mine), (public, *bases) = (_evened(x) for x in (ours, theirs))
-    both, square = Fixed.of(own * public), Fixed.of(public * public)
+    usual = np.maximum(np.abs(own), np.abs(public)) < 2.0**_EVEN
+    both, square = (Fixed.of(np.where(usual, x * public, 0.0)) for x in (own, public))
     sides = [(both, square), (transposed(both), transposed(square))]
     scales = [np.zeros(ours.shape[0]), np.ones(ours.shape[1])]
     for turn in range(2 * _TURNS):
@@ -318,11 +320,10 @@ def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[N
 
 
 def _evened(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]:
-    """A matrix without the sizes of its rows and columns, cut at 2^4; and these sizes, in whole octaves."""
+    """A matrix without the sizes of its rows and columns; and these sizes, in whole octaves."""
     bits = _bits(values)
     rows, columns = (((x + 128) >> 8).astype(np.int32) for x in _scales(lambda: iter([(0, bits)]), values.shape))
-    evened = np.ldexp(values, -(rows[:, None] + columns[None, :]))
-    return np.clip(evened, -(2.0**_EVEN), 2.0**_EVEN), rows, columns
+    return np.ldexp(values, -(rows[:, None] + columns[None, :])), rows, columns
 
 
 def _finite(values: NDArray[Any]) -> NDArray[np.float64]:
