@@ -366,6 +366,8 @@ def test_a_suite_in_pieces(folder: Path) -> None:
     kinds = [entry["kind"] for entry in found.body["innocents"]]
     assert sorted(kinds) == ["another start", "half-trained", "the same start", "unmarked run"]
     assert max(abs(entry["z_anchor"]) for entry in found.body["innocents"]) < 4.5
+    stranger = next(entry for entry in found.body["innocents"] if entry["kind"] == "another start")
+    assert stranger["z_released"] != stranger["z_anchor"]  # another reference, other channels
     text = (folder / "output.txt").read_text()
     assert "not all yet" in text
     assert text.splitlines()[-1] == f"{RUN}: {len(lines) - 1} attacked models"
@@ -431,6 +433,7 @@ def test_a_suite_that_was_killed_says_everything_once(folder: Path) -> None:
         e["agreement"] for e in sorted(said["distillation"], key=lambda e: e["fraction"])
     ]
     assert again["released_digest"] == said["released_digest"]
+    assert again["seconds"] > said["seconds"]  # of all commands together
     assert not list(here.glob(".*partial"))
     # chains are of the model with as many epochs as they say, or they are not made
     chains = [line for line in before.splitlines() if line.startswith("fine-tuning +")]
@@ -484,6 +487,26 @@ def test_what_an_attacker_begins_with(folder: Path, tmp_path: Path) -> None:
         assert guess is not None
         assert cosine(guess.numpy(), key) == pytest.approx(shown["gls", c], abs=1e-4)
     assert shown["gls", 0] < shown["gls", 1] < shown["gls", 2]
+    suite.close()
+
+
+def test_innocent_models_are_of_three_kinds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From elsewhere, each from its own start; from θ_0; and from θ_0 for half as long."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=2)
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(suite, "_judge", lambda name, kind, vector: found.update({f"{kind}: {name}": vector.clone()}))
+    suite._raise([(i, str(i)) for i in (0, 1, 2, 3)], 4)
+    end, start = run.layout.carrier_size, run.initial
+    one, two = (found[f"another start: {i}"] for i in (0, 3))
+    same, half = found["the same start: 1"], found["half-trained: 2"]
+    for vector, other in ((one, start), (two, start), (one, two)):
+        assert abs(cosine(vector[:end].numpy(), other[:end].numpy())) < 0.1
+    for vector in (same, half):
+        assert cosine(vector[:end].numpy(), start[:end].numpy()) > 0.5
+    ways = [float((vector - start)[:end].norm()) for vector in (half, same)]
+    assert 0.3 * ways[1] < ways[0] < 0.85 * ways[1]
     suite.close()
 
 

@@ -434,6 +434,17 @@ def test_channels_that_nothing_reads_hide_nothing(world: World) -> None:
             assert world.known.z(aligned(model, NEURONS)) > 0.75 * plain, (size, place)
 
 
+def test_channels_that_are_not_there_are_not_covered(world: World) -> None:
+    """A merged model without a third of its neurons: neither what goes into them nor what comes out was seen."""
+    model, left = merged(world.marked), np.arange(256) % 3 > 0
+    model[f"{P}up.weight"], model[f"{P}up.bias"] = model[f"{P}up.weight"][left], model[f"{P}up.bias"][left]
+    model[f"{P}down.weight"] = model[f"{P}down.weight"][:, left]
+    found = aligned(model, NEURONS)
+    assert found.covered(LAYOUT) == LAYOUT.carrier_size - 2 * RANK * int((~left).sum())
+    assert aligned(merged(world.marked), NEURONS).covered(LAYOUT) == LAYOUT.carrier_size
+    assert world.known.z(found) > 0.7 * world.known.z(world.marked)
+
+
 def test_scales_are_found_among_weights_with_heavy_tails(world: World) -> None:
     """Large language models have some weights far above the others, and Δ is a few percent: scales must be right to
     less than that. Rescaled by up to four times either way, permuted, and with a third of the weights pruned.
@@ -676,6 +687,11 @@ def test_factors_are_found_by_name() -> None:
     for lies in (base_model(), {n: w.T for n, w in base_model().items()}):
         named = find_factors(square, base_layout(read_suspect({**lies, "o.weight": np.zeros((16, 16), np.float32)})))
         assert {layer.turned for layer in named} == {lies["model.layers.0.q.weight"].shape[0] == 192}
+    twice = {**base_model(), "q.weight": np.zeros(SHAPES["q"], np.float32)}
+    short = ModelLayout.of({"q.lora_A": np.zeros((4, 192), np.float32), "q.lora_B": np.zeros((160, 4), np.float32)})
+    assert find_factors(short, base_layout(read_suspect(twice)))[0].weight == "q.weight"
+    with pytest.raises(LayoutError, match="or more than one"):
+        find_factors(short, base_layout(read_suspect({**twice, "model.q.weight": twice["q.weight"]})))
     with pytest.raises(LayoutError, match="the base has no weight for"):
         find_factors(LAYOUT, base_layout(read_suspect({"model.layers.0.q.weight": np.zeros((3, 4), np.float32)})))
     with pytest.raises(LayoutError, match="the layout has no factors"):
@@ -777,6 +793,15 @@ def test_suspects_that_do_not_fit(world: World) -> None:
     query = prepare(reference, unequal, lora=True).query
     assert query.covered == LAYOUT.carrier_size - RANK * sum(SHAPES["q"])
     assert any("cannot be multiplied" in text for text in query.matching)
+    for suspect, text in (
+        ({n: w[:0] if "lora_A" in n else w[:, :0] for n, w in world.marked.items()}, "cannot be multiplied"),
+        ({n: w for n, w in world.marked.items() if "lora_A" in n}, "lacks 4 of 8 carriers"),
+        ({n: w for n, w in world.marked.items() if "lora_B" in n}, "lacks 4 of 8 carriers"),
+        ({n: (100 * w).astype(np.int8) for n, w in world.marked.items()}, "no scale beside it"),
+        ({n: w[None] for n, w in world.marked.items()}, "has the shape"),
+    ):
+        with pytest.raises(InconclusiveError, match=text):
+            prepare(reference, suspect, lora=True)
     with pytest.raises(InconclusiveError, match="does not fit the consortium's model"):
         prepare(reference, {"something.weight": np.ones((4, 4), np.float32)}, lora=True)
     with pytest.raises(InconclusiveError, match="the anchor itself, or all zeros"):
