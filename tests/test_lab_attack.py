@@ -472,6 +472,12 @@ def test_what_an_attacker_begins_with(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(fifth, suite._subset(0.2))
     assert fifth.max() > 0.9 * count
     assert abs(float(fifth.double().mean()) / count - 0.5) < 0.15  # 5 deviations of the mean of 96 places
+    # what it is worth is measured of the model that is attacked
+    tuned = torch.load(tmp_path / RUN / "tuned-2.pt", weights_only=True)
+    row = next(r for r in suite.rows if r.attack == "fine-tuning" and r.settings == {"fraction": 0.2, "epochs": 2})
+    assert row.accuracy == pytest.approx(run.fleet.accuracy(tuned, *run.test), abs=1e-6)
+    assert row.z == pytest.approx(suite._known.z(suite._tensors(tuned)), abs=1e-3)
+    assert (row.examples, row.steps) == (len(fifth), 2)
     student = suite._attacker(Trained("distillation", 0.2))
     end = run.layout.carrier_size
     for known in (run.initial, suite.released):
@@ -487,6 +493,30 @@ def test_what_an_attacker_begins_with(folder: Path, tmp_path: Path) -> None:
         assert guess is not None
         assert cosine(guess.numpy(), key) == pytest.approx(shown["gls", c], abs=1e-4)
     assert shown["gls", 0] < shown["gls", 1] < shown["gls", 2]
+    suite.close()
+
+
+def test_students_hear_the_released_model_and_are_tested_on_the_test_images(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all test labels wrong: nobody can be right there who is right on images like these."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    run.test = run.test[0], (run.test[1] + 1) % 4
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=3)
+    fleet, heard = suite._attackers(), list[tuple[Any, ...]]()
+    plain = fleet.epoch
+    monkeypatch.setattr(fleet, "epoch", lambda *batches: (heard.append(batches), plain(*batches)))
+    assert suite._train([Trained("fine-tuning", 0.1), Trained("distillation", 0.1)])
+    suite._drain(wait=True)
+    assert len(heard) == 3
+    for x, y, teacher in heard:
+        assert torch.allclose(teacher.flatten(0, 2), run.fleet.logits(suite.released, x.flatten(0, 2)))
+        assert (teacher.argmax(-1) == y).float().mean() > 0.9
+    made = {row.attack: row for row in suite.rows if row.settings == {"fraction": 0.1, "epochs": 3}}
+    assert made["fine-tuning"].accuracy < 0.1 < 0.9 < run.fleet.accuracy(suite.released, *run.validation)
+    entry = suite.body["distillation"][-1]
+    assert (entry["fraction"], entry["epochs"]) == (0.1, 3)
     suite.close()
 
 
