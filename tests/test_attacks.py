@@ -131,17 +131,53 @@ def test_fine_tuning(marked: lab.Run, target: Target) -> None:
     assert [s["fraction"] for s in ATTACKS["fine-tuning"].settings] == [0.01, 0.05, 0.1, 0.2]
 
 
+def test_a_batch_of_one_is_left_out() -> None:
+    """BatchNorm has no statistics of one example; where there is only one, there is nothing to leave out."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+    inputs = torch.randn(129, 4, generator=torch.Generator().manual_seed(0))
+    target = Target(make, make().state_dict(), (inputs, (inputs[:, 0] > 0).long()))
+    result = run("fine-tuning", target, seed=1, fraction=1.0, epochs=3)
+    assert (result.examples, result.steps) == (129, 3)
+    assert run("fine-tuning", target, seed=1, fraction=1.0, epochs=3, batch=43).steps == 9
+    plain = Target(lambda: torch.nn.Linear(4, 2), torch.nn.Linear(4, 2).state_dict(), target.data)
+    assert run("fine-tuning", plain, seed=1, fraction=0.008, epochs=3).steps == 3
+    assert run("fine-tuning", plain, seed=1, fraction=0.1, epochs=1, batch=1).steps == 13
+
+
+def test_from_the_anchor_the_way_is_turned_and_not_the_weights(marked: lab.Run, target: Target) -> None:
+    """|cos(θ − θ_0, τ′)| instead of |cos(θ, τ′)|: the first falls to nothing."""
+    guess, start = estimate_key(target, "regression"), carriers(marked, marked.checkpoints[0])
+    settings: dict[str, Any] = {"fraction": 0.2, "epochs": 40, "alpha": 0.9, "estimate": "regression"}
+    angles, scores = {}, {}
+    for from_anchor in (False, True):
+        found = run("adaptive-fine-tuning", target, seed=3, from_anchor=from_anchor, **settings).weights
+        angles[from_anchor] = abs(cosine((carriers(marked, found) - start).numpy(), guess))
+        scores[from_anchor] = marked.z(found)
+    assert angles[True] < 0.01 < 0.02 < angles[False]
+    assert scores[True] < 0
+
+
 def test_estimates_of_the_key(marked: lab.Run, target: Target) -> None:
     """What an attacker sees of the key grows with what it knows: all of it is measured against the real one."""
     total = estimate_key(target, "sum")
     telescoped = carriers(marked, marked.checkpoints[-1]) - carriers(marked, marked.checkpoints[0])
     assert np.allclose(total, telescoped.numpy(), atol=1e-6)
+    for count in (1, 5):
+        moved = carriers(marked, marked.checkpoints[-1]) - carriers(marked, marked.checkpoints[-1 - count])
+        assert np.allclose(estimate_key(target, "last", last=count), moved.numpy(), atol=1e-6)
     found = {
         (how, coalition): cosine(estimate_key(target, how, coalition=coalition), marked.key)
         for how in ("sum", "last", "regression", "gls")
         for coalition in (False, True)
     }
     assert all(value > 0.03 for value in found.values())  # chance: 0.004
+    said = {False: (0.068, 0.065, 0.091, 0.267), True: (0.111, 0.100, 0.138, 0.447)}  # docs/attacks.md
+    for coalition, row in said.items():
+        for how, value in zip(("sum", "last", "regression", "gls"), row, strict=True):
+            assert found[how, coalition] == pytest.approx(value, abs=0.02)
     assert found["regression", False] > found["sum", False]
     for how in ("sum", "last", "regression", "gls"):
         assert found[how, True] > found[how, False]

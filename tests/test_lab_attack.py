@@ -506,7 +506,12 @@ def test_students_hear_the_released_model_and_are_tested_on_the_test_images(
     suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=3)
     fleet, heard = suite._attackers(), list[tuple[Any, ...]]()
     plain = fleet.epoch
-    monkeypatch.setattr(fleet, "epoch", lambda *batches: (heard.append(batches), plain(*batches)))
+
+    def epoch(*batches: Any) -> None:
+        heard.append(batches)
+        plain(*batches)
+
+    monkeypatch.setattr(fleet, "epoch", epoch)
     assert suite._train([Trained("fine-tuning", 0.1), Trained("distillation", 0.1)])
     suite._drain(wait=True)
     assert len(heard) == 3
