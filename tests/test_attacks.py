@@ -223,6 +223,36 @@ def test_distillation(marked: lab.Run, target: Target) -> None:
     assert abs(marked.z_aligned(result.weights)) < 4
 
 
+def test_distillation_is_what_its_formula_says() -> None:
+    """α·KL(σ(z_s/T) ‖ σ(z_t/T)) + (1 − α)·CE with T = 3, α = 0.5, by Adam: beside a plain loop."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(100, 4, generator=generator)
+    teacher = make()
+    labels = torch.randint(0, 3, (100,), generator=generator)
+    target = Target(make, {n: 3 * w for n, w in teacher.state_dict().items()}, (inputs, labels))
+    found = run("distillation", target, seed=5, fraction=0.5, epochs=4, batch=20)
+    chosen = torch.randperm(100, generator=torch.Generator().manual_seed(5))[:50]
+    order = torch.Generator().manual_seed(5)
+    teacher = target.module()
+    torch.manual_seed(5)
+    student = make()
+    adam = torch.optim.Adam(student.parameters(), lr=1e-3)
+    for _ in range(4):
+        for part in torch.randperm(50, generator=order).split(20):
+            x, y = inputs[chosen][part], labels[chosen][part]
+            ours, theirs = (torch.softmax(net(x) / 3.0, -1) for net in (student, teacher))
+            divergence = (ours * (ours.log() - theirs.detach().log())).sum(-1).mean()
+            adam.zero_grad()
+            (0.5 * divergence + 0.5 * torch.nn.functional.cross_entropy(student(x), y)).backward()
+            adam.step()
+    for name, tensor in student.state_dict().items():
+        assert torch.allclose(found.weights[name], tensor, atol=1e-5)
+
+
 # --- weights ----------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from quorumark.attacks.learning import LeastSquares
 from quorumark.cli import app
 from quorumark.errors import InputError, RecordError
 from quorumark.lab import data
-from quorumark.lab.attacked import Attacked, read_attacked
+from quorumark.lab.attacked import Attacked, read_attacked, section, write
 from quorumark.lab.config import Settings, strength_settings
 from quorumark.outcomes import ORIGINAL, Row
 
@@ -553,6 +553,45 @@ def test_a_run_with_text_is_refused(tmp_path: Path) -> None:
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
+def test_files_of_attacks_are_what_they_are_named_after(folder: Path, tmp_path: Path) -> None:
+    names = [folder / "results" / "attacks" / f"{RUN}.{kind}" for kind in ("json", "csv")]
+    body = json.loads(names[0].read_text())
+
+    def refused(text: str, name: str = RUN, table: str | None = None, **changed: Any) -> None:
+        here = tmp_path / str(len(list(tmp_path.iterdir())))
+        here.mkdir()
+        (here / f"{name}.json").write_text(json.dumps({**body, **changed}))
+        if table != "":
+            (here / f"{name}.csv").write_text(names[1].read_text() if table is None else table)
+        with pytest.raises(RecordError, match=text):
+            read_attacked(here)
+
+    refused("is not of attacks on the run that it is named after", name="another")
+    refused("is not of attacks on the run that it is named after", format="quorumark-lab-attacks/v9")
+    refused("are damaged", table="")
+    lines = names[1].read_text().splitlines(keepends=True)
+    refused("lacks the model as it was released", table="".join([lines[0], *lines[2:]]))
+    refused("is not a result", table="".join([*lines[:2], "pruning,x,y\n"]))
+
+
+def test_the_section_says_what_the_files_say(folder: Path, tmp_path: Path) -> None:
+    found = read_attacked(folder / "results" / "attacks")[RUN]
+    innocents = [
+        {"name": f"x {k}", "kind": "another start", "accuracy": 0.5, "z": z, "z_anchor": -z, "z_released": 10 + z}
+        for k, z in enumerate((1.0, -3.0, 0.5))
+    ]
+    students = [{"fraction": 0.2, "agreement": 0.75}, {"fraction": 0.05, "agreement": 0.5, "epochs": 2}]
+    body = {**found.body, "innocents": innocents, "distillation": students}
+    write(found.rows, body, tmp_path, RUN)
+    text = section(tmp_path, tmp_path / "figures")
+    assert "\n8 rounds (the paper: 300), 4 members" in text
+    assert "| another start | 3 | 50.0 | -0.50 | 0.50 | 3.00 | 9.50 | 11.00 |" in text
+    assert "5 %, 2 epochs: 50.0 %, 20 %: 75.0 %" in text
+    assert "| no innocent model, aligned to the anchor, has z ≥ 4 | true | 3 models: mean 0.50, largest 3.00 |" in text
+    write(found.rows, {**body, "rounds": 300}, tmp_path, RUN)
+    assert "\n300 rounds, 4 members" in section(tmp_path, tmp_path / "figures")
+
+
 def test_aims_are_true_or_false_by_the_rows() -> None:
     body = {"innocents": [{"z_anchor": 1.0}, {"z_anchor": -2.0}]}
     tuned = Row("fine-tuning", 0.61, 60.0, None, settings={"fraction": 0.2})
@@ -580,6 +619,7 @@ def test_aims_are_true_or_false_by_the_rows() -> None:
     removed = Row("channel-removal", 0.56, None, None, settings={"ratio": 0.5})
     assert verdicts([*rows[:2], rows[6], removed]) == [True, True, False, True]
     assert verdicts([*rows[:2], rows[6], replace(removed, accuracy=0.54)]) == [True, True, True, True]
+    assert verdicts([*rows[:2], rows[4]]) == [True, True, None, True]  # a student is a new model
     coalition = Row("adaptive-fine-tuning", 0.6, 3.0, None, settings={"estimate": "sum", "coalition": 8})
     assert verdicts([*rows[:2], coalition]) == [True, True, False, True]  # the paper knows none
     assert verdicts([*rows[:2], replace(rows[3], accuracy=0.56)]) == [True, False, None, True]
