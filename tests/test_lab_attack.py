@@ -278,6 +278,24 @@ def test_a_feed_gives_every_image_in_every_epoch_in_an_order_of_its_own() -> Non
     run.close()
 
 
+def test_a_feed_augments_as_the_run_does() -> None:
+    """With flips every other image is mirrored, and none is anything else; the last batch begins the order again."""
+    run = Run(replace(MINI, augment=("flip",)), data.load("shapes", "."))
+    x, y = Feed(run, torch.arange(300)[None], [1], torch.float32).take(1)
+    mean, spread = run._spread
+    pixels = torch.round((x.flatten(0, 2) * torch.tensor(spread) + torch.tensor(mean)) * 255).to(torch.uint8)
+    originals = {image.numpy().tobytes(): place for place, image in enumerate(run._x[:300])}
+    as_it_is = [originals.get(one.numpy().tobytes()) for one in pixels]
+    mirrored = [originals.get(one.flip(1).contiguous().numpy().tobytes()) for one in pixels]
+    places = [next((p for p in pair if p is not None), -1) for pair in zip(as_it_is, mirrored, strict=True)]
+    assert -1 not in places
+    assert 130 < sum(place is None for place in as_it_is) < 254  # of 384, half: 6 deviations either way
+    assert sorted(places[:300]) == list(range(300))
+    assert places[300:] == places[:84]
+    assert torch.equal(y.flatten(), run._y[torch.tensor(places)])
+    run.close()
+
+
 # --- what is tried ----------------------------------------------------------------------------------------
 
 
