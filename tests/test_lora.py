@@ -764,6 +764,32 @@ def test_a_description_that_does_not_fit_is_refused(world: World) -> None:
             prepare(read(*layers), merged(world.marked), lora=True)
 
 
+@pytest.mark.parametrize(
+    "spoil", [lambda a: 0 * a, lambda a: a[[0, 1, 2, 3, 4, 5, 6, 6]], lambda a: a - a.mean(axis=0)]
+)
+def test_an_anchor_that_fixes_no_gauge_is_refused_at_the_beginning(
+    spoil: Any, world: World, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Once terms are signed it would be too late: no adapter could ever be tested."""
+    LORA.check_anchor(TensorsInMemory(initial()))
+    anchor = {**initial(), down("v"): spoil(initial()[down("v")])}
+    with pytest.raises(LayoutError, match=r"v\.lora_A\.weight' has dependent rows and fixes no gauge"):
+        LORA.check_anchor(TensorsInMemory(anchor))
+    with pytest.raises(LayoutError, match="fixes no gauge"):
+        list(gauged_by(read_suspect(world.marked), anchor).blocks(down("v")))
+    write_safetensors(anchor, tmp_path / "initial.safetensors")
+    card = tmp_path / "1.json"
+    card.write_bytes(world.homes[0][0].card().to_bytes())
+    done = run(
+        environment, "consortium", "create", "--name", "x", "--threshold", "1", "--member", str(card), "--model",
+        str(tmp_path / "initial.safetensors"), "--base", str(world.folder / "base.safetensors"), "--out",
+        str(tmp_path / "c"),
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "fixes no gauge: begin with a random A" in done.stderr
+    assert not (tmp_path / "c").exists()
+
+
 def test_it_is_agreed_on_for_ever(world: World, tmp_path: Path) -> None:
     others = replace(LORA, layers=LORA.layers[:2])
     terms = world.manifest.terms

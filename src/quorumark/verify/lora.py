@@ -118,6 +118,15 @@ class Lora:
                     f"the base has no weight {spec.name!r} of the shape {spec.shape}, as its factors have"
                 )
 
+    def check_anchor(self, anchor: Model) -> None:
+        """Whether the anchor's factors fix a gauge: later it is too late to ask, since the anchor is agreed on."""
+        for layer in self.layers:
+            start = Fixed.of(_whole(anchor, layer.down))
+            try:
+                inverse(times(start, transposed(start)))
+            except SingularError:
+                raise _no_gauge(layer) from None
+
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
         layers = [[layer.down, layer.up, layer.weight, layer.turned] for layer in self.layers]
@@ -133,6 +142,12 @@ class Lora:
         sound = isinstance(taken["layers"], list) and all(isinstance(s, list) and len(s) == 4 for s in taken["layers"])
         require(sound, what, "must list layers of two factors, a weight and how it lies")
         return cls(taken["base"], tuple(Factors(*entry) for entry in taken["layers"]))
+
+
+def _no_gauge(layer: Factors) -> LayoutError:
+    return LayoutError(
+        f"the anchor's factor {layer.down!r} has dependent rows and fixes no gauge: begin with a random A, as PEFT does"
+    )
 
 
 def find_factors(layout: ModelLayout, base: ModelLayout) -> tuple[Factors, ...]:
@@ -409,7 +424,7 @@ class Gauged:
             try:
                 down, up = gauge(self.layers[layer], _whole(self.anchor, layer.down))
             except SingularError:
-                raise LayoutError(f"the anchor's factor {layer.down!r} has dependent rows: it fixes no gauge") from None
+                raise _no_gauge(layer) from None
             self._done = layer, {layer.down: down, layer.up: up}
         whole = self._done[1][name]
         for begin, end in spans(TensorInfo("F32", whole.shape), limit):
