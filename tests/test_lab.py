@@ -22,7 +22,7 @@ from quorumark.errors import InputError, RecordError
 from quorumark.lab import data
 from quorumark.lab.config import Settings, configurations, read
 from quorumark.layout import ModelLayout, read_safetensors
-from quorumark.research import SeededKey
+from quorumark.research import KnownKey, SeededKey, TensorsInMemory
 
 torch = pytest.importorskip("torch")
 from quorumark.lab import augment, models  # noqa: E402
@@ -481,7 +481,13 @@ def test_z_finds_the_key_that_was_embedded_and_no_other() -> None:
     assert balanced["right"] > 20  # about 0.1·√d = 42
     for each in found.values():
         assert abs(each["wrong"]) < 5
+    anchor = TensorsInMemory.of(layout, start)
+    for name, seeded in (("right", key), ("wrong", SeededKey(layout.coordinates, 1))):
+        exact = KnownKey(seeded.numpy(), layout, anchor).all_z(TensorsInMemory.of(layout, end))
+        assert {statistic: each[name] for statistic, each in found.items()} == pytest.approx(exact, rel=1e-9)
     null = null_scores(layout, end, start, 200)
+    known = KnownKey(SeededKey(layout.coordinates, 1 << 32, 199).numpy(), layout, anchor)
+    assert null[199] == pytest.approx(known.z(TensorsInMemory.of(layout, end)), rel=1e-9)
     assert abs(float(np.mean(null))) < 5 / 200**0.5
     assert 0.75 < float(np.std(null)) < 1.25  # five deviations of a standard deviation from 200
 
