@@ -543,6 +543,25 @@ def test_students_hear_the_released_model_and_are_tested_on_the_test_images(
     suite.close()
 
 
+def test_time_that_is_up_stops_attackers_between_epochs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they were on the way is kept; the attack itself is not done, and a group that does not fit is not begun."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=4)
+    left = iter([60.0, 60.0])  # when it begins, and after the first epoch
+    monkeypatch.setattr(Suite, "left", property(lambda _: next(left, -1.0)))
+    job = Trained("fine-tuning", 0.1)
+    assert not suite._train([job])
+    suite._drain(wait=True)
+    made = [row.settings.get("epoch") for row in suite.rows if row.settings.get("epochs") == 4]
+    assert sorted(made) == [1, 2]
+    assert suite._open([job]) == [job]
+    assert not suite._train([job])
+    suite.close()
+
+
 def test_innocent_models_are_of_three_kinds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From elsewhere, each from its own start; from θ_0; and from θ_0 for half as long."""
     shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)

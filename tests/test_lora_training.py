@@ -109,7 +109,7 @@ def test_merging_adds_the_product_at_its_strength() -> None:
     expected = base["x.weight"].double() + 0.5 * b.double() @ a.double()
     assert torch.equal(found["x.weight"], expected.bfloat16())
     assert torch.equal(found["y.weight"], base["y.weight"])
-    with pytest.raises(InputError, match="without 'x.weight'"):
+    with pytest.raises(InputError, match=r"without 'x\.weight'"):
         merge(adapter, {"y.weight": torch.ones(3)}, 0.5)
     with pytest.raises(InputError, match="none"):
         merge({"z": a}, base, 0.5)
