@@ -394,6 +394,7 @@ def aligned(suspect: Tensors, groups: Groups) -> Gauged:
         lambda w: w.astype(np.float64) * 1e-320,
         lambda w: np.full(w.shape, np.finfo(np.float64).max),
         lambda w: (w.T * 10.0 ** np.linspace(-300, 300, w.shape[0])).T,
+        lambda w: np.where(np.arange(w.size).reshape(w.shape) % 97, w.astype(np.float64) * 1e-200, 1e300),
     ],
     ids=[
         "large",
@@ -406,6 +407,7 @@ def aligned(suspect: Tensors, groups: Groups) -> Gauged:
         "tiny",
         "largest float64",
         "all sizes",
+        "tiny and huge",
     ],
 )
 def test_suspects_of_any_numbers(change: Any) -> None:

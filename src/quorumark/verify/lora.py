@@ -254,7 +254,8 @@ def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
     columns, rows = (np.ascontiguousarray(_finite(x)) for x in (up.T, down))
     middles = _middle(columns), _middle(rows)
     if abs(sum(middles)) > _FAR:  # only with a strength to match: products of that size would count as 0
-        columns, rows = (np.ldexp(x, -middle) for x, middle in zip((columns, rows), middles, strict=True))
+        with np.errstate(over="ignore", under="ignore"):
+            columns, rows = (np.ldexp(x, -middle) for x, middle in zip((columns, rows), middles, strict=True))
     info = TensorInfo("F64", (up.shape[0], down.shape[1]))
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
