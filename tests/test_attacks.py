@@ -369,6 +369,25 @@ def test_resized_models(target: Target) -> None:
         attacks.fitted(norm, {"0.weight": torch.ones(4), "0.bias": torch.ones(4)})
 
 
+def test_what_is_removed_is_the_smallest() -> None:
+    """Half of the neurons say next to nothing: without them the function is the same."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    torch.manual_seed(0)
+    module = make()
+    with torch.no_grad():
+        for weight in (module[0].weight, module[0].bias, module[2].weight.T):
+            weight[[1, 2, 5, 6]] *= 1e-4
+    inputs = torch.randn(50, 6)
+    target = Target(make, module.state_dict(), (inputs, torch.zeros(50, dtype=torch.int64)))
+    result = run("channel-removal", target, seed=1, ratio=0.5)
+    assert result.weights["0.weight"].shape == (4, 6)
+    with torch.no_grad():
+        assert torch.allclose(target.module(result.weights)(inputs), module(inputs), atol=1e-5)
+
+
 def test_decoys_mislead_alignment_and_show(marked: lab.Run, target: Target) -> None:
     """A known limit: at three times the width the anchor's own channels are there to be found; the width shows."""
     result = run("decoys", target, seed=2)
