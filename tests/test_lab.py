@@ -304,14 +304,16 @@ def test_autoaugment_s_operations_have_torchvision_s_probabilities_and_magnitude
             for value, count in zip(*(part.tolist() for part in magnitude.unique(return_counts=True)), strict=True):
                 at = name, round(value, 4) + 0.0
                 seen[at] = seen.get(at, 0) + count
-            return x
+            return x + 1
 
         return function
 
     known = {name: (counting(name), *rest) for name, (_, *rest) in augment._OPERATIONS.items()}
     monkeypatch.setattr(augment, "_OPERATIONS", known)
     x = torch.zeros(100_000, 1, 32, 1, dtype=torch.uint8)
-    augment.autoaugment(x, torch.Generator().manual_seed(0))
+    done = augment.autoaugment(x, torch.Generator().manual_seed(0))[:, 0, 0, 0]
+    both = np.mean([first[1] * second[1] for first, second in _as_torchvision_has_them()])
+    assert abs(float((done == 2).double().mean()) - both) < 5 * np.sqrt(both / len(x))  # each is drawn by itself
     assert seen.keys() <= {at for at, chance in expected.items() if chance}
     for at, chance in expected.items():
         assert abs(seen.get(at, 0) / len(x) - chance) <= 5 * np.sqrt(chance / len(x)), at
@@ -328,6 +330,15 @@ def test_crop_and_flip_only_move_pixels() -> None:
     assert there >= 16
     assert row >= 3
     assert column >= 3
+
+
+def test_a_crop_is_any_window_of_the_image_with_its_margin() -> None:
+    """All 81 shifts, each about as often as the others (40,500 draws: 500 of each, to six deviations)."""
+    x = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).expand(40_500, 16, 16, 1)
+    middle = augment.crop(x, torch.Generator().manual_seed(0))[:, 8, 8, 0].long()
+    counts = torch.bincount(16 * (middle // 16 - 4) + middle % 16 - 4, minlength=256).view(16, 16)
+    assert int(counts[:9, :9].sum()) == 40_500
+    assert int((counts[:9, :9] - 500).abs().max()) < 6 * 500**0.5
 
 
 def test_tiny_imagenet_s_augmentation_keeps_images_alike() -> None:
