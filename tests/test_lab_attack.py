@@ -555,7 +555,7 @@ def test_time_that_is_up_stops_attackers_between_epochs(
     job = Trained("fine-tuning", 0.1)
     assert not suite._train([job])
     suite._drain(wait=True)
-    made = [row.settings.get("epoch") for row in suite.rows if row.settings.get("epochs") == 4]
+    made = [row.settings.get("epoch", 0) for row in suite.rows if row.settings.get("epochs") == 4]
     assert sorted(made) == [1, 2]
     assert suite._open([job]) == [job]
     assert not suite._train([job])
