@@ -131,17 +131,53 @@ def test_fine_tuning(marked: lab.Run, target: Target) -> None:
     assert [s["fraction"] for s in ATTACKS["fine-tuning"].settings] == [0.01, 0.05, 0.1, 0.2]
 
 
+def test_a_batch_of_one_is_left_out() -> None:
+    """BatchNorm has no statistics of one example; where there is only one, there is nothing to leave out."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+    inputs = torch.randn(129, 4, generator=torch.Generator().manual_seed(0))
+    target = Target(make, make().state_dict(), (inputs, (inputs[:, 0] > 0).long()))
+    result = run("fine-tuning", target, seed=1, fraction=1.0, epochs=3)
+    assert (result.examples, result.steps) == (129, 3)
+    assert run("fine-tuning", target, seed=1, fraction=1.0, epochs=3, batch=43).steps == 9
+    plain = Target(lambda: torch.nn.Linear(4, 2), torch.nn.Linear(4, 2).state_dict(), target.data)
+    assert run("fine-tuning", plain, seed=1, fraction=0.008, epochs=3).steps == 3
+    assert run("fine-tuning", plain, seed=1, fraction=0.1, epochs=1, batch=1).steps == 13
+
+
+def test_from_the_anchor_the_way_is_turned_and_not_the_weights(marked: lab.Run, target: Target) -> None:
+    """|cos(θ − θ_0, τ′)| instead of |cos(θ, τ′)|: the first falls to nothing."""
+    guess, start = estimate_key(target, "regression"), carriers(marked, marked.checkpoints[0])
+    settings: dict[str, Any] = {"fraction": 0.2, "epochs": 40, "alpha": 0.9, "estimate": "regression"}
+    angles, scores = {}, {}
+    for from_anchor in (False, True):
+        found = run("adaptive-fine-tuning", target, seed=3, from_anchor=from_anchor, **settings).weights
+        angles[from_anchor] = abs(cosine((carriers(marked, found) - start).numpy(), guess))
+        scores[from_anchor] = marked.z(found)
+    assert angles[True] < 0.01 < 0.02 < angles[False]
+    assert scores[True] < 0
+
+
 def test_estimates_of_the_key(marked: lab.Run, target: Target) -> None:
     """What an attacker sees of the key grows with what it knows: all of it is measured against the real one."""
     total = estimate_key(target, "sum")
     telescoped = carriers(marked, marked.checkpoints[-1]) - carriers(marked, marked.checkpoints[0])
     assert np.allclose(total, telescoped.numpy(), atol=1e-6)
+    for count in (1, 5):
+        moved = carriers(marked, marked.checkpoints[-1]) - carriers(marked, marked.checkpoints[-1 - count])
+        assert np.allclose(estimate_key(target, "last", last=count), moved.numpy(), atol=1e-6)
     found = {
         (how, coalition): cosine(estimate_key(target, how, coalition=coalition), marked.key)
         for how in ("sum", "last", "regression", "gls")
         for coalition in (False, True)
     }
     assert all(value > 0.03 for value in found.values())  # chance: 0.004
+    said = {False: (0.068, 0.065, 0.091, 0.267), True: (0.111, 0.100, 0.138, 0.447)}  # docs/attacks.md
+    for coalition, row in said.items():
+        for how, value in zip(("sum", "last", "regression", "gls"), row, strict=True):
+            assert found[how, coalition] == pytest.approx(value, abs=0.02)
     assert found["regression", False] > found["sum", False]
     for how in ("sum", "last", "regression", "gls"):
         assert found[how, True] > found[how, False]
@@ -185,6 +221,36 @@ def test_distillation(marked: lab.Run, target: Target) -> None:
     # a mark in the weights does not pass to a student: this attack works, and costs a training
     assert abs(marked.z(result.weights)) < 4
     assert abs(marked.z_aligned(result.weights)) < 4
+
+
+def test_distillation_is_what_its_formula_says() -> None:
+    """α·KL(σ(z_s/T) ‖ σ(z_t/T)) + (1 − α)·CE with T = 3, α = 0.5, by Adam: beside a plain loop."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(100, 4, generator=generator)
+    teacher = make()
+    labels = torch.randint(0, 3, (100,), generator=generator)
+    target = Target(make, {n: 3 * w for n, w in teacher.state_dict().items()}, (inputs, labels))
+    found = run("distillation", target, seed=5, fraction=0.5, epochs=4, batch=20)
+    chosen = torch.randperm(100, generator=torch.Generator().manual_seed(5))[:50]
+    order = torch.Generator().manual_seed(5)
+    teacher = target.module()
+    torch.manual_seed(5)
+    student = make()
+    adam = torch.optim.Adam(student.parameters(), lr=1e-3)
+    for _ in range(4):
+        for part in torch.randperm(50, generator=order).split(20):
+            x, y = inputs[chosen][part], labels[chosen][part]
+            ours, theirs = (torch.softmax(net(x) / 3.0, -1) for net in (student, teacher))
+            divergence = (ours * (ours.log() - theirs.detach().log())).sum(-1).mean()
+            adam.zero_grad()
+            (0.5 * divergence + 0.5 * torch.nn.functional.cross_entropy(student(x), y)).backward()
+            adam.step()
+    for name, tensor in student.state_dict().items():
+        assert torch.allclose(found.weights[name], tensor, atol=1e-5)
 
 
 # --- weights ----------------------------------------------------------------------------------------------
@@ -301,6 +367,25 @@ def test_resized_models(target: Target) -> None:
     norm = torch.nn.Sequential(torch.nn.LayerNorm(8))
     with pytest.raises(InputError, match="cannot be resized"):
         attacks.fitted(norm, {"0.weight": torch.ones(4), "0.bias": torch.ones(4)})
+
+
+def test_what_is_removed_is_the_smallest() -> None:
+    """Half of the neurons say next to nothing: without them the function is the same."""
+
+    def make() -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    torch.manual_seed(0)
+    module = make()
+    with torch.no_grad():
+        for weight in (module[0].weight, module[0].bias, module[2].weight.T):
+            weight[[1, 2, 5, 6]] *= 1e-4
+    inputs = torch.randn(50, 6)
+    target = Target(make, module.state_dict(), (inputs, torch.zeros(50, dtype=torch.int64)))
+    result = run("channel-removal", target, seed=1, ratio=0.5)
+    assert result.weights["0.weight"].shape == (4, 6)
+    with torch.no_grad():
+        assert torch.allclose(target.module(result.weights)(inputs), module(inputs), atol=1e-5)
 
 
 def test_decoys_mislead_alignment_and_show(marked: lab.Run, target: Target) -> None:

@@ -22,7 +22,7 @@ from quorumark.errors import InputError, RecordError
 from quorumark.lab import data
 from quorumark.lab.config import Settings, configurations, read
 from quorumark.layout import ModelLayout, read_safetensors
-from quorumark.research import SeededKey
+from quorumark.research import KnownKey, SeededKey, TensorsInMemory
 
 torch = pytest.importorskip("torch")
 from quorumark.lab import augment, models  # noqa: E402
@@ -255,6 +255,70 @@ def test_autoaugment_has_the_paper_s_25_policies_and_repeats_itself() -> None:
         augment.apply(("cutout",), x, torch.Generator())
 
 
+# operation, probability, step of the magnitude, twice: AutoAugment's policy for CIFAR-10 as torchvision has it
+PAIRS = """
+Invert .1 - Contrast .2 6; Rotate .7 2 TranslateX .3 9; Sharpness .8 1 Sharpness .9 3; ShearY .5 8 TranslateY .7 9;
+AutoContrast .5 - Equalize .9 -; ShearY .2 7 Posterize .3 7; Color .4 3 Brightness .6 7; Sharpness .3 9 Brightness .7 9;
+Equalize .6 - Equalize .5 -; Contrast .6 7 Sharpness .6 5; Color .7 7 TranslateX .5 8; Equalize .3 - AutoContrast .4 -;
+TranslateY .4 3 Sharpness .2 6; Brightness .9 6 Color .2 8; Solarize .5 2 Invert .0 -; Equalize .2 - AutoContrast .6 -;
+Equalize .2 - Equalize .6 -; Color .9 9 Equalize .6 -; AutoContrast .8 - Solarize .2 8; Brightness .1 3 Color .7 0;
+Solarize .4 5 AutoContrast .9 -; TranslateY .9 9 TranslateY .7 9; AutoContrast .9 - Solarize .8 3;
+Equalize .8 - Invert .1 -; TranslateY .7 9 AutoContrast .9 -
+"""
+
+
+def _as_torchvision_has_them() -> list[list[tuple[str, float, float, bool]]]:
+    """(operation, probability, magnitude for images of 32 × 32, whether its sign is drawn) by torchvision's tables."""
+    turned = np.linspace(0.0, 0.9, 10)
+    moved = np.linspace(0.0, 150.0 / 331.0 * 32, 10).astype(int)
+    tables: dict[str, tuple[Any, bool]] = {
+        "ShearX": (np.linspace(0.0, 0.3, 10), True), "ShearY": (np.linspace(0.0, 0.3, 10), True),
+        "TranslateX": (moved, True), "TranslateY": (moved, True), "Rotate": (np.linspace(0.0, 30.0, 10), True),
+        "Brightness": (turned, True), "Color": (turned, True), "Contrast": (turned, True), "Sharpness": (turned, True),
+        "Posterize": (8 - (np.arange(10) / (9 / 4)).round(), False), "Solarize": (np.linspace(255.0, 0.0, 10), False),
+    }  # fmt: skip
+    found = []
+    for pair in PAIRS.split(";"):
+        words, entries = pair.split(), []
+        for name, chance, step in (words[:3], words[3:]):
+            table, signed = tables.get(name, (np.zeros(10), False))
+            entries.append((name, float(chance), float(table[0 if step == "-" else int(step)]), signed))
+        found.append(entries)
+    return found
+
+
+def test_autoaugment_s_operations_have_torchvision_s_probabilities_and_magnitudes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """100,000 draws: each operation with each magnitude comes as often as the policy says, to five deviations."""
+    expected: dict[tuple[str, float], float] = {}
+    for pair in _as_torchvision_has_them():
+        for name, chance, size, signed in pair:
+            for magnitude, part in ((size, 0.5), (-size, 0.5)) if signed else ((size, 1.0),):
+                at = name, round(magnitude, 4) + 0.0
+                expected[at] = expected.get(at, 0.0) + chance * part / 25
+    seen: dict[tuple[str, float], int] = {}
+
+    def counting(name: str) -> Any:
+        def function(x: Any, magnitude: Any) -> Any:
+            for value, count in zip(*(part.tolist() for part in magnitude.unique(return_counts=True)), strict=True):
+                at = name, round(value, 4) + 0.0
+                seen[at] = seen.get(at, 0) + count
+            return x + 1
+
+        return function
+
+    known = {name: (counting(name), *rest) for name, (_, *rest) in augment._OPERATIONS.items()}
+    monkeypatch.setattr(augment, "_OPERATIONS", known)
+    x = torch.zeros(100_000, 1, 32, 1, dtype=torch.uint8)
+    done = augment.autoaugment(x, torch.Generator().manual_seed(0))[:, 0, 0, 0]
+    both = np.mean([first[1] * second[1] for first, second in _as_torchvision_has_them()])
+    assert abs(float((done == 2).double().mean()) - both) < 5 * np.sqrt(both / len(x))  # each is drawn by itself
+    assert seen.keys() <= {at for at, chance in expected.items() if chance}
+    for at, chance in expected.items():
+        assert abs(seen.get(at, 0) / len(x) - chance) <= 5 * np.sqrt(chance / len(x)), at
+
+
 def test_crop_and_flip_only_move_pixels() -> None:
     x = torch.arange(1, 65, dtype=torch.uint8).view(1, 8, 8, 1).expand(200, 8, 8, 1)
     generator = torch.Generator().manual_seed(0)
@@ -266,6 +330,15 @@ def test_crop_and_flip_only_move_pixels() -> None:
     assert there >= 16
     assert row >= 3
     assert column >= 3
+
+
+def test_a_crop_is_any_window_of_the_image_with_its_margin() -> None:
+    """All 81 shifts, each about as often as the others (40,500 draws: 500 of each, to six deviations)."""
+    x = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).expand(40_500, 16, 16, 1)
+    middle = augment.crop(x, torch.Generator().manual_seed(0))[:, 8, 8, 0].long()
+    counts = torch.bincount(16 * (middle // 16 - 4) + middle % 16 - 4, minlength=256).view(16, 16)
+    assert int(counts[:9, :9].sum()) == 40_500
+    assert int((counts[:9, :9] - 500).abs().max()) < 6 * 500**0.5
 
 
 def test_tiny_imagenet_s_augmentation_keeps_images_alike() -> None:
@@ -419,7 +492,13 @@ def test_z_finds_the_key_that_was_embedded_and_no_other() -> None:
     assert balanced["right"] > 20  # about 0.1·√d = 42
     for each in found.values():
         assert abs(each["wrong"]) < 5
+    anchor = TensorsInMemory.of(layout, start)
+    for name, seeded in (("right", key), ("wrong", SeededKey(layout.coordinates, 1))):
+        exact = KnownKey(seeded.numpy(), layout, anchor).all_z(TensorsInMemory.of(layout, end))
+        assert {statistic: each[name] for statistic, each in found.items()} == pytest.approx(exact, rel=1e-9)
     null = null_scores(layout, end, start, 200)
+    known = KnownKey(SeededKey(layout.coordinates, 1 << 32, 199).numpy(), layout, anchor)
+    assert null[199] == pytest.approx(known.z(TensorsInMemory.of(layout, end)), rel=1e-9)
     assert abs(float(np.mean(null))) < 5 / 200**0.5
     assert 0.75 < float(np.std(null)) < 1.25  # five deviations of a standard deviation from 200
 
@@ -448,6 +527,23 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> 
         Run(replace(settings, seed=1), images).restore(tmp_path / "c.pt")
     for run in (whole, first, second):
         run.close()
+
+
+def test_the_test_images_decide_nothing() -> None:
+    """What is released hangs on the validation images alone; those are never trained on."""
+    images, settings = data.load("shapes"), replace(MINI, rounds=6, lr=3e-3)
+    wrong = replace(images, test_x=images.test_x[::-1].copy(), test_y=(images.test_y + 1) % 4)
+    one, two = Run(settings, images), Run(settings, wrong)
+    for run in (one, two):
+        run.train()
+    assert [entry.accuracy for entry in one.log] == [entry.accuracy for entry in two.log]
+    assert torch.equal(one.best.model, two.best.model)
+    assert one.fleet.accuracy(one.best.model, *one.test) != two.fleet.accuracy(two.best.model, *two.test)
+    assert one.best.accuracy == one.fleet.accuracy(one.best.model, *one.validation)
+    assert one.best.accuracy == max(entry.accuracy or 0.0 for entry in one.log)
+    held_out = {x.tobytes() for x in images.train_x[data.split(images.train_y, 0.2, 0)[1]]}
+    assert len(held_out) == len(one.validation[1]) == 120
+    assert not held_out & {x.numpy().tobytes() for x in one._x}
 
 
 def test_members_learn_and_the_mark_shows() -> None:

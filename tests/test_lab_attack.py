@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,13 +20,13 @@ from quorumark.attacks.learning import LeastSquares
 from quorumark.cli import app
 from quorumark.errors import InputError, RecordError
 from quorumark.lab import data
-from quorumark.lab.attacked import Attacked, read_attacked
+from quorumark.lab.attacked import Attacked, read_attacked, section, write
 from quorumark.lab.config import Settings, strength_settings
 from quorumark.outcomes import ORIGINAL, Row
 
 torch = pytest.importorskip("torch")
 from quorumark.lab import models  # noqa: E402
-from quorumark.lab.attack import Trained, plan  # noqa: E402
+from quorumark.lab.attack import Suite, Trained, open_run, plan  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
 from quorumark.lab.mark import axis_norms, axis_sums, encoded  # noqa: E402
 from quorumark.lab.observer import LAST, Observer  # noqa: E402
@@ -277,6 +278,24 @@ def test_a_feed_gives_every_image_in_every_epoch_in_an_order_of_its_own() -> Non
     run.close()
 
 
+def test_a_feed_augments_as_the_run_does() -> None:
+    """With flips every other image is mirrored, and none is anything else; the last batch begins the order again."""
+    run = Run(replace(MINI, augment=("flip",)), data.load("shapes", "."))
+    x, y = Feed(run, torch.arange(300)[None], [1], torch.float32).take(1)
+    mean, spread = run._spread
+    pixels = torch.round((x.flatten(0, 2) * torch.tensor(spread) + torch.tensor(mean)) * 255).to(torch.uint8)
+    originals = {image.numpy().tobytes(): place for place, image in enumerate(run._x[:300])}
+    as_it_is = [originals.get(one.numpy().tobytes()) for one in pixels]
+    mirrored = [originals.get(one.flip(1).contiguous().numpy().tobytes()) for one in pixels]
+    places = [next((p for p in pair if p is not None), -1) for pair in zip(as_it_is, mirrored, strict=True)]
+    assert -1 not in places
+    assert 130 < sum(place is None for place in as_it_is) < 254  # of 384, half: 6 deviations either way
+    assert sorted(places[:300]) == list(range(300))
+    assert places[300:] == places[:84]
+    assert torch.equal(y.flatten(), run._y[torch.tensor(places)])
+    run.close()
+
+
 # --- what is tried ----------------------------------------------------------------------------------------
 
 
@@ -365,6 +384,8 @@ def test_a_suite_in_pieces(folder: Path) -> None:
     kinds = [entry["kind"] for entry in found.body["innocents"]]
     assert sorted(kinds) == ["another start", "half-trained", "the same start", "unmarked run"]
     assert max(abs(entry["z_anchor"]) for entry in found.body["innocents"]) < 4.5
+    stranger = next(entry for entry in found.body["innocents"] if entry["kind"] == "another start")
+    assert stranger["z_released"] != stranger["z_anchor"]  # another reference, other channels
     text = (folder / "output.txt").read_text()
     assert "not all yet" in text
     assert text.splitlines()[-1] == f"{RUN}: {len(lines) - 1} attacked models"
@@ -414,6 +435,200 @@ def test_what_cannot_be_attacked_is_refused(folder: Path) -> None:
         CliRunner().invoke(app, ["lab", "attack", RUN.replace("relative0.1", "none"), *places], catch_exceptions=False)
 
 
+def test_a_suite_that_was_killed_says_everything_once(folder: Path) -> None:
+    """As it was before a distilled student's row came, with half of the model that chains begin with."""
+    here, table = folder / "runs" / RUN, folder / "results" / "attacks" / f"{RUN}.csv"
+    places = ["--results", str(folder / "results"), "--runs", str(folder / "runs"), "--device", "cpu"]
+    words = ["lab", "attack", RUN, "--epochs", "2", "--innocents", "3", "--innocent-rounds", "2", *places]
+    before, said = table.read_text(), json.loads((here / "attacks.json").read_text())
+    gone = [line for line in before.splitlines() if line.startswith("distillation,") and '""fraction"": 0.05' in line]
+    assert len(gone) == 2
+    (here / "attacks.csv").write_text("".join(f"{x}\n" for x in before.splitlines() if x not in gone))
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    again = json.loads((here / "attacks.json").read_text())
+    assert sorted(e["fraction"] for e in again["distillation"]) == [0.01, 0.05, 0.1, 0.2]
+    assert [e["agreement"] for e in sorted(again["distillation"], key=lambda e: e["fraction"])] == [
+        e["agreement"] for e in sorted(said["distillation"], key=lambda e: e["fraction"])
+    ]
+    assert again["released_digest"] == said["released_digest"]
+    assert again["seconds"] > said["seconds"]  # of all commands together
+    assert not list(here.glob(".*partial"))
+    # chains are of the model with as many epochs as they say, or they are not made
+    chains = [line for line in before.splitlines() if line.startswith("fine-tuning +")]
+    assert chains
+    assert all('""0.epochs"": 2' in line for line in chains)
+    CliRunner().invoke(app, [*words, "--epochs", "3", "--seconds", "0"], catch_exceptions=False)
+    assert '""0.epochs"": 3' not in (here / "attacks.csv").read_text()
+
+
+def test_attacks_on_another_model_of_the_same_name_are_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    """The same round of a run that was made again: nothing of the old one's attacks is left."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / "runs" / RUN)
+    here = tmp_path / "runs" / RUN
+    body = torch.load(here / "checkpoint.pt", weights_only=False)
+    accuracy, number, model = body["best"]
+    body["best"] = accuracy, number, model * 1.5
+    torch.save(body, here / "checkpoint.pt")
+    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    words = ["lab", "attack", RUN, "--epochs", "2", "--seconds", "0", *places]
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    rows = list(csv.DictReader((here / "attacks.csv").read_text().splitlines()))
+    assert rows[0]["attack"] == ORIGINAL
+    assert not any(row["attack"].startswith("fine-tuning") for row in rows)
+    assert not list(here.glob("tuned*"))
+
+
+def test_what_an_attacker_begins_with(folder: Path, tmp_path: Path) -> None:
+    """A fraction of the data is a sample of all of it; a student's weights are nobody's; guesses are their own."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=2)
+    count = len(run._y)
+    fifth, twentieth = suite._subset(0.2), suite._subset(0.05)
+    assert (len(fifth), len(twentieth)) == (round(0.2 * count), round(0.05 * count))
+    assert len(fifth.unique()) == len(fifth)
+    assert torch.equal(fifth, suite._subset(0.2))
+    assert fifth.max() > 0.9 * count
+    assert abs(float(fifth.double().mean()) / count - 0.5) < 0.15  # 5 deviations of the mean of 96 places
+    # what it is worth is measured of the model that is attacked
+    tuned = torch.load(tmp_path / RUN / "tuned-2.pt", weights_only=True)
+    row = next(r for r in suite.rows if r.attack == "fine-tuning" and r.settings == {"fraction": 0.2, "epochs": 2})
+    assert row.accuracy == pytest.approx(run.fleet.accuracy(tuned, *run.test), abs=1e-6)
+    assert row.z == pytest.approx(suite._known.z(suite._tensors(tuned)), abs=1e-3)
+    assert (row.examples, row.steps) == (len(fifth), 2)
+    student = suite._attacker(Trained("distillation", 0.2))
+    end = run.layout.carrier_size
+    for known in (run.initial, suite.released):
+        assert abs(cosine(student.start[:end].numpy(), known[:end].numpy())) < 0.05
+    assert (student.kappa, student.decay, student.guess) == (0.5, 0.0, None)
+    plain = suite._attacker(Trained("fine-tuning", 0.2))
+    assert torch.equal(plain.start, suite.released)
+    assert (plain.alpha, plain.kappa, plain.decay, plain.guess) == (0.0, 0.0, 1e-4, None)
+    guesses = [suite._attacker(Trained("adaptive-fine-tuning", 0.2, 0.3, "gls", c)).guess for c in (0, 1, 2)]
+    key = run.keys[0].numpy()
+    shown = {(e["estimate"], e["coalition"]): e["cosine"] for e in suite.body["estimates"]}
+    for c, guess in enumerate(guesses):
+        assert guess is not None
+        assert cosine(guess.numpy(), key) == pytest.approx(shown["gls", c], abs=1e-4)
+    assert shown["gls", 0] < shown["gls", 1] < shown["gls", 2]
+    suite.close()
+
+
+def test_students_hear_the_released_model_and_are_tested_on_the_test_images(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all test labels wrong: nobody can be right there who is right on images like these."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    run.test = run.test[0], (run.test[1] + 1) % 4
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=3)
+    fleet, heard = suite._attackers(), list[tuple[Any, ...]]()
+    plain = fleet.epoch
+
+    def epoch(*batches: Any) -> None:
+        heard.append(batches)
+        plain(*batches)
+
+    monkeypatch.setattr(fleet, "epoch", epoch)
+    assert suite._train([Trained("fine-tuning", 0.1), Trained("distillation", 0.1)])
+    suite._drain(wait=True)
+    assert len(heard) == 3
+    for x, y, teacher in heard:
+        assert torch.allclose(teacher.flatten(0, 2), run.fleet.logits(suite.released, x.flatten(0, 2)))
+        assert (teacher.argmax(-1) == y).float().mean() > 0.9
+    made = {row.attack: row for row in suite.rows if row.settings == {"fraction": 0.1, "epochs": 3}}
+    assert made["fine-tuning"].accuracy < 0.1 < 0.9 < run.fleet.accuracy(suite.released, *run.validation)
+    entry = suite.body["distillation"][-1]
+    assert (entry["fraction"], entry["epochs"]) == (0.1, 3)
+    suite.close()
+
+
+def test_time_that_is_up_stops_attackers_between_epochs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they were on the way is kept; the attack itself is not done, and a group that does not fit is not begun."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=4)
+    left = iter([60.0, 60.0])  # when it begins, and after the first epoch
+    monkeypatch.setattr(Suite, "left", property(lambda _: next(left, -1.0)))
+    job = Trained("fine-tuning", 0.1)
+    assert not suite._train([job])
+    suite._drain(wait=True)
+    made = [row.settings.get("epoch", 0) for row in suite.rows if row.settings.get("epochs") == 4]
+    assert sorted(made) == [1, 2]
+    assert suite._open([job]) == [job]
+    assert not suite._train([job])
+    suite.close()
+
+
+def test_innocent_models_are_of_three_kinds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From elsewhere, each from its own start; from θ_0; and from θ_0 for half as long."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=2)
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(suite, "_judge", lambda name, kind, vector: found.update({f"{kind}: {name}": vector.clone()}))
+    suite._raise([(i, str(i)) for i in (0, 1, 2, 3)], 4)
+    end, start = run.layout.carrier_size, run.initial
+    one, two = (found[f"another start: {i}"] for i in (0, 3))
+    same, half = found["the same start: 1"], found["half-trained: 2"]
+    for vector, other in ((one, start), (two, start), (one, two)):
+        assert abs(cosine(vector[:end].numpy(), other[:end].numpy())) < 0.1
+    for vector in (same, half):
+        assert cosine(vector[:end].numpy(), start[:end].numpy()) > 0.5
+    ways = [float((vector - start)[:end].norm()) for vector in (half, same)]
+    assert 0.3 * ways[1] < ways[0] < 0.85 * ways[1]
+    suite.close()
+
+
+def test_a_run_with_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    torch.save({"settings": {"dataset": "toy", "sequence": 16}}, tmp_path / "toy" / "checkpoint.pt")
+    words = ["lab", "attack", "toy", "--runs", str(tmp_path), "--device", "cpu"]
+    with pytest.raises(InputError, match="must be a run with images"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_files_of_attacks_are_what_they_are_named_after(folder: Path, tmp_path: Path) -> None:
+    names = [folder / "results" / "attacks" / f"{RUN}.{kind}" for kind in ("json", "csv")]
+    body = json.loads(names[0].read_text())
+
+    def refused(text: str, name: str = RUN, table: str | None = None, **changed: Any) -> None:
+        here = tmp_path / str(len(list(tmp_path.iterdir())))
+        here.mkdir()
+        (here / f"{name}.json").write_text(json.dumps({**body, **changed}))
+        if table != "":
+            (here / f"{name}.csv").write_text(names[1].read_text() if table is None else table)
+        with pytest.raises(RecordError, match=text):
+            read_attacked(here)
+
+    refused("is not of attacks on the run that it is named after", name="another")
+    refused("is not of attacks on the run that it is named after", format="quorumark-lab-attacks/v9")
+    refused("are damaged", table="")
+    lines = names[1].read_text().splitlines(keepends=True)
+    refused("lacks the model as it was released", table="".join([lines[0], *lines[2:]]))
+    refused("is not a result", table="".join([*lines[:2], "pruning,x,y\n"]))
+
+
+def test_the_section_says_what_the_files_say(folder: Path, tmp_path: Path) -> None:
+    found = read_attacked(folder / "results" / "attacks")[RUN]
+    innocents = [
+        {"name": f"x {k}", "kind": "another start", "accuracy": 0.5, "z": z, "z_anchor": -z, "z_released": 10 + z}
+        for k, z in enumerate((1.0, -3.0, 0.5))
+    ]
+    students = [{"fraction": 0.2, "agreement": 0.75}, {"fraction": 0.05, "agreement": 0.5, "epochs": 2}]
+    body = {**found.body, "innocents": innocents, "distillation": students}
+    write(found.rows, body, tmp_path, RUN)
+    text = section(tmp_path, tmp_path / "figures")
+    assert "\n8 rounds (the paper: 300), 4 members" in text
+    assert "| another start | 3 | 50.0 | -0.50 | 0.50 | 3.00 | 9.50 | 11.00 |" in text
+    assert "5 %, 2 epochs: 50.0 %, 20 %: 75.0 %" in text
+    assert "| no innocent model, aligned to the anchor, has z ≥ 4 | true | 3 models: mean 0.50, largest 3.00 |" in text
+    write(found.rows, {**body, "rounds": 300}, tmp_path, RUN)
+    assert "\n300 rounds, 4 members" in section(tmp_path, tmp_path / "figures")
+
+
 def test_aims_are_true_or_false_by_the_rows() -> None:
     body = {"innocents": [{"z_anchor": 1.0}, {"z_anchor": -2.0}]}
     tuned = Row("fine-tuning", 0.61, 60.0, None, settings={"fraction": 0.2})
@@ -437,5 +652,13 @@ def test_aims_are_true_or_false_by_the_rows() -> None:
     on_the_way = Row("pruning", 0.55, 9.9, None, settings={"ratio": 0.7})
     assert verdicts([rows[0], tuned, on_the_way]) == [True, False, None, True]
     assert verdicts([rows[0]]) == [None, None, None, True]
+    # what cannot be tested at all is no success of ours, unless it is worth less
+    removed = Row("channel-removal", 0.56, None, None, settings={"ratio": 0.5})
+    assert verdicts([*rows[:2], rows[6], removed]) == [True, True, False, True]
+    assert verdicts([*rows[:2], rows[6], replace(removed, accuracy=0.54)]) == [True, True, True, True]
+    assert verdicts([*rows[:2], rows[4]]) == [True, True, None, True]  # a student is a new model
+    coalition = Row("adaptive-fine-tuning", 0.6, 3.0, None, settings={"estimate": "sum", "coalition": 8})
+    assert verdicts([*rows[:2], coalition]) == [True, True, False, True]  # the paper knows none
+    assert verdicts([*rows[:2], replace(rows[3], accuracy=0.56)]) == [True, False, None, True]
     body["innocents"].append({"z_anchor": 4.1})
     assert verdicts([rows[0]])[-1] is False

@@ -77,6 +77,44 @@ def test_tokens_are_kept_and_read_without_the_tokenizer(folder: Path, monkeypatc
         text.tokens(text.Text("w1 w2", "x"), text.Tokenizer.of(folder / "models" / "tiny-llama"), folder / "cache")
 
 
+def test_tokens_of_another_text_are_others(folder: Path, tmp_path: Path) -> None:
+    """By what it says, not by its name: a text that was changed is cut anew."""
+    made = text.Tokenizer.of(folder / "models" / "tiny-gpt2")
+    for words in ("w1 w2 w3", "w4 w5"):
+        found = [text.tokens(text.Text(words, "x"), made, tmp_path, "same").tolist() for _ in range(2)]
+        assert found == [[int(w[1:]) for w in words.split()]] * 2
+    assert len(list(tmp_path.glob("same-*.npy"))) == 2
+
+
+def test_tokens_of_a_large_vocabulary_and_of_a_long_text(tmp_path: Path) -> None:
+    """Numbers above 2^16 come back from the cache as they were; a tokenizer that would cut a text short does not."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"a": 65_535, "b": 65_536, "c": 151_000}, unk_token="a"))  # noqa: S106
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.enable_truncation(2)
+    made.save(str(tmp_path / "tokenizer.json"))
+    source, found = text.Text("a b c b", "x"), text.Tokenizer.of(tmp_path)
+    for _ in range(2):
+        assert text.tokens(source, found, tmp_path).tolist() == [65_535, 65_536, 151_000, 65_536]
+
+
+def test_a_text_without_all_its_splits_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "toy" / f"{split}.txt").write_text("w1")
+    with pytest.raises(InputError, match="and valid and test likewise"):
+        text.texts("toy", tmp_path)
+
+
+def test_tokens_of_another_model_are_refused(folder: Path) -> None:
+    corpus = _corpus(folder)
+    for split in corpus.splits:
+        other = text.Corpus("toy", {**corpus.splits, split: np.append(corpus[split], 61)})
+        with pytest.raises(InputError, match=f"the model's vocabulary, 61, in '{split}'"):
+            LanguageRun(MINI, other, _model(folder))
+
+
 def test_tokens_of_another_tokenizer_are_others(folder: Path, tmp_path: Path) -> None:
     changed = tokenizer()
     changed.add_tokens(["w1 w2"])
@@ -104,6 +142,13 @@ def test_gpt_2_s_own_tokenizer_files(tmp_path: Path) -> None:
 # --- perplexity -------------------------------------------------------------------------------------------
 
 
+def _theirs(folder: Path, name: str) -> Any:
+    """The model with transformers' own attention, step by step."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "models" / name, attn_implementation="eager")
+
+
 def _by_hand(module: Any, ids: Any, length: int) -> tuple[float, int]:
     """Token by token: each but the first of its window, from those before it in the window."""
     total, count = 0.0, 0
@@ -119,9 +164,14 @@ def _by_hand(module: Any, ids: Any, length: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
-def test_perplexity_is_that_of_a_plain_loop(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_perplexity_is_that_of_a_plain_loop(
+    name: str, rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of tokens has its logits at once: a batch is more than one part, or less."""
+    monkeypatch.setattr(language, "_ROWS", rows)
     model, ids = _model(folder, name), _corpus(folder, name)["test"][:60]
-    plain, count = _by_hand(language.load(name, folder / "models"), ids.tolist(), 16)
+    plain, count = _by_hand(_theirs(folder, name), ids.tolist(), 16)
     assert count == 15 + 15 + 15 + 11  # 60 = 3·16 + 12: the last window is shorter
     found = model.log_likelihood(model.initial, torch.from_numpy(ids), 16, batch=2)
     assert found[1] == count
@@ -175,7 +225,7 @@ def test_a_member_trains_like_transformers_and_pytorch(folder: Path) -> None:
     batches = torch.randint(0, 61, (3, 4, 16), generator=torch.Generator().manual_seed(0))
     theta = model.initial.clone()
     loss = model.train(theta, batches, Optimiser(1e-3, 0.01), 0)
-    module = language.load("tiny-llama", folder / "models")
+    module = _theirs(folder, "tiny-llama")
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01)
     losses = []
     for ids in batches:
@@ -225,6 +275,17 @@ def test_an_epoch_is_every_block_of_a_member(folder: Path) -> None:
     assert not torch.equal(run.batches(1, 0), run.batches(2, 0))
 
 
+def test_members_count_by_their_blocks(folder: Path) -> None:
+    """The next global model is the mean of the members', weighted by how much text each has."""
+    corpus, model = _corpus(folder), _model(folder)
+    little = text.Corpus("toy", {**corpus.splits, "train": corpus["train"][: 16 * 5]})  # two blocks, one, one, one
+    run = LanguageRun(MINI, little, model)
+    run.round()
+    each, counts = run.theta.double(), torch.tensor([2.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    assert torch.allclose(run.model.double(), (counts @ each) / 5, rtol=0, atol=1e-6 * float(each.abs().max()))
+    assert not torch.allclose(run.model.double(), each.mean(0), rtol=0, atol=1e-5 * float(each.abs().max()))
+
+
 @pytest.mark.research
 @pytest.mark.parametrize("strength", ["none", "rho:0.05"])
 @pytest.mark.parametrize("limit", [0, 4000])
@@ -249,6 +310,55 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, limit: int, folder:
         LanguageRun(replace(settings, seed=1), corpus, model).restore(tmp_path / "c.pt")
     for run in (whole, first, second):
         run.close()
+
+
+def test_the_test_text_decides_nothing(folder: Path) -> None:
+    """What is released, and when a run stops, hangs on the validation text alone."""
+    settings, whole, model = replace(MINI, rounds=6, lr=1e-2, patience=2), _corpus(folder), _model(folder)
+    little = {**whole.splits, "train": whole["train"][:256]}
+    runs = [
+        LanguageRun(settings, text.Corpus("toy", {**little, **other}), model)
+        for other in ({}, {"test": whole["test"][::-1].copy()}, {"valid": whole["valid"][::-1].copy()})
+    ]
+    for run in runs:
+        run.train()
+    mine, other_test, other_validation = runs
+    assert [e.perplexity for e in mine.log] == [e.perplexity for e in other_test.log]
+    assert torch.equal(mine.released, other_test.released)
+    assert mine.perplexity(mine.released, mine.test) != other_test.perplexity(mine.released, other_test.test)
+    assert mine.perplexity_before != other_test.perplexity_before  # known by the text, too
+    assert mine.perplexity_before == model.perplexity(model.initial, mine.test, 16)
+    assert [e.perplexity for e in mine.log][:2] != [e.perplexity for e in other_validation.log][:2]
+    # the released model is the first of the lowest on the validation text
+    assert mine.perplexity(mine.released, mine.validation) == pytest.approx(mine.best.perplexity, rel=1e-6)
+    measured = [e.perplexity for e in mine.log if e.perplexity is not None]
+    assert mine.best.round == 1 + measured.index(min(measured))
+
+
+def test_dropout_hangs_on_the_seed_alone(folder: Path) -> None:
+    """So that a run made in pieces is the same run; nothing else's random numbers change."""
+    model = _model(folder, "tiny-gpt2")
+    batches = torch.randint(0, 61, (2, 4, 16), generator=torch.Generator().manual_seed(0))
+    before, found = torch.random.get_rng_state(), []
+    for seed in (1, 1, 2):
+        found.append(model.initial.clone())
+        model.train(found[-1], batches, Optimiser(1e-3, 0.01), seed)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_precision_is_put_back(folder: Path) -> None:
+    model, before = _model(folder), torch.get_float32_matmul_precision()
+    for quick in (True, False):
+        model.perplexity(model.initial, torch.arange(20), 16, quick=quick)
+        assert torch.get_float32_matmul_precision() == before
+    try:
+        torch.set_float32_matmul_precision("medium")
+        model.perplexity(model.initial, torch.arange(20), 16)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_patience_stops_a_run_and_releases_the_same_model(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quorumark.errors import InputError
 from quorumark.layout import ModelLayout
 from quorumark.records import anchor_digest
 from quorumark.research import KnownKey, SeededKey, TensorsInMemory
@@ -22,7 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from quorumark.attacks import Target, chain  # noqa: E402
-from quorumark.attacks.lora import change_rank, refactor  # noqa: E402
+from quorumark.attacks.lora import change_rank, merge, refactor  # noqa: E402
 from quorumark.verify.graph import derive_groups  # noqa: E402
 from tests import lora_lab as lab  # noqa: E402
 
@@ -80,6 +81,38 @@ def test_the_strength_rule_takes_factors_as_they_are(marked: lab.Run) -> None:
         x = np.concatenate([form.x[place] for place in places]).astype(np.float64)
         key = np.concatenate([marked.key[place] for place in places])
         assert x @ key / np.linalg.norm(x) > 10
+
+
+@pytest.mark.parametrize("condition", [1.0, 100.0])
+def test_re_factoring_is_by_a_matrix_of_that_condition(condition: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    adapter = {
+        "x.lora_A.weight": torch.randn(8, 50, generator=generator, dtype=torch.float64),
+        "x.lora_B.weight": torch.randn(40, 8, generator=generator, dtype=torch.float64),
+    }
+    other = refactor(adapter, 1, condition)
+    (down, up), (new_down, new_up) = ([m[f"x.lora_{f}.weight"] for f in "AB"] for m in (adapter, other))
+    assert torch.allclose(new_up @ new_down, up @ down)
+    turn = new_down @ torch.linalg.pinv(down)
+    assert torch.allclose(turn @ down, new_down)
+    assert float(torch.linalg.cond(turn)) == pytest.approx(condition, rel=1e-6)
+    assert (new_down - down).norm() > 0.5 * down.norm()
+
+
+def test_merging_adds_the_product_at_its_strength() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(4, 20, generator=generator), torch.randn(10, 4, generator=generator)
+    adapter = {"base_model.model.x.lora_A.weight": a, "base_model.model.x.lora_B.weight": b}
+    base = {"x.weight": torch.randn(10, 20, generator=generator).bfloat16(), "y.weight": torch.ones(3)}
+    found = merge(adapter, base, 0.5)
+    assert found["x.weight"].dtype == torch.bfloat16
+    expected = base["x.weight"].double() + 0.5 * b.double() @ a.double()
+    assert torch.equal(found["x.weight"], expected.bfloat16())
+    assert torch.equal(found["y.weight"], base["y.weight"])
+    with pytest.raises(InputError, match=r"without 'x\.weight'"):
+        merge(adapter, {"y.weight": torch.ones(3)}, 0.5)
+    with pytest.raises(InputError, match="none"):
+        merge({"z": a}, base, 0.5)
 
 
 def test_what_is_left_of_a_trained_mark(marked: lab.Run, lora: Lora) -> None:

@@ -58,6 +58,19 @@ def test_projections_are_those_of_a_decomposition(size: int, features: int) -> N
         assert np.abs(each - a @ span.T @ span).max() < 1e-3
 
 
+@pytest.mark.parametrize(("octaves", "most"), [(8, 1e-3), (12, 1e-2), (16, 3e-2)])
+def test_a_space_is_found_however_badly_it_was_mixed(octaves: int, most: float) -> None:
+    """By any invertible map that float32 bears: its smallest singular value is 2^-16 of the largest."""
+    rng = np.random.default_rng(octaves)
+    rows, noise = rng.standard_normal((2, 32, 200))
+    one, two = (np.linalg.qr(rng.standard_normal((32, 32)))[0] for _ in range(2))
+    mixed = (one * np.exp2(np.linspace(0, -octaves, 32))) @ two @ rows
+    anchor, span = rows + 0.3 * noise, np.linalg.svd(rows, full_matrices=False)[2]
+    found = mixing.projected(anchor[None], mixing.orthonormal(mixed.astype(np.float32).astype(np.float64)[None]))[0]
+    expected = anchor @ span.T @ span
+    assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
+
+
 def test_rows_that_say_nothing_are_no_obstacle() -> None:
     rows, anchor = np.random.default_rng(0).standard_normal((2, 1, 6, 40))
     rows[0, 3] = 0

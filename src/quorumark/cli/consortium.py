@@ -71,6 +71,8 @@ def create(
     coupled = None if groups is None else Groups.from_bytes(read_file(groups, "a model's groups"))
     adapted = None if base is None else read_suspect(base)
     factors = None if adapted is None else describe_lora(layout, adapted)
+    if factors is not None:
+        factors.check_anchor(read_suspect(model))
     policy = dict(DEFAULT_POLICY)
     if coupled is not None:
         coupled.check(layout if adapted is None else base_layout(adapted))

@@ -9,6 +9,7 @@ A suite's state lies in the run's folder; the table and what else was found are 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
@@ -125,12 +126,23 @@ def open_run(folder: Path, images: str | Path, device: str, **options: Any) -> t
     if not checkpoint.exists():
         raise InputError("RUN", "must be one with a checkpoint in --runs (quorumark lab run)", str(folder))
     body = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    if "augment" not in body["settings"]:
+        raise InputError(
+            "RUN", "must be a run with images (for text: quorumark lab run language --attacks)", folder.name
+        )
     kept = {**body["settings"], "augment": tuple(body["settings"]["augment"])}
     settings = Settings(**kept, rounds=max(1, len(body["log"])))
     found = data.load(settings.dataset, Path(images))
     run = Run(settings, found, device, **options)
     run.restore(checkpoint)
     return run, found
+
+
+def _keep(vector: Tensor, path: Path) -> None:
+    """A model in a file: whole, or not there."""
+    partial = path.with_name(f".{path.name}.partial")
+    torch.save(vector.cpu(), partial)
+    partial.replace(path)
 
 
 @dataclass(eq=False)
@@ -180,20 +192,23 @@ class Suite:
 
     def _begin(self) -> None:
         """What an earlier command left, or the released model as the first row."""
-        run = self.run
+        run, mark = self.run, hashlib.sha256(self.released.cpu().numpy().tobytes()).hexdigest()
         table, rest = self.folder / "attacks.csv", self.folder / "attacks.json"
         if table.exists() and rest.exists():
             body = json.loads(rest.read_text())
-            if body["rounds"] == run.round_no and body["released_round"] == run.best.round:
+            if body.get("released_digest") == mark:
                 self.rows, self.body = parsed_rows(table.read_text(), str(table)), body
                 self._before = float(body["seconds"])
                 write(self.rows, self.body, self.results, body["id"])
                 return
+        for path in self.folder.glob("tuned*.pt"):  # of another model
+            path.unlink()
         self.body = {
             "format": FORMAT,
             "id": run.settings.id,
             "rounds": run.round_no,
             "released_round": run.best.round,
+            "released_digest": mark,
             "settings": {**run.settings.asdict(), "augment": list(run.settings.augment)},
             "rho": round(run.mark.rho, 5) if run.mark is not None else None,
             "z": _z(run, self.released),
@@ -369,6 +384,11 @@ class Suite:
         order = np.random.default_rng([_SEED, run.settings.seed]).permutation(len(run._y))
         return torch.from_numpy(order[:count]).to(run.device)
 
+    @property
+    def _tuned(self) -> Path:
+        """Where the model is that chains begin with, fine-tuned for so many epochs."""
+        return self.folder / f"tuned-{self.epochs}.pt"
+
     def _student(self) -> Tensor:
         """Where a distilled model starts: weights that nobody else had."""
         height, _, channels = self.images.image
@@ -436,17 +456,20 @@ class Suite:
         accuracy = self.run.fleet.accuracy(vector, *self.run.test)
         last, weights = epoch == self.epochs, self._tensors(vector)
         settings = self._settings(job) | ({} if last else {"epoch": epoch})
+        learnt = None
         if last and job.attack == DISTILLATION:
             ours, theirs = (self.run.fleet.logits(v, self.run.test[0]).argmax(1) for v in (self.released, vector))
-            agreement = float((ours == theirs).float().mean())
-            self.body["distillation"].append({"fraction": job.fraction, "agreement": round(agreement, 4)})
+            learnt = {**settings, "agreement": round(float((ours == theirs).float().mean()), 4)}
         if last and job == Trained("fine-tuning", 0.2):
-            torch.save(vector.cpu(), self.folder / "tuned.pt")
+            _keep(vector, self._tuned)
 
         def finish(z: float | None) -> None:
             row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps)
             if last:
                 self._told(row)
+            if learnt is not None:
+                others = [e for e in self.body["distillation"] if {**e, "agreement": 0} != {**learnt, "agreement": 0}]
+                self.body["distillation"] = [*others, learnt]
             if not self._done(row.attack, row.settings):
                 self._add(row)
 
@@ -507,7 +530,7 @@ class Suite:
                     vector = fleet.model(k)
                     self._judge(name, _KINDS[i % 3], vector)
                     if i == 1:
-                        torch.save(vector.cpu(), self.folder / "innocent.pt")
+                        _keep(vector, self.folder / "innocent.pt")
 
     def _neighbours(self) -> list[tuple[str, Tensor]]:
         """The released models of unmarked runs of the same data and network, of any seed."""
@@ -572,10 +595,9 @@ class Suite:
 
     def _after_training(self) -> None:
         """Chains that begin with fine-tuning."""
-        path = self.folder / "tuned.pt"
-        if not path.exists():
+        if not self._tuned.exists():
             return
-        start = self._tensors(torch.load(path, weights_only=True))
+        start = self._tensors(torch.load(self._tuned, weights_only=True))
         before = [("fine-tuning", self._settings(Trained("fine-tuning", 0.2)))]
         for steps in _TUNED:
             self._weigh(steps, start=start, before=before, aligned=True)

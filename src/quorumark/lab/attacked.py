@@ -62,10 +62,13 @@ class Attacked:
 
     def _kept(self, what: str, rows: Sequence[Row]) -> tuple[str, bool | None, str]:
         floor = self.original.accuracy - _DROP
-        near = [row for row in rows if row.accuracy >= floor - 1e-6 and row.best is not None]  # tables have 6 digits
+        near = [row for row in rows if row.accuracy >= floor - 1e-6]  # tables have 6 digits
         text = f"{what} z ≥ {_LEAST_Z:.0f} until accuracy falls by {100 * _DROP:.0f} points"
         if not near:
             return text, None, ""
+        hidden = next((row for row in near if row.best is None), None)
+        if hidden is not None:  # nothing can be proved of it
+            return text, False, f"not testable: {_named(hidden)}, at {100 * hidden.accuracy:.2f} %; {len(near)} models"
         worst = min(near, key=lambda row: row.best or 0.0)
         least = worst.best or 0.0
         shown = f"least z = {least:.1f} at {100 * worst.accuracy:.2f} %, by {_named(worst)}; {len(near)} models"
@@ -107,11 +110,11 @@ def _sorted(rows: Sequence[Row]) -> list[Row]:
 
 
 def write(rows: Sequence[Row], body: Mapping[str, Any], folder: Path, name: str) -> None:
-    """NAME.csv and NAME.json."""
+    """NAME.json, then NAME.csv: what has a row is done, so all that is known about it must be there before."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / f"{name}.csv", table_text(_sorted(rows)))
     lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in body.items()]
     replace_text(folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    replace_text(folder / f"{name}.csv", table_text(_sorted(rows)))
 
 
 def read_attacked(folder: Path) -> dict[str, Attacked]:
@@ -196,7 +199,12 @@ def _of_run(attacked: Attacked, figures: Path) -> str:
     if rows:
         parts.append(_table(["attack", "settings", "accuracy", "Δ", "z", "aligned"], rows))
     if body["distillation"]:
-        shown = ", ".join(f"{100 * e['fraction']:g} %: {100 * e['agreement']:.1f} %" for e in body["distillation"])
+        entries = sorted(body["distillation"], key=lambda e: (e.get("epochs", EPOCHS), e["fraction"]))
+        after = [f", {e['epochs']} epochs" if "epochs" in e else "" for e in entries]
+        shown = ", ".join(
+            f"{100 * e['fraction']:g} %{epochs}: {100 * e['agreement']:.1f} %"
+            for e, epochs in zip(entries, after, strict=True)
+        )
         parts.append(
             f"Distilled students give the released model's class on the test images, by their data: {shown}.\n"
         )

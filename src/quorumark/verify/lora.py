@@ -51,9 +51,10 @@ _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ d
 _CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weights move little
 _UNIT = 26  # bits of Δ below the cut
 _BLOCK = 1 << 20  # weights of Δ whose products are rounded together: part of the procedure, not to be tuned
-_FACTOR = 24  # bits of a suspect's own factors: a product of two and 2^5 ranks is exact in float64
+_CACHED = 1 << 15  # weights of a product that are summed up at a time: they stay in a cache
+_FAR = 64  # octaves from 1 that the middle of a product may be away
 _LEAST = 2.0**-40  # the base is known to that, as its digest sees it
-_EVEN = 4  # octaves above the middle at which weights are cut while scales are looked for
+_EVEN = 4  # octaves above the middle from which on weights do not count while scales are looked for
 _TURNS = 4  # over rows and columns, to find their scales
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
@@ -117,6 +118,15 @@ class Lora:
                     f"the base has no weight {spec.name!r} of the shape {spec.shape}, as its factors have"
                 )
 
+    def check_anchor(self, anchor: Model) -> None:
+        """Whether the anchor's factors fix a gauge: later it is too late to ask, since the anchor is agreed on."""
+        for layer in self.layers:
+            start = Fixed.of(_whole(anchor, layer.down))
+            try:
+                inverse(times(start, transposed(start)))
+            except SingularError:
+                raise _no_gauge(layer) from None
+
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
         layers = [[layer.down, layer.up, layer.weight, layer.turned] for layer in self.layers]
@@ -132,6 +142,12 @@ class Lora:
         sound = isinstance(taken["layers"], list) and all(isinstance(s, list) and len(s) == 4 for s in taken["layers"])
         require(sound, what, "must list layers of two factors, a weight and how it lies")
         return cls(taken["base"], tuple(Factors(*entry) for entry in taken["layers"]))
+
+
+def _no_gauge(layer: Factors) -> LayoutError:
+    return LayoutError(
+        f"the anchor's factor {layer.down!r} has dependent rows and fixes no gauge: begin with a random A, as PEFT does"
+    )
 
 
 def find_factors(layout: ModelLayout, base: ModelLayout) -> tuple[Factors, ...]:
@@ -230,18 +246,35 @@ def _encoded(block: NDArray[np.float64], top: int) -> Fixed:
 
 
 def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
-    """Rows of B·A. Each row of A is brought to the size of 1, its column of B the other way."""
-    up, down = (np.where(np.isfinite(x), x, 0).astype(np.float64) for x in (up, down))
-    _, exponents = np.frexp(np.abs(down).max(axis=1))
-    with np.errstate(over="ignore", under="ignore"):  # what is not finite counts as 0
-        right, left = Fixed.of(np.ldexp(down, -exponents[:, None]), _FACTOR), np.ldexp(up, exponents[None, :])
+    """Rows of B·A, each weight by itself in float64: Σ_k B_ik·A_kj in the order of k, every step rounded correctly.
+
+    That gives the same bits on every machine, too. In units of the largest number of a factor it would not do: a huge
+    number that nothing reads, or a pair of ranks that cancel, would leave nothing of the others.
+    """
+    columns, rows = (np.ascontiguousarray(_finite(x)) for x in (up.T, down))
+    middles = _middle(columns), _middle(rows)
+    if abs(sum(middles)) > _FAR:  # only with a strength to match: products of that size would count as 0
+        with np.errstate(over="ignore", under="ignore"):
+            columns, rows = (np.ldexp(x, -middle) for x, middle in zip((columns, rows), middles, strict=True))
     info = TensorInfo("F64", (up.shape[0], down.shape[1]))
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
         for begin, end in spans(info, _BLOCK):
-            yield begin, times(Fixed.of(left[begin:end], _FACTOR), right).floats()
+            total = np.zeros((end - begin, info.shape[1]))
+            for part, stop in spans(TensorInfo("F64", total.shape), _CACHED):
+                here = total[part:stop]
+                with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # what is not finite counts as 0
+                    for column, row in zip(columns[:, begin + part : begin + stop], rows, strict=True):
+                        here += column[:, None] * row
+            yield begin, total
 
     return blocks
+
+
+def _middle(values: NDArray[np.float64]) -> int:
+    """The exponent in the middle of the numbers that are not 0."""
+    _, exponents = np.frexp(values[values != 0])
+    return int(np.median(exponents)) if exponents.size else 0
 
 
 def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Blocks:
@@ -284,11 +317,13 @@ def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors)
 def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
     """d and c with Σ (W_ij − d_i·c_j·W₀_ij)² small: rows and columns in turns, by least squares.
 
-    Both are first brought to a size of about 1 everywhere, and cut: a weight that is huge because nothing reads it, or
-    a channel of such weights, would otherwise be all that least squares see.
+    Both are first brought to a size of about 1 everywhere. Weights that are large in either do not count: one that is
+    huge because nothing reads it, or a channel of such weights, would otherwise be all that least squares see. To cut
+    them would not do: one that is cut in one of the two only moves its row by more than Δ does.
     """
     (own, *mine), (public, *bases) = (_evened(x) for x in (ours, theirs))
-    both, square = Fixed.of(own * public), Fixed.of(public * public)
+    usual = np.maximum(np.abs(own), np.abs(public)) < 2.0**_EVEN
+    both, square = (Fixed.of(np.where(usual, x * public, 0.0)) for x in (own, public))
     sides = [(both, square), (transposed(both), transposed(square))]
     scales = [np.zeros(ours.shape[0]), np.ones(ours.shape[1])]
     for turn in range(2 * _TURNS):
@@ -301,11 +336,10 @@ def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[N
 
 
 def _evened(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]:
-    """A matrix without the sizes of its rows and columns, cut at 2^4; and these sizes, in whole octaves."""
+    """A matrix without the sizes of its rows and columns; and these sizes, in whole octaves."""
     bits = _bits(values)
     rows, columns = (((x + 128) >> 8).astype(np.int32) for x in _scales(lambda: iter([(0, bits)]), values.shape))
-    evened = np.ldexp(values, -(rows[:, None] + columns[None, :]))
-    return np.clip(evened, -(2.0**_EVEN), 2.0**_EVEN), rows, columns
+    return np.ldexp(values, -(rows[:, None] + columns[None, :])), rows, columns
 
 
 def _finite(values: NDArray[Any]) -> NDArray[np.float64]:
@@ -391,7 +425,7 @@ class Gauged:
             try:
                 down, up = gauge(self.layers[layer], _whole(self.anchor, layer.down))
             except SingularError:
-                raise LayoutError(f"the anchor's factor {layer.down!r} has dependent rows: it fixes no gauge") from None
+                raise _no_gauge(layer) from None
             self._done = layer, {layer.down: down, layer.up: up}
         whole = self._done[1][name]
         for begin, end in spans(TensorInfo("F32", whole.shape), limit):
