@@ -418,6 +418,9 @@ def test_a_run_on_a_gpu_learns(folder: Path) -> None:
 PLAN = """
 title = "small"
 [[attack]]
+name = "channel-removal"
+ratio = 0.25
+[[attack]]
 name = "fine-tuning"
 text = "other"
 epochs = 1
@@ -468,7 +471,10 @@ def test_the_whole_path_in_miniature(kind: str, folder: Path, tmp_path: Path) ->
     assert marked["perplexity"]["released"] < 0.5 * marked["perplexity"]["initial"]
     found = json.loads((results / "attacks" / "language" / f"{name}.json").read_text())
     rows = {row["attack"] + " " + row["settings"]: row for row in found["rows"]}
-    assert len(rows) == 7
+    assert len(rows) == 8
+    removed = rows["channel-removal ratio 0.25"]
+    assert removed["z"] is None  # its channels are not where they were
+    assert 4 < removed["z_aligned"] < found["released"]["z"]
     assert found["released"]["perplexity"] == marked["perplexity"]["released"]
     moved = rows["permutation + rescaling "]
     assert abs(moved["change"]) < 0.01
@@ -506,27 +512,29 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
     change = 100 * (marked["perplexity"]["released"] / plain["perplexity"]["released"] - 1)
     assert f"| {marked['perplexity']['released']:.3f} | {change:+.3f} % |" in ours
     assert "shorter (4 of 20 rounds, 1 of 3 seeds; released: round 4)" in ours
-    stopped = {**marked, "stopped": "validation had not improved for 1 rounds"}  # the unmarked one is not: no change
+    stopped = {**marked, "stopped": "validation had not improved for a round"}  # the unmarked one is not: no change
     (row,) = [
         line
         for line in make_page([read("language")], {b["id"]: b for b in (stopped, plain)}).splitlines()
         if line.startswith("| smollm2-135m | 4 | rho:0.05 | all |")
     ]
     assert f"| {marked['perplexity']['released']:.3f} |  |" in row
-    assert "stopped (4 of 20 rounds: validation had not improved for 1 rounds; 1 of 3 seeds" in row
+    assert "stopped (4 of 20 rounds: validation had not improved for a round; 1 of 3 seeds" in row
     assert "| c = 0.50 | 10.58 ± 0.03 | +0.57 % | 6.89 ± 2.51 |" in rows
     assert f"## Attacks on {name}" in rows
     assert "| quantisation | scheme q4_0 |" in rows
     file = results / "attacks" / "language" / f"{name}.json"
     body = json.loads(file.read_text())
     useful = {row["attack"]: row for row in body["rows"] if row["change"] <= 5 and "z_aligned" not in row}
+    removed = next(row for row in body["rows"] if row["attack"] == "channel-removal")
     for z, holds in ((21.0, "true"), (19.0, "false")):  # the least of those that cost little, whatever others leave
         told = [{**row, "z": z, **({"z_aligned": z} if "z_aligned" in row else {})} for row in useful.values()]
         moved = {**told[0], "attack": "permutation", "z": 0.1, "z_aligned": z + 0.5}
+        fewer = {**removed, "change": 5.0, "z_aligned": z + 0.5}
         wreck = {**told[0], "attack": "pruning", "settings": "ratio 0.9", "change": 2e5, "perplexity": 3e6, "z": 0.3}
-        file.write_text(json.dumps({**body, "rows": [*told, moved, wreck]}))
+        file.write_text(json.dumps({**body, "rows": [*told, moved, fewer, wreck]}))
         _invoke(words)
-        shown = f"of perplexity: {holds}; the least of {len(told) + 1} is {z:.1f} ({told[0]['attack']}"
+        shown = f"of perplexity: {holds}; the least of {len(told) + 2} is {z:.1f} ({told[0]['attack']}"
         assert shown in page.read_text()
         assert "| pruning | ratio 0.9 | 3.0e+06 | × 2e+03 | 0.3 |" in page.read_text()
     file.write_text(json.dumps(body))

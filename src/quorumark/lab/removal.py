@@ -50,11 +50,6 @@ def _about(job: Job) -> str:
     return "; ".join(", ".join(f"{k} {v}" for k, v in settings.items()) for _, settings in job.steps).strip("; ")
 
 
-def _moves(job: Job) -> bool:
-    """Whether weights are put elsewhere and the function stays: then alignment is for it."""
-    return any(ATTACKS[name].keeps for name, _ in job.steps)
-
-
 # --- what is attacked -------------------------------------------------------------------------------------
 
 
@@ -109,6 +104,10 @@ class Attacked:
         suspect = TensorsInMemory(dict(weights))
         found = align(suspect, self.known.anchor, self.run.layout, self.groups)
         return self.known.z(found.model(suspect))
+
+    def elsewhere(self, job: Job, weights: Mapping[str, Any]) -> bool:
+        """Whether weights may not be where they were: put elsewhere with the function as it was, or channels fewer."""
+        return any(ATTACKS[name].keeps for name, _ in job.steps) or not _alike(weights, self.anchor)
 
     def apply(self, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         """The attacked weights on the CPU, and what it cost."""
@@ -190,17 +189,22 @@ def attack(
     if body.get("released_digest") != mark:
         body = results.attack_record(run, plan.title, mark, _measured(attacked, attacked.released))
     done = {(row["attack"], row["settings"], row["seed"]) for row in body["rows"]}
-    waiting: list[tuple[dict[str, Any], Future[dict[str, float]]]] = []
+    waiting: list[tuple[dict[str, Any], Future[dict[str, float | None]]]] = []
 
     def settle(most: int) -> None:
         """Takes down what is scored, and waits until no more than so many are not."""
         while len(waiting) > most:
             row, scores = waiting.pop(0)
-            row |= scores.result()
+            try:
+                row |= scores.result()
+            except QuorumarkError as error:  # one that cannot be aligned
+                tell(f"{row['attack']} {row['settings']}: {error}")
+                continue
             body["rows"].append(row)
             results.write_lines(body, path)
-            aligned = f", aligned {row['z_aligned']:.1f}" if "z_aligned" in row else ""
-            shown = f"perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), z {row['z']:.1f}{aligned}"
+            found = [f"z {row['z']:.1f}"] if row["z"] is not None else []
+            found += [f"z aligned {row['z_aligned']:.1f}"] if "z_aligned" in row else []
+            shown = f"perplexity {row['perplexity']:.3f} ({row['change']:+.2f} %), {', '.join(found)}"
             tell(f"{row['attack']} {row['settings']}: {shown}, {row['seconds']} s")
 
     with ThreadPoolExecutor(1) as scoring:  # z is computed on the CPU while the next attack has the device
@@ -213,7 +217,7 @@ def attack(
             begun = time.perf_counter()
             try:
                 weights, cost = attacked.apply(job)
-                if _moves(job):
+                if attacked.elsewhere(job, weights):
                     _ = attacked.groups  # here: finding them sets what all threads share
             except QuorumarkError as error:
                 tell(f"{job.name} {_about(job)}: {error}")
@@ -229,10 +233,12 @@ def attack(
     return path
 
 
-def _scored(attacked: Attacked, job: Job, weights: Mapping[str, Any]) -> dict[str, float]:
-    """z, and where weights were moved, z after alignment and what that took."""
-    found = {"z": round(attacked.z(weights), 3)}
-    if _moves(job):
+def _scored(attacked: Attacked, job: Job, weights: Mapping[str, Any]) -> dict[str, float | None]:
+    """z, unless sizes changed; and where weights are elsewhere, z after alignment and what that took."""
+    found: dict[str, float | None] = {"z": None}
+    if _alike(weights, attacked.anchor):
+        found["z"] = round(attacked.z(weights), 3)
+    if attacked.elsewhere(job, weights):
         begun = time.perf_counter()
         found["z_aligned"] = round(attacked.z_aligned(weights), 3)
         found["seconds_aligned"] = round(time.perf_counter() - begun, 1)

@@ -83,7 +83,9 @@ def language_record(run: LanguageRun) -> Callable[[], dict[str, Any]]:
     """
     tokens = {"train": run._blocks.numel(), "validation": run.validation.numel(), "test": run.test.numel()}
     measured = [(entry.round, round(entry.perplexity, 4)) for entry in run.log if entry.perplexity is not None]
-    stopped = f"validation had not improved for {run.settings.patience} rounds" if run.stopped else ""
+    patience = run.settings.patience
+    rounds = f"{patience} rounds" if patience != 1 else "a round"
+    stopped = f"validation had not improved for {rounds}" if run.stopped else ""
     perplexity = {
         "released": round(run.perplexity(run.released, run.test), 5),
         "final": round(run.perplexity(run.model, run.test), 5),
@@ -393,7 +395,7 @@ def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> l
         first.strength,
         f"{sample / 1e6:.1f} M" if (sample := getattr(first, "max_coordinates", 0)) else "all",
         _mean([body["perplexity"]["released"] for body in found], 3),
-        _change(changes),
+        _change(changes, len(found)),
         _mean([body["perplexity"]["initial"] for body in found[:1]], 3),
         *(_mean([body["z"]["released"][name] for body in found], 1) for name in (BALANCED, GLOBAL, MEAN)),
         f"{statistics.fmean(rhos):.4f}" if rhos else "",
@@ -405,11 +407,13 @@ def _as_long(one: dict[str, Any] | None, other: dict[str, Any]) -> bool:
     return one is not None and bool(one["rounds"] == other["rounds"])
 
 
-def _change(percents: list[float]) -> str:
+def _change(percents: list[float], seeds: int) -> str:
+    """What pairs of runs of one seed, with the mark and without, differ by; of how many seeds if not of all."""
     if not percents:
         return ""
     spread = f" ± {statistics.stdev(percents):.3f}" if len(percents) > 1 else ""
-    return f"{statistics.fmean(percents):+.3f}{spread} %"
+    fewer = f" ({len(percents)} of {seeds} seeds)" if len(percents) < seeds else ""
+    return f"{statistics.fmean(percents):+.3f}{spread} %{fewer}"
 
 
 _ALL_CARRY: dict[str, Any] = {"max_coordinates": 0}
@@ -446,7 +450,7 @@ def _attacked(body: dict[str, Any]) -> list[str]:
         f"{plain['perplexity']:.3f} on the test text ({body['initial']['perplexity']:.3f} before fine-tuning), "
         f"z {plain['z']:.1f}. *Change* is against that perplexity.\n"
     )
-    useful = [(max(row["z"], row.get("z_aligned", row["z"])), row) for row in rows if row["change"] <= _USEFUL]
+    useful = [(max(_zs(row)), row) for row in rows if row["change"] <= _USEFUL]
     aim = f"Aim: z ≥ {_AIM} after each attack that costs at most {_USEFUL} % of perplexity"
     if useful:
         z, least = min(useful, key=lambda pair: pair[0])
@@ -454,13 +458,18 @@ def _attacked(body: dict[str, Any]) -> list[str]:
         aim += f": {str(z >= _AIM).lower()}; the least of {len(useful)} is {z:.1f} ({shown})"
     cells = [
         [
-            row["attack"], row["settings"], _perplexity(row["perplexity"]), _cost(row["change"]), f"{row['z']:.1f}",
+            row["attack"], row["settings"], _perplexity(row["perplexity"]), _cost(row["change"]),
+            "" if row["z"] is None else f"{row['z']:.1f}",
             f"{row['z_aligned']:.1f}" if "z_aligned" in row else "", f"{row['seconds']:.0f}",
         ]
         for row in rows
     ]  # fmt: skip
     heads = ["attack", "settings", "perplexity", "change", "z", "z aligned", "seconds"]
     return [f"## Attacks on {body['id']}\n", intro, f"{aim}.\n", _table(heads, cells)]
+
+
+def _zs(row: dict[str, Any]) -> list[float]:
+    return [z for z in (row["z"], row.get("z_aligned")) if z is not None]
 
 
 def _perplexity(value: float) -> str:
