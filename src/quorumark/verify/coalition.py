@@ -242,6 +242,8 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
         f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
         f"than in the anchor; {found.sweeps} sweeps, {settled}"
     ]
+    if found.turn is not None:
+        texts.append("its residual stream had been turned; it was turned back to the anchor's")
     if found.unmixed:
         texts.append(f"the channels of {found.blocks:,} blocks that can be mixed were put back to the anchor's")
     if match.resized:
