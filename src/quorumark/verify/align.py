@@ -475,7 +475,7 @@ class Alignment:
         """What a certificate says about it."""
         more: dict[str, Any] = {} if self.procedure == PROCEDURE else {"blocks": self.blocks}
         if self.procedure == STREAM_PROCEDURE:
-            more["turned"] = self.turn is not None
+            more["turned"] = None if self.turn is None else len(self.turn.matrix)
         return {
             "procedure": self.procedure,
             "groups": self.groups,
@@ -629,14 +629,12 @@ def _turn(
                 if (name, other) in places:
                     values = _gathered(values, other, places[name, other])
             size = values.shape[axis] if values.ndim == ours.ndim else 0
-            theirs = stream.gain_of(suspect, gain, names)
             found = found or Agreement(size, flow.size)
             fits = values.shape == (*ours.shape[:axis], len(found.matrix), *ours.shape[axis + 1 :])
-            if not fits or not 2 <= size <= _GROWTH * flow.size or (theirs is not None and theirs.shape != (size,)):
+            if not fits or not 2 <= size <= _GROWTH * flow.size:
                 return None
-            found.add(
-                stream.vectors(values, axis, theirs), stream.vectors(ours, axis, None if gain is None else gains[gain])
-            )
+            theirs = stream.vectors(values, axis, stream.gain_of(suspect, gain, names, size))
+            found.add(theirs, stream.vectors(ours, axis, None if gain is None else gains[gain]))
         return found
 
     agreement = fitted(rigid, {})

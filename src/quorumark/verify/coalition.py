@@ -249,6 +249,7 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
     if match.resized:
         texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
     if found.surplus:
+        theirs += 0 if found.turn is None else found.turn.surplus
         texts.append(f"{found.surplus:,} of the suspect's {theirs:,} channels are left over")
     return texts
 

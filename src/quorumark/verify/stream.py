@@ -29,7 +29,7 @@ from quorumark.verify.statistic import _BLOCK, Model
 
 UNIT = float(1 << 15)  # the length of a vector: products of 2^23 of them are below 2^53
 _VECTORS = 1 << 13  # that are worked on at a time
-_STEPS = 64  # of Newton and Schulz; each brings a small singular value up by 1.5
+_STEPS = 32  # of Newton and Schulz; each brings a small singular value up by 1.5, but rounding is not to come up, too
 _NEAR = 8.0  # in units of 2^-25
 _CLOSER = 15, 16  # a stream was turned where it comes so much closer than by fitting noise
 _SEEN = 22  # or, of a suspect that is the anchor but for rounding, where cosines rise by 2^-22
@@ -87,16 +87,18 @@ class Agreement:
 
 
 def _inner(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
-    """Σ one·two for numbers below 2^26 and 2^54, in parts of 13 and 27 bits: 2^23 products fit 63 bits."""
+    """Σ one·two for numbers below 2^26 and 2^54, in parts of 13 and 27 bits: the products of a row fit 63 bits."""
     ones, twos = (one & 0x1FFF, one >> 13), (two & 0x7FFFFFF, two >> 27)
-    return sum(int((x * y).sum()) << (13 * i + 27 * j) for i, x in enumerate(ones) for j, y in enumerate(twos))
+    return sum(
+        sum((x * y).sum(axis=1).tolist()) << (13 * i + 27 * j) for i, x in enumerate(ones) for j, y in enumerate(twos)
+    )
 
 
 def polar(matrix: NDArray[np.int64]) -> Rows:
     """(C·Cᵀ)^(−1/2)·C in units of 2^-25: the orthogonal matrix that is closest to C.
 
     Newton and Schulz: X ← (3·I − X·Xᵀ)/2·X, from C scaled so that no singular value is above 1. Directions of which C
-    says nothing stay 0. A suspect with fewer channels has orthonormal rows only, one with more orthonormal columns.
+    says nothing stay near 0. A suspect with fewer channels has orthonormal rows only, one with more only columns.
     """
     rows, columns = matrix.shape
     if rows > columns:
@@ -105,8 +107,8 @@ def polar(matrix: NDArray[np.int64]) -> Rows:
     width = (columns - 1).bit_length() + 1 >> 1  # rows of entries below 2^(25 − width) have a length of at most 2^25
     numbers = np.ldexp(numbers, 25 - width - int(np.frexp(np.abs(numbers).max(initial=0.0))[1]))
     coarse = np.rint(numbers)
-    bound = int(np.abs(coarse @ coarse.T).astype(np.int64).sum(axis=1).max(initial=1))  # ≥ the largest σ²
-    x: Rows = np.rint(numbers * (ONE / np.sqrt(float(max(bound, 1)))))
+    bound = np.ceil(np.abs(coarse @ coarse.T) / 1024.0).sum(axis=1).max(initial=1.0) * 1024.0  # ≥ the largest σ²
+    x: Rows = np.rint(numbers * (ONE / np.sqrt(bound)))
     unit = ONE * np.eye(rows)
     for _ in range(_STEPS):
         square = np.rint((x @ x.T) / ONE)
@@ -125,11 +127,12 @@ def vectors(values: NDArray[Any], axis: int, gain: NDArray[Any] | None) -> Rows:
     return rows if gain is None else rows * gain
 
 
-def gain_of(suspect: Model, name: str | None, names: Mapping[str, str] | None) -> NDArray[np.float64] | None:
-    """A suspect's gains of a norm; None without a norm, or for one that the suspect does not have."""
+def gain_of(suspect: Model, name: str | None, names: Mapping[str, str] | None, size: int) -> NDArray[np.float64] | None:
+    """A suspect's gains of a norm; None without a norm, or where the suspect has not that many."""
     if name is None or (names is not None and name not in names):
         return None
-    return mixing.finite(read(suspect, name if names is None else names[name]))
+    found = mixing.finite(read(suspect, name if names is None else names[name]))
+    return found if found.shape == (size,) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +186,10 @@ class Unturned:
             return self._turn.gains[name].astype(np.float32)
         values = read(self._suspect, name if self._names is None else self._names[name])
         axis, gain = self._turn.axes.get(name, (values.ndim, None))
-        if axis >= values.ndim or values.shape[axis] != len(self._turn.matrix):
+        size = len(self._turn.matrix)
+        if axis >= values.ndim or values.shape[axis] != size:
             return values  # not of the stream, or of another size, which matching says
-        theirs = gain_of(self._suspect, gain, self._names)
+        theirs = gain_of(self._suspect, gain, self._names, size)
         ours = None if gain is None else self._turn.gains[gain]
         with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
             return np.ascontiguousarray(self._turn.back(values, axis, theirs, ours), np.float32)
