@@ -1003,7 +1003,8 @@ def _stream(model: Any, example: Any, trace: _Trace, groups: Groups) -> Stream |
         trace = _traced(model, example)
         groups = _grouped(trace)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = [flow for group in groups.groups if (flow := _flow(trace, group, shapes)) is not None]
+    first = [tuple(knob for knob in scaling if knob.index == 0) for scaling in trace.scales.found()]
+    found = [flow for group in groups.groups if (flow := _flow(group, first, shapes)) is not None]
     for flow in sorted(found, key=lambda flow: -flow.size):
         try:
             _check(model, example, lambda state, rng, flow=flow: _turned(state, flow, rng), "turned")
@@ -1027,10 +1028,10 @@ def _untied(model: Any) -> Any:
     return model
 
 
-def _flow(trace: _Trace, group: Group, shapes: Mapping[str, tuple[int, ...]]) -> Stream | None:
+def _flow(group: Group, scalings: Sequence[Scaling], shapes: Mapping[str, tuple[int, ...]]) -> Stream | None:
     """A group as a stream: gains, what reads through them (it is scaled against them), and all else writes.
 
-    A norm with a bias, which is scaled along with the gain, is none that could be turned.
+    `scalings` are those of first channels. A norm with a bias, which is scaled along with the gain, cannot be turned.
     """
     whole = all(
         (s.offset, s.stride, s.count) == (0, 1, 1) and shapes[s.tensor][s.axis] == group.size for s in group.slots
@@ -1039,8 +1040,8 @@ def _flow(trace: _Trace, group: Group, shapes: Mapping[str, tuple[int, ...]]) ->
         return None
     axes = {(slot.tensor, slot.axis) for slot in group.slots}
     norms: dict[str, tuple[Axis, ...]] = {}
-    for scaling in trace.scales.found():
-        first = [k for k in scaling if k.index == 0 and (k.tensor, k.axis) in axes]
+    for scaling in scalings:
+        first = [k for k in scaling if (k.tensor, k.axis) in axes]
         gains = [k for k in first if len(shapes[k.tensor]) == 1]
         readers = [k for k in first if len(shapes[k.tensor]) > 1]
         if len(gains) == 1 and readers and all(k.exponent == -gains[0].exponent for k in readers):
