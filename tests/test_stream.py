@@ -462,7 +462,7 @@ def derived(kind: str, **more: Any) -> Groups:
 
 
 @pytest.mark.usefixtures("lab")
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_stream_is_found(kind: str, tied: bool) -> None:
     found = derived(kind, tie_word_embeddings=tied)

@@ -215,7 +215,8 @@ def _agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str
 def _how(terms: Terms, text: str) -> dict[str, bool]:
     """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
 
-    Which procedure aligns follows from the groups, which are not needed here: those with mixings have another one.
+    Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
+    others.
     """
     procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
     for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):

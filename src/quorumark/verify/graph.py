@@ -856,8 +856,10 @@ def _repeats(
         return None
     parts: list[dict[Axis, list[int]]] = [defaultdict(list) for _ in range(count)]
     for places in members:
+        # what is shared has as many places under all its names: the bias of a key moves with its row
+        shared = {len(indices) for axis, indices in places.items() if axis in trace.shared}
         for axis, indices in places.items():
-            if axis in trace.shared or len(indices) % count:
+            if len(indices) in shared or len(indices) % count:
                 continue
             size = len(indices) // count
             for r in range(count):
