@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.layout import ModelLayout
 from quorumark.research import TensorsInMemory
-from quorumark.verify import stream
+from quorumark.verify import mixing, stream
 from quorumark.verify.align import Alignment, Group, Groups, Slot, Stream, align
 from quorumark.verify.coalition import combine, prepare
 from quorumark.verify.statistic import canonical_form
@@ -132,7 +132,7 @@ def test_the_matrix_is_that_of_a_decomposition(rows: int, columns: int) -> None:
     matrix = np.rint(2.0**40 * (left * 10.0 ** rng.uniform(-2, 0, size)) @ right.T).astype(np.int64)
     found = stream.polar(matrix)
     assert np.array_equal(found, np.rint(found))
-    assert np.abs(found / stream.ONE - left @ right.T).max() < 1e-5
+    assert np.abs(found / mixing.ONE - left @ right.T).max() < 1e-5
     assert not stream.polar(np.zeros((rows, columns), np.int64)).any()
 
 
@@ -141,7 +141,7 @@ def test_what_the_vectors_say_nothing_about_stays_zero() -> None:
     matrix = np.rint(2.0**30 * rng.standard_normal((12, 4)) @ rng.standard_normal((4, 12))).astype(np.int64)
     left, values, right = np.linalg.svd(matrix.astype(np.float64))
     assert values[4] < 1e-6 * values[3]
-    found = stream.polar(matrix) / stream.ONE
+    found = stream.polar(matrix) / mixing.ONE
     assert np.abs(found - left[:, :4] @ right[:4]).max() < 0.1
 
 
@@ -159,9 +159,9 @@ def test_sums_are_exact() -> None:
         [sum(int(p) * int(q) for p, q in zip(s[:, i], a[:, j], strict=True)) for j in range(6)] for i in range(6)
     ]
     assert np.abs(np.linalg.norm(s, axis=1) / stream.UNIT - 1).max() < 1e-4
-    turn = np.rint(stream.ONE * orthogonal(6, 1))
-    expected = np.square(s - a @ turn.T / stream.ONE).sum() / 2
-    assert found.distance(turn) / stream.ONE == pytest.approx(expected, rel=1e-6)
+    turn = np.rint(mixing.ONE * orthogonal(6, 1))
+    expected = np.square(s - a @ turn.T / mixing.ONE).sum() / 2
+    assert found.distance(turn) / mixing.ONE == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_bytes_are_pinned() -> None:
