@@ -303,6 +303,22 @@ def test_fewer_words_than_channels() -> None:
     assert float(x @ key / np.sqrt(x @ x)) > 0.8 * z(TensorsInMemory(model), key)
 
 
+@pytest.mark.parametrize("more", [-20, -1, 1, 38])
+def test_other_numbers_of_words(more: int) -> None:
+    """Words that were added do not hide a turn, and those that were taken away are only missing."""
+    model, key = marked(1)
+    rng = np.random.default_rng(0)
+    for name in ("embed", "head"):
+        model[name] = np.concatenate([model[name], rng.standard_normal((38, WIDTH)).astype(np.float32)])[: WORDS + more]
+    suspect = turned(model, orthogonal(WIDTH, 3))
+    found = aligned(suspect)
+    assert found.turn is not None
+    assert found.model(TensorsInMemory(suspect)).tensor("embed").shape == (WORDS, WIDTH)
+    assert z_aligned(suspect, key) > 0.9 * z(TensorsInMemory(marked(1)[0]), key)
+    assert GROUPS.resizable()["embed"] == {0, 1}  # matched by name in spite of its size
+    assert Groups(GROUPS.groups).resizable()["embed"] == {1}
+
+
 def test_a_small_turn_is_worth_nothing_either() -> None:
     """There is no size at which a turn is not seen but does harm."""
     model, key = marked(1)
@@ -422,6 +438,8 @@ def test_a_certificate_for_a_stream_that_was_turned(world: World) -> None:
     assert "its residual stream had been turned" in " ".join(found.query.matching)
     innocent = asked(turned(trained(small(), 77), orthogonal(WIDTH, 5)), align=True)
     assert innocent.verdict == "FAILED"
+    longer = {**hidden, **{name: np.concatenate([hidden[name], hidden[name][:6]]) for name in ("embed", "head")}}
+    assert world.known.z_of(prepare(world.reference, longer, align=True).form) > 0.9 * world.known.z(world.marked)
     padded = asked(turned(trained(small(), 78), orthogonal(32, 5)[:, :WIDTH]), align=True)
     assert (padded.verdict, padded.query.surplus) == ("INCONCLUSIVE", 8)
 

@@ -37,7 +37,7 @@ from quorumark.layout import ModelLayout, TensorSpec
 from quorumark.records import canonical, digest, parse, read_json
 from quorumark.verify import _kernels, mixing, statistic, stream
 from quorumark.verify.statistic import _BLOCK, Model
-from quorumark.verify.stream import Agreement, Turn, in_blocks, read
+from quorumark.verify.stream import Agreement, Cut, Turn, in_blocks, read
 
 __all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Mixing", "Slot", "Stream", "align", "assign"]
 
@@ -282,12 +282,20 @@ class Groups:
                 found.setdefault(axis, []).append((mixed.turns, places))
         return found
 
+    def words(self) -> dict[str, int]:
+        """The matrices of the stream whose other axis nothing moves (embeddings, output weights), with that axis."""
+        moved = {(slot.tensor, slot.axis) for group in self.groups for slot in group.slots} | self.blocks().keys()
+        axes = {} if self.stream is None else self.stream.axes()
+        return {name: 1 - axis for name, (axis, _) in axes.items() if axis < 2 and (name, 1 - axis) not in moved}
+
     def resizable(self) -> dict[str, set[int]]:
-        """The axes along which a suspect may have more or fewer channels."""
+        """The axes along which a suspect may have more or fewer channels, or words."""
         axes: dict[str, set[int]] = {}
         for group in self.groups:
             for slot in group.slots:
                 axes.setdefault(slot.tensor, set()).add(slot.axis)
+        for name, axis in self.words().items():
+            axes.setdefault(name, set()).add(axis)
         return axes
 
     def places(self, shapes: Mapping[str, Sequence[int]], orders: Sequence[NDArray[Any]]) -> dict[Axis, Places]:
@@ -442,6 +450,7 @@ class Alignment:
         unmixed: tensors with channels that were mixed, as float32, with these put back.
         blocks: how many blocks of channels were put back so.
         turn: how the residual stream was turned, if it was; it is turned back before anything else.
+        words: how many words matrices of the stream have, on which axis: a suspect's others are cut off.
     """
 
     procedure: str
@@ -454,6 +463,7 @@ class Alignment:
     unmixed: Mapping[str, NDArray[np.float32]] = dataclasses.field(default_factory=dict)
     blocks: int = 0
     turn: Turn | None = None
+    words: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def surplus(self) -> int:
@@ -498,9 +508,9 @@ class AlignedModel:
 
     def __init__(self, suspect: Model, alignment: Alignment, names: Mapping[str, str] | None = None) -> None:
         self._alignment, self._names = alignment, names
-        self._suspect = suspect
+        self._suspect: Model = Cut(suspect, alignment.words, names) if alignment.words else suspect
         if alignment.turn is not None:
-            self._suspect, self._names = alignment.turn.model(suspect, names), None
+            self._suspect, self._names = alignment.turn.model(self._suspect, names), None
 
     def tensor(self, name: str) -> NDArray[Any]:
         """A tensor whole, with zeros where the suspect has nothing."""
@@ -551,8 +561,10 @@ def align(
     if names is not None:
         specs = {name: spec for name, spec in specs.items() if name in names}
     shapes = {spec.name: spec.shape for spec in layout.tensors}
-    turn = None
+    turn, words = None, {}
     if groups.stream is not None:
+        words = {n: (axis, shapes[n][axis]) for n, axis in groups.words().items() if n in specs}
+        suspect = Cut(suspect, words, names)
         turn = _turn(suspect, anchor, groups, groups.stream, shapes, specs, names, progress)
     if turn is not None:
         suspect, names = turn.model(suspect, names), None
@@ -573,7 +585,7 @@ def align(
         if put_back:
             unmixed[name] = values
             count += put_back
-    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn)
+    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words)
 
 
 def _compared(

@@ -199,6 +199,31 @@ class Unturned:
         return in_blocks(self.tensor(name), limit)
 
 
+class Cut:
+    """A suspect with as many words as the anchor: those that come after them are left out, missing ones are 0.
+
+    `words` says for tensors, by the layout's names, on which axis words are, and how many.
+    """
+
+    def __init__(self, suspect: Model, words: Mapping[str, tuple[int, int]], names: Mapping[str, str] | None) -> None:
+        self._suspect = suspect
+        self._words = {name if names is None else names[name]: at for name, at in words.items()}
+
+    def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Some rows of a tensor at a time."""
+        if name not in self._words:
+            yield from self._suspect.blocks(name, limit)
+            return
+        values, (axis, count) = read(self._suspect, name), self._words[name]
+        if axis < values.ndim and values.shape[axis] != count:
+            shape = (*values.shape[:axis], count, *values.shape[axis + 1 :])
+            there = (slice(None),) * axis + (slice(0, min(count, values.shape[axis])),)
+            whole = np.zeros(shape, values.dtype)
+            whole[there] = values[there]
+            values = whole
+        yield from in_blocks(values, limit)
+
+
 def in_blocks(values: NDArray[Any], limit: int) -> Iterator[tuple[int, NDArray[Any]]]:
     """Some rows at a time."""
     if values.ndim == 0:
