@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from quorumark.verify.align import Alignment, Group, Groups, Slot, Stream, align
 from quorumark.verify.coalition import combine, prepare
 from quorumark.verify.statistic import canonical_form
 from tests.consortium import Tensors, World, make_world
+from tests.test_cli import run
 
 WORDS, WIDTH, NEURONS = 90, 24, 40
 FLOW = Stream(
@@ -494,6 +496,19 @@ def test_the_stream_is_found(kind: str, tied: bool) -> None:
     assert norms["model.norm.weight"] == {"lm_head"}
     assert norms["model.layers.1.input_layernorm.weight"] == {"q_proj", "k_proj", "v_proj"}
     assert norms["model.layers.1.post_attention_layernorm.weight"] == {"gate_proj", "up_proj"}
+
+
+@pytest.mark.usefixtures("lab")
+def test_the_command_says_that_there_is_a_stream(environment: dict[str, str], tmp_path: Path) -> None:
+    code, out = tmp_path / "net.py", tmp_path / "groups.json"
+    code.write_text("from tests.lab import llama, gpt2\n")
+    environment = {**environment, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])}
+    done = run(environment, "groups", "--model", f"{code}:llama", "--example", "int:1,6", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "16 mixings, a stream of 48 channels" in done.stdout
+    found = Groups.from_bytes(out.read_bytes())
+    assert found.stream is not None
+    assert found.stream.size == 48
 
 
 def test_what_has_other_norms_has_no_stream(lab: Any) -> None:
