@@ -164,8 +164,9 @@ def test_random_keys_on_the_released_adapter(marked: lab.Run, lora: Lora) -> Non
     assert stats.kstest(zs, "norm").pvalue > 1e-4
 
 
-def test_a_merged_model_with_its_channels_moved(marked: lab.Run, lora: Lora) -> None:
-    """Permuted and rescaled: the base's groups put it back before the base is taken away."""
+@pytest.mark.parametrize("turn", [[], [("residual-rotation", {})]], ids=["moved", "turned and moved"])
+def test_a_merged_model_with_its_channels_moved(marked: lab.Run, lora: Lora, turn: list[Any]) -> None:
+    """Permuted and rescaled, its stream turned: the base's groups put it back before the base is taken away."""
     groups = derive_groups(lab.llama(), WORDS)
     layout: ModelLayout = marked.layout
     people = identities(3)
@@ -177,7 +178,7 @@ def test_a_merged_model_with_its_channels_moved(marked: lab.Run, lora: Lora) -> 
     manifest, _ = deal_key(people, terms)
     reference = Reference.of([manifest], layout, marked.anchor, groups, lora, lab.base())
     target = Target(lab.llama, lab.merged(marked.released), example=WORDS)
-    hidden = chain(target, [("permutation", {}), ("rescaling", {})], seed=3).weights
+    hidden = chain(target, [*turn, ("permutation", {}), ("rescaling", {})], seed=3).weights
     plain = marked.known.z_of(prepare(reference, hidden, lora=True).form)
     prepared = prepare(reference, hidden, lora=True, align=True)
     assert abs(plain) < 4

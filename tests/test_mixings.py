@@ -229,8 +229,8 @@ def test_what_was_found() -> None:
         *[(4, True, 3)] * 8,  # two heads of queries and one of keys: four pairs
         *[(8, False, 3)] * 8,  # one of values, and two that read it
     ]
-    for groups in (gpt2, llama):
-        assert groups.procedure == "anchor-assignment/v2"
+    assert gpt2.procedure == "anchor-assignment/v2"
+    assert llama.procedure == "anchor-assignment/v3"  # it has a stream, too
     assert not cnn.mixings
     assert cnn.procedure == "anchor-assignment/v1"
 
@@ -276,6 +276,10 @@ def test_groups_with_mixings_travel_and_old_ones_stay() -> None:
     again = Groups.from_bytes(groups.to_bytes())
     assert again == groups
     again.check(ModelLayout.of(lab.llama()))
+    mixed = Groups(groups.groups, groups.mixings)  # as written before there were streams
+    assert json.loads(mixed.to_bytes())["format"] == "quorumark-groups/v2"
+    assert "stream" not in json.loads(mixed.to_bytes())
+    assert Groups.from_bytes(mixed.to_bytes()) == mixed
     old = Groups(groups.groups)
     assert json.loads(old.to_bytes())["format"] == "quorumark-groups/v1"
     assert "mixings" not in json.loads(old.to_bytes())

@@ -69,7 +69,7 @@ PUBLIC = {
     statistic: "STATISTICS Canonical canonical_form inner_product norms vector_digest",
     lora: "PROCEDURE Base Factors Gauged Lora base_layout find_factors gauge gauge_suspect is_whole",
     lora_attacks: "change_rank factor_names merge refactor",
-    align: "PROCEDURE AlignedModel Alignment Group Groups Mixing Slot align assign",
+    align: "PROCEDURE AlignedModel Alignment Group Groups Mixing Slot Stream align assign",
     graph: "Knob Scaling derive_groups derive_scalings",
     attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
     plan: "BUILT_IN Job Plan Step known_only read_plan",

@@ -7,7 +7,7 @@ A head compares queries with keys and hands values on to the output: the scores 
     values and outputs   v → A·v, o → o·A⁻¹     any invertible A
 
 and between norms without gains (RMSNorm, its gains folded into what reads them) the whole residual stream may be turned
-by one orthogonal matrix. Alignment undoes the first two (docs/alignment.md, "Mixings").
+by one orthogonal matrix. Alignment undoes all three (docs/alignment.md, "Mixings" and "The residual stream").
 
 Layers are found by the names that transformers uses: c_attn and c_proj (GPT-2), q_proj, k_proj, v_proj and o_proj with
 rotary positions (Llama, Mistral, Qwen2, SmolLM).

@@ -19,7 +19,8 @@ def groups(
     """Find which channels of a model belong together, for `consortium create --groups` and `verify prepare --align`.
 
     Runs your file. The groups are tried before they are written: a permutation must leave the output as it is. So are
-    the mixings: channels within heads that can be replaced by mixtures of each other.
+    the mixings: channels within heads that can be replaced by mixtures of each other; and the stream: channels between
+    RMSNorms that can be turned as a whole.
     """
     from quorumark.errors import InputError
     from quorumark.keystore import write_shared
@@ -38,8 +39,10 @@ def groups(
     write_shared(out, found.to_bytes())
     heads = sum(group.within is not None for group in found.groups)
     channels = sum(group.size for group in found.groups if group.within is None)
+    turning = "" if found.stream is None else f", a stream of {found.stream.size:,} channels"
     typer.echo(
-        f"{len(found.groups)} groups ({heads} within others), {channels:,} channels, {len(found.mixings)} mixings\n"
+        f"{len(found.groups)} groups ({heads} within others), {channels:,} channels, {len(found.mixings)} mixings"
+        f"{turning}\n"
         f"groups {found.digest()}\n"
         f"written to {out}; the consortium agrees on them with: quorumark consortium create --groups {out.name} …"
     )

@@ -15,10 +15,10 @@ shortest augmenting paths on 64-bit integers in a fixed order, ties included. A 
 places of the anchor empty (zeros), one with more has some that nobody takes.
 
 Channels that can be mixed with each other (`Mixing`: values and outputs of a head, queries and keys) are compared by
-what mixing leaves of them, and put back at the end (`quorumark.verify.mixing`).
+what mixing leaves of them, and put back at the end (`quorumark.verify.mixing`). A residual stream that may be turned as
+a whole (`Stream`) is turned back before anything else is matched (`quorumark.verify.stream`).
 
-Not undone: rotations of the residual stream; and a suspect that was made wider can hold decoys (docs/alignment.md,
-"Limits").
+Not undone: a suspect that was made wider can hold decoys (docs/alignment.md, "Limits").
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -36,14 +35,16 @@ from quorumark.checks import is_count, require, take
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.layout import ModelLayout, TensorSpec
 from quorumark.records import canonical, digest, parse, read_json
-from quorumark.verify import _kernels, mixing, statistic
+from quorumark.verify import _kernels, mixing, statistic, stream
 from quorumark.verify.statistic import _BLOCK, Model
+from quorumark.verify.stream import Agreement, Cut, Turn, in_blocks, read
 
-__all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Mixing", "Slot", "align", "assign"]
+__all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Mixing", "Slot", "Stream", "align", "assign"]
 
 PROCEDURE = "anchor-assignment/v1"
 MIXING_PROCEDURE = "anchor-assignment/v2"  # of groups with mixings; those without any are aligned as before
-PROCEDURES = (PROCEDURE, MIXING_PROCEDURE)
+STREAM_PROCEDURE = "anchor-assignment/v3"  # of groups with a stream, with or without mixings
+PROCEDURES = (PROCEDURE, MIXING_PROCEDURE, STREAM_PROCEDURE)
 _SWEEPS = 20  # a suspect that is the model in disguise needs 2 or 3
 _GROWTH = 8  # a suspect with more than so many times the channels is not matched: the work grows with them
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
@@ -142,17 +143,85 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """All coupled groups of a model; a group comes before the groups within it. And what may be mixed.
+class Stream:
+    """A residual stream of `size` channels that may be turned by one orthogonal matrix, once gains are folded.
 
-    Without mixings it is written as before there were any, and has the same digest.
+    `writers` are the tensors that write to it (embeddings, the last layers of blocks, their biases), each with the axis
+    that is the stream; `norms` has for each RMSNorm the tensor of its gains, and what reads the stream through it.
+    """
+
+    size: int
+    writers: tuple[Axis, ...]
+    norms: tuple[tuple[str, tuple[Axis, ...]], ...]
+
+    def axes(self) -> dict[str, tuple[int, str | None]]:
+        """For each tensor, the axis that is the stream, and the gains of the norm that it reads, if it reads one."""
+        found: dict[str, tuple[int, str | None]] = {tensor: (axis, None) for tensor, axis in self.writers}
+        return found | {tensor: (axis, gain) for gain, readers in self.norms for tensor, axis in readers}
+
+    def gains(self) -> list[str]:
+        return [gain for gain, _ in self.norms]
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Whether it is a stream of a layout with these shapes."""
+        axes = [*self.writers, *(axis for _, readers in self.norms for axis in readers)]
+        for tensor, axis in [*axes, *((gain, 0) for gain in self.gains())]:
+            shape = shapes.get(tensor)
+            if shape is None or axis >= len(shape):
+                raise LayoutError(f"the stream names {tensor!r}, axis {axis}, which the layout has not")
+            if shape[axis] != self.size:
+                raise LayoutError(f"the stream has {self.size} channels, tensor {tensor!r} {shape[axis]}")
+        if any(len(shapes[gain]) != 1 for gain in self.gains()):
+            raise LayoutError("the gains of a stream's norms must have one dimension")
+        names = [*self.gains(), *(tensor for tensor, _ in axes)]
+        if len(set(names)) != len(names):
+            raise LayoutError("a stream has the same tensor twice")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "writers": [list(axis) for axis in self.writers],
+            "norms": [{"gain": gain, "readers": [list(axis) for axis in readers]} for gain, readers in self.norms],
+        }
+
+    @classmethod
+    def read(cls, entry: Any) -> Self:
+        what = "a stream"
+        taken = take(entry, ["size", "writers", "norms"], what)
+        norms = [take(norm, ["gain", "readers"], "a norm of a stream") for norm in _listed(taken["norms"], what)]
+        writers, readers = _axes(taken["writers"]), [_axes(norm["readers"]) for norm in norms]
+        gains = [norm["gain"] for norm in norms]
+        return cls(taken["size"], writers, tuple(zip(gains, readers, strict=True)))
+
+    def __post_init__(self) -> None:
+        what = "a stream"
+        require(is_count(self.size, 2) and self.size < 1 << 16, what, "must have two channels or more")
+        require(bool(self.writers) and bool(self.norms), what, "must have writers and norms")
+        require(all(isinstance(gain, str) for gain in self.gains()), what, "must name its norms' gains")
+        for tensor, axis in [*self.writers, *(axis for _, readers in self.norms for axis in readers)]:
+            require(isinstance(tensor, str) and is_count(axis) and axis < 1 << 8, what, "has an axis that is none")
+
+
+def _axes(value: Any) -> tuple[Axis, ...]:
+    listed = _listed(value, "the axes of a stream")
+    require(all(isinstance(axis, list) and len(axis) == 2 for axis in listed), "a stream", "has the wrong shape")
+    return tuple((tensor, axis) for tensor, axis in listed)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All coupled groups of a model; a group comes before the groups within it. And what may be mixed or turned.
+
+    Without a stream and without mixings it is written as before there were any, and has the same digest.
     """
 
     FORMAT: ClassVar[str] = "quorumark-groups/v1"
     MIXED_FORMAT: ClassVar[str] = "quorumark-groups/v2"
+    STREAM_FORMAT: ClassVar[str] = "quorumark-groups/v3"
 
     groups: tuple[Group, ...]
     mixings: tuple[Mixing, ...] = ()
+    stream: Stream | None = None
 
     def __post_init__(self) -> None:
         for number, mixed in enumerate(self.mixings):
@@ -193,6 +262,10 @@ class Groups:
             for slot in (*mixed.slots, *mixed.against):
                 _check_slot(slot, mixed.size, shapes)
         blocks = self.blocks()
+        if self.stream is not None:
+            self.stream.check(shapes)
+            if any((tensor, axis) in blocks for tensor, (axis, _) in self.stream.axes().items()):
+                raise LayoutError("a mixing has channels of the stream")
         for axis, of_axis in blocks.items():
             every = np.concatenate([places.reshape(-1) for _, places in of_axis])
             if np.unique(every).size != every.size:
@@ -209,12 +282,20 @@ class Groups:
                 found.setdefault(axis, []).append((mixed.turns, places))
         return found
 
+    def words(self) -> dict[str, int]:
+        """The matrices of the stream whose other axis nothing moves (embeddings, output weights), with that axis."""
+        moved = {(slot.tensor, slot.axis) for group in self.groups for slot in group.slots} | self.blocks().keys()
+        axes = {} if self.stream is None else self.stream.axes()
+        return {name: 1 - axis for name, (axis, _) in axes.items() if axis < 2 and (name, 1 - axis) not in moved}
+
     def resizable(self) -> dict[str, set[int]]:
-        """The axes along which a suspect may have more or fewer channels."""
+        """The axes along which a suspect may have more or fewer channels, or words."""
         axes: dict[str, set[int]] = {}
         for group in self.groups:
             for slot in group.slots:
                 axes.setdefault(slot.tensor, set()).add(slot.axis)
+        for name, axis in self.words().items():
+            axes.setdefault(name, set()).add(axis)
         return axes
 
     def places(self, shapes: Mapping[str, Sequence[int]], orders: Sequence[NDArray[Any]]) -> dict[Axis, Places]:
@@ -240,7 +321,7 @@ class Groups:
             }
             for g in self.groups
         ]
-        if not self.mixings:
+        if not self.mixings and self.stream is None:
             return canonical({"format": self.FORMAT, "groups": body})
         mixed = [
             {
@@ -250,7 +331,10 @@ class Groups:
             }
             for m in self.mixings
         ]
-        return canonical({"format": self.MIXED_FORMAT, "groups": body, "mixings": mixed})
+        if self.stream is None:
+            return canonical({"format": self.MIXED_FORMAT, "groups": body, "mixings": mixed})
+        told = {"format": self.STREAM_FORMAT, "groups": body, "mixings": mixed, "stream": self.stream.as_dict()}
+        return canonical(told)
 
     def digest(self) -> str:
         return digest("groups", self.to_bytes()).hex()
@@ -258,18 +342,22 @@ class Groups:
     @property
     def procedure(self) -> str:
         """How a suspect is aligned with these groups."""
+        if self.stream is not None:
+            return STREAM_PROCEDURE
         return MIXING_PROCEDURE if self.mixings else PROCEDURE
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         what = "a model's groups"
-        mixed = _format(data, what) == cls.MIXED_FORMAT
-        body = parse(data, cls.MIXED_FORMAT if mixed else cls.FORMAT, what)
-        fields = take(body, ["groups", "mixings"] if mixed else ["groups"], what)
+        more = {cls.MIXED_FORMAT: ["mixings"], cls.STREAM_FORMAT: ["mixings", "stream"]}
+        kind = _format(data, what)
+        kind = kind if kind in more else cls.FORMAT
+        fields = take(parse(data, kind, what), ["groups", *more.get(kind, [])], what)
         listed = fields["groups"]
         require(isinstance(listed, list), what, "must be a list")
         mixings = [_read_mixing(entry) for entry in _listed(fields.get("mixings", []), "a model's mixings")]
-        require(bool(mixings) == mixed, what, "must have mixings in format v2")
+        require(bool(mixings) or kind != cls.MIXED_FORMAT, what, "must have mixings in format v2")
+        turning = Stream.read(fields["stream"]) if kind == cls.STREAM_FORMAT else None
         groups = []
         for entry in listed:
             taken = take(entry, ["size", "slots", "within"], "a group")
@@ -279,7 +367,7 @@ class Groups:
             groups.append(
                 Group(taken["size"], tuple(Slot(*s) for s in slots), None if within is None else tuple(within))
             )
-        return cls(tuple(groups), tuple(mixings))
+        return cls(tuple(groups), tuple(mixings), turning)
 
 
 def _format(data: bytes, what: str) -> Any:
@@ -361,6 +449,8 @@ class Alignment:
         places: for each axis, which of the suspect's places comes where; −1 for none.
         unmixed: tensors with channels that were mixed, as float32, with these put back.
         blocks: how many blocks of channels were put back so.
+        turn: how the residual stream was turned, if it was; it is turned back before anything else.
+        words: how many words matrices of the stream have, on which axis: a suspect's others are cut off.
     """
 
     procedure: str
@@ -372,24 +462,30 @@ class Alignment:
     places: Mapping[Axis, Places]
     unmixed: Mapping[str, NDArray[np.float32]] = dataclasses.field(default_factory=dict)
     blocks: int = 0
+    turn: Turn | None = None
+    words: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def surplus(self) -> int:
         """How many of the suspect's elements nobody took. If there are any, a small z does not clear the suspect."""
-        return sum(theirs - matched for _, theirs, matched in self.sizes)
+        turned = 0 if self.turn is None else self.turn.surplus
+        return turned + sum(theirs - matched for _, theirs, matched in self.sizes)
 
     def digest(self) -> str:
-        """Of every place, and of every tensor whose channels were put back from mixtures."""
+        """Of every place, of every tensor whose channels were put back from mixtures, and of a turned stream."""
         parts = [
             canonical([tensor, axis]) + self.places[tensor, axis].astype("<i8").tobytes()
             for tensor, axis in sorted(self.places)
         ]
         parts += [canonical([name]) + self.unmixed[name].astype("<f4").tobytes() for name in sorted(self.unmixed)]
+        parts += [] if self.turn is None else [canonical(["stream"]) + self.turn.to_bytes()]
         return digest("alignment", *parts).hex()
 
     def as_dict(self) -> dict[str, Any]:
         """What a certificate says about it."""
-        mixed = {"blocks": self.blocks} if self.procedure == MIXING_PROCEDURE else {}
+        more: dict[str, Any] = {} if self.procedure == PROCEDURE else {"blocks": self.blocks}
+        if self.procedure == STREAM_PROCEDURE:
+            more["turned"] = None if self.turn is None else len(self.turn.matrix)
         return {
             "procedure": self.procedure,
             "groups": self.groups,
@@ -399,7 +495,7 @@ class Alignment:
             "sweeps": self.sweeps,
             "stable": self.stable,
             "places": self.digest(),
-            **mixed,
+            **more,
         }
 
     def model(self, suspect: Model, names: Mapping[str, str] | None = None) -> AlignedModel:
@@ -411,13 +507,16 @@ class AlignedModel:
     """A suspect that is read in the anchor's order: what `canonical_form` takes, under the layout's names."""
 
     def __init__(self, suspect: Model, alignment: Alignment, names: Mapping[str, str] | None = None) -> None:
-        self._suspect, self._alignment, self._names = suspect, alignment, names
+        self._alignment, self._names = alignment, names
+        self._suspect: Model = Cut(suspect, alignment.words, names) if alignment.words else suspect
+        if alignment.turn is not None:
+            self._suspect, self._names = alignment.turn.model(self._suspect, names), None
 
     def tensor(self, name: str) -> NDArray[Any]:
         """A tensor whole, with zeros where the suspect has nothing."""
         if name in self._alignment.unmixed:
             return self._alignment.unmixed[name]
-        values = _whole(self._suspect, name if self._names is None else self._names[name])
+        values = read(self._suspect, name if self._names is None else self._names[name])
         for axis in range(values.ndim):
             places = self._alignment.places.get((name, axis))
             if places is not None:
@@ -426,17 +525,7 @@ class AlignedModel:
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
         """Some rows of a tensor at a time."""
-        values = self.tensor(name)
-        if values.ndim == 0:
-            values = values.reshape(1)
-        step = max(1, limit // max(1, prod(values.shape[1:])))
-        for begin in range(0, values.shape[0], step):
-            yield begin, values[begin : begin + step]
-
-
-def _whole(model: Model, name: str) -> NDArray[Any]:
-    parts = [values for _, values in model.blocks(name, _BLOCK)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return in_blocks(self.tensor(name), limit)
 
 
 def _gathered(values: NDArray[Any], axis: int, places: Places) -> NDArray[Any]:
@@ -471,19 +560,19 @@ def align(
     specs = {s.name: s for s in layout.tensors if s.role in ("carrier", "plain") and len(s.shape) >= 2 and s.size}
     if names is not None:
         specs = {name: spec for name, spec in specs.items() if name in names}
+    shapes = {spec.name: spec.shape for spec in layout.tensors}
+    turn, words = None, {}
+    if groups.stream is not None:
+        words = {n: (axis, shapes[n][axis]) for n, axis in groups.words().items() if n in specs}
+        suspect = Cut(suspect, words, names)
+        turn = _turn(suspect, anchor, groups, groups.stream, shapes, specs, names, progress)
+    if turn is not None:
+        suspect, names = turn.model(suspect, names), None
     mixed = {axis[0] for axis in groups.blocks()} & specs.keys()
     used = sorted(({slot.tensor for group in groups.groups for slot in group.slots} | mixed) & specs.keys())
     if not used:
         raise InconclusiveError("none of the tensors that could be aligned is in the suspect")
-    ours, theirs = {}, {}
-    for name in used:
-        if progress is not None:
-            progress(f"aligning: {name}")
-        ours[name] = _features(anchor, name, specs[name])
-        theirs[name] = _features(suspect, name if names is None else names[name], None)
-        if theirs[name].ndim != ours[name].ndim:
-            raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
-    shapes = {spec.name: spec.shape for spec in layout.tensors}
+    ours, theirs = _compared(suspect, anchor, {name: specs[name] for name in used}, names, progress)
     found = _Matching(groups, shapes, ours, theirs, progress).run()
     matched = found.model(suspect, names)
     blocks = groups.blocks()
@@ -492,11 +581,114 @@ def align(
         if progress is not None:
             progress(name)
         of_tensor = {axis: listed for (tensor, axis), listed in blocks.items() if tensor == name}
-        values, put_back = _unmixed(matched.tensor(name), _whole(anchor, name), of_tensor)
+        values, put_back = _unmixed(matched.tensor(name), read(anchor, name), of_tensor)
         if put_back:
             unmixed[name] = values
             count += put_back
-    return dataclasses.replace(found, unmixed=unmixed, blocks=count)
+    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words)
+
+
+def _compared(
+    suspect: Model,
+    anchor: Model,
+    specs: Mapping[str, TensorSpec],
+    names: Mapping[str, str] | None,
+    progress: Callable[[str], None] | None,
+) -> tuple[dict[str, NDArray[np.int8]], dict[str, NDArray[np.int8]]]:
+    """What is compared of some tensors: the anchor's and the suspect's."""
+    ours, theirs = {}, {}
+    for name, spec in specs.items():
+        if progress is not None:
+            progress(f"aligning: {name}")
+        ours[name] = _features(anchor, name, spec)
+        theirs[name] = _features(suspect, name if names is None else names[name], None)
+        if theirs[name].ndim != ours[name].ndim:
+            raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
+    return ours, theirs
+
+
+# --- the stream -------------------------------------------------------------------------------------------
+
+
+def _turn(
+    suspect: Model,
+    anchor: Model,
+    groups: Groups,
+    flow: Stream,
+    shapes: Mapping[str, tuple[int, ...]],
+    specs: Mapping[str, TensorSpec],
+    names: Mapping[str, str] | None,
+    progress: Callable[[str], None] | None,
+) -> Turn | None:
+    """How the suspect's stream was turned; None if it was not.
+
+    First by what nothing else can move (words); then the channels of all that cannot be mixed (neurons) are put in
+    order, and the matrix is fitted to these as well.
+    """
+    axes = {name: at for name, at in flow.axes().items() if name in specs}
+    kept, clear, rigid = _in_order_but_for(groups, axes)
+    gains = {name: mixing.finite(read(anchor, name)) for name in flow.gains()}
+
+    def fitted(tensors: Sequence[str], places: Mapping[Axis, Places]) -> Agreement | None:
+        """C of some tensors, their other axes in the anchor's order; None if their sizes do not fit."""
+        found = None
+        for name in tensors:
+            if progress is not None:
+                progress(f"the stream: {name}")
+            axis, gain = axes[name]
+            values, ours = read(suspect, name if names is None else names[name]), read(anchor, name)
+            for other in range(ours.ndim):
+                if (name, other) in places:
+                    values = _gathered(values, other, places[name, other])
+            size = values.shape[axis] if values.ndim == ours.ndim else 0
+            found = found or Agreement(size, flow.size)
+            fits = values.shape == (*ours.shape[:axis], len(found.matrix), *ours.shape[axis + 1 :])
+            if not fits or not 2 <= size <= _GROWTH * flow.size:
+                return None
+            theirs = stream.vectors(values, axis, stream.gain_of(suspect, gain, names, size))
+            found.add(theirs, stream.vectors(ours, axis, None if gain is None else gains[gain]))
+        return found
+
+    agreement = fitted(rigid, {})
+    if agreement is None or not agreement.count:
+        return None
+    turn = Turn(stream.polar(agreement.matrix), flow.axes(), gains)
+    if kept.groups:
+        used = sorted({slot.tensor for group in kept.groups for slot in group.slots} & specs.keys())
+        back = turn.model(suspect, names)
+        ours, theirs = _compared(back, anchor, {name: specs[name] for name in used}, None, progress)
+        agreement = fitted(clear, _Matching(kept, shapes, ours, theirs, progress).run().places)
+        if agreement is None:
+            return None
+        turn = dataclasses.replace(turn, matrix=stream.polar(agreement.matrix))
+    moved = stream.permutation(assign(turn.matrix.astype(np.int64)), flow.size)
+    return turn if agreement.is_turned(turn.matrix, moved) else None
+
+
+def _in_order_but_for(
+    groups: Groups, axes: Mapping[str, tuple[int, str | None]]
+) -> tuple[Groups, list[str], list[str]]:
+    """Groups that move only what nothing mixes; tensors of the stream that these alone move; those that none does."""
+    mixed = {tensor for tensor, _ in groups.blocks()}
+    numbers: dict[int, int] = {}  # of the groups that are kept, in the old count: the new one
+    kept: list[Group] = []
+    moving: dict[Axis, set[int]] = {}
+    for number, group in enumerate(groups.groups):
+        for slot in group.slots:
+            moving.setdefault((slot.tensor, slot.axis), set()).add(number)
+        apart = all(slot.tensor not in mixed and axes.get(slot.tensor, (-1,))[0] != slot.axis for slot in group.slots)
+        if apart and (group.within is None or group.within[0] in numbers):
+            within = None if group.within is None else (numbers[group.within[0]], group.within[1])
+            numbers[number] = len(kept)
+            kept.append(dataclasses.replace(group, within=within))
+    clear, rigid = [], []
+    for name, (axis, _) in sorted(axes.items()):
+        movers = set().union(*(which for (tensor, other), which in moving.items() if tensor == name and other != axis))
+        if name not in mixed and movers <= numbers.keys():
+            clear.append(name)
+            if not movers:
+                rigid.append(name)
+    return Groups(tuple(kept)), clear, rigid
 
 
 def _unmixed(
@@ -557,7 +749,7 @@ def _sized(values: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.int64],
 
 def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.int8]:
     """A tensor's balanced weights in 8 bits."""
-    values = np.ascontiguousarray(_whole(model, name))
+    values = np.ascontiguousarray(read(model, name))
     if spec is not None and values.shape != spec.shape:
         raise LayoutError(f"tensor {name!r} of the anchor must have the shape {spec.shape}")
     if values.ndim < 2:

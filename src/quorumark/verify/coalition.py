@@ -215,7 +215,8 @@ def _agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str
 def _how(terms: Terms, text: str) -> dict[str, bool]:
     """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
 
-    Which procedure aligns follows from the groups, which are not needed here: those with mixings have another one.
+    Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
+    others.
     """
     procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
     for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):
@@ -242,11 +243,14 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
         f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
         f"than in the anchor; {found.sweeps} sweeps, {settled}"
     ]
+    if found.turn is not None:
+        texts.append("its residual stream had been turned; it was turned back to the anchor's")
     if found.unmixed:
         texts.append(f"the channels of {found.blocks:,} blocks that can be mixed were put back to the anchor's")
     if match.resized:
         texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
     if found.surplus:
+        theirs += 0 if found.turn is None else found.turn.surplus
         texts.append(f"{found.surplus:,} of the suspect's {theirs:,} channels are left over")
     return texts
 

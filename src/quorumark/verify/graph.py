@@ -11,8 +11,9 @@ Atoms that were joined must move together; those that then look alike, and are n
 other: a group. The same walk follows which channels may be scaled, against which others, without a change of the
 function. A group that nothing but sums and products with matrices happened to, and whose channels may be scaled, may be
 mixed by any invertible matrix; the queries and keys of a head that constants tell apart may be turned in pairs, if they
-are turned by positions. All is checked in the end: on a copy with random weights, permuted, mixed and rescaled, the
-output must stay.
+are turned by positions. A group whose gains may be scaled against what reads them is a residual stream that may be
+turned, if the norms are RMSNorms. All is checked in the end: on a copy with random weights, permuted, mixed, turned and
+rescaled, the output must stay.
 
 Needs the extra `torch`; a verifier never comes here.
 """
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
-from quorumark.verify.align import Group, Groups, Mixing, Slot
+from quorumark.verify.align import Group, Groups, Mixing, Slot, Stream
 
 __all__ = ["Knob", "Scaling", "derive_groups", "derive_scalings"]
 
@@ -54,7 +55,7 @@ def derive_groups(model: Any, example: Any) -> Groups:
     """The coupled groups of a torch module, run on an example: a tensor, a tuple of them, or keyword arguments.
 
     A model whose operations are not understood, or whose output does not survive a permutation of what was found, is a
-    LayoutError. Of what may be mixed only that is kept which the output survives.
+    LayoutError. Of what may be mixed or turned only that is kept which the output survives.
     """
     trace = _traced(model, example)
     groups = _grouped(trace)
@@ -63,7 +64,8 @@ def derive_groups(model: Any, example: Any) -> Groups:
     pairs: list[Mixing] = []
     for halves in (True, False):
         pairs = pairs or _sound_mixings(model, example, _turning(trace, halves=halves))
-    return Groups(groups.groups, tuple(sorted([*mixings, *pairs], key=lambda m: (m.slots, m.against))))
+    every = tuple(sorted([*mixings, *pairs], key=lambda m: (m.slots, m.against)))
+    return Groups(groups.groups, every, _stream(model, example, trace, groups))
 
 
 def derive_scalings(model: Any, example: Any) -> tuple[Scaling, ...]:
@@ -854,8 +856,10 @@ def _repeats(
         return None
     parts: list[dict[Axis, list[int]]] = [defaultdict(list) for _ in range(count)]
     for places in members:
+        # what is shared has as many places under all its names: the bias of a key moves with its row
+        shared = {len(indices) for axis, indices in places.items() if axis in trace.shared}
         for axis, indices in places.items():
-            if axis in trace.shared or len(indices) % count:
+            if len(indices) in shared or len(indices) % count:
                 continue
             size = len(indices) // count
             for r in range(count):
@@ -985,6 +989,84 @@ def _sound_mixings(model: Any, example: Any, mixings: list[Mixing]) -> list[Mixi
         parts = (mixings[:half], mixings[half:]) if half else ()
         return [mixing for part in parts for mixing in _sound_mixings(model, example, part)]
     return mixings
+
+
+# --- what may be turned -----------------------------------------------------------------------------------
+
+
+def _stream(model: Any, example: Any, trace: _Trace, groups: Groups) -> Stream | None:
+    """The largest group that may be turned as a whole once gains are folded into what reads them, if there is one.
+
+    Output weights that are tied to the embeddings read the stream through the last norm, embeddings do not: a copy in
+    which they are two tensors is looked at.
+    """
+    if any(len(names) > 1 for names in trace.aliases.values()):
+        model = _untied(model)
+        trace = _traced(model, example)
+        groups = _grouped(trace)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    first = [tuple(knob for knob in scaling if knob.index == 0) for scaling in trace.scales.found()]
+    found = [flow for group in groups.groups if (flow := _flow(group, first, shapes)) is not None]
+    for flow in sorted(found, key=lambda flow: -flow.size):
+        try:
+            _check(model, example, lambda state, rng, flow=flow: _turned(state, flow, rng), "turned")
+        except LayoutError:
+            continue
+        return flow
+    return None
+
+
+def _untied(model: Any) -> Any:
+    """A copy without tied weights."""
+    import torch
+
+    model = copy.deepcopy(model)
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, torch.nn.Parameter(tensor.detach().clone()))
+        seen.add(id(tensor))
+    return model
+
+
+def _flow(group: Group, scalings: Sequence[Scaling], shapes: Mapping[str, tuple[int, ...]]) -> Stream | None:
+    """A group as a stream: gains, what reads through them (it is scaled against them), and all else writes.
+
+    `scalings` are those of first channels. A norm with a bias, which is scaled along with the gain, cannot be turned.
+    """
+    whole = all(
+        (s.offset, s.stride, s.count) == (0, 1, 1) and shapes[s.tensor][s.axis] == group.size for s in group.slots
+    )
+    if group.within is not None or not whole:
+        return None
+    axes = {(slot.tensor, slot.axis) for slot in group.slots}
+    norms: dict[str, tuple[Axis, ...]] = {}
+    for scaling in scalings:
+        first = [k for k in scaling if (k.tensor, k.axis) in axes]
+        gains = [k for k in first if len(shapes[k.tensor]) == 1]
+        readers = [k for k in first if len(shapes[k.tensor]) > 1]
+        if len(gains) == 1 and readers and all(k.exponent == -gains[0].exponent for k in readers):
+            norms[gains[0].tensor] = tuple(sorted((k.tensor, k.axis) for k in readers))
+    read = {axis for readers in norms.values() for axis in readers} | {(gain, 0) for gain in norms}
+    writers = tuple(sorted(axes - read))
+    if not norms or not any(len(shapes[tensor]) > 1 for tensor, _ in writers):
+        return None
+    return Stream(group.size, writers, tuple(sorted(norms.items())))
+
+
+def _turned(state: dict[str, Any], flow: Stream, rng: np.random.Generator) -> dict[str, Any]:
+    """Gains folded, and a random orthogonal matrix."""
+    import torch
+
+    by = torch.from_numpy(np.linalg.qr(rng.standard_normal((flow.size, flow.size)))[0])
+    for name, (axis, gain) in flow.axes().items():
+        values = state[name].movedim(axis, -1)
+        values = values if gain is None else values * state[gain]
+        state[name] = (values @ by.T.to(values)).movedim(-1, axis).contiguous()
+    for gain in flow.gains():
+        state[gain] = torch.ones_like(state[gain])
+    return state
 
 
 # --- what was found is tried ------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class Match:
 
     Attributes:
         names: carrier → the suspect's tensor, for every carrier that is there with its exact shape as floats.
-        plain: the same for matrices that do not carry (embeddings): they help to align.
+        plain: the same for what does not carry (embeddings, the gains of norms): it helps to align.
         resized: the carriers in `names` that have more or fewer channels, where that was allowed.
         stripped, added: a suspect's name without the first and behind the second is the layout's name.
         missing: carriers that are not there at all.
@@ -298,7 +298,7 @@ def match_layout(
     problems: list[str] = []
     covered = 0
     for spec in layout.tensors:
-        if spec.role == "plain" and len(spec.shape) >= 2:
+        if spec.role == "plain":
             there = [known[name] for name in (spec.name, *aliases.get(spec.name, ())) if name in known]
             if there and _fits(suspect, there[0], spec, resizable):
                 plain[spec.name] = there[0]
