@@ -567,3 +567,26 @@ def _invoke(words: list[str]) -> Any:
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done
+
+
+def test_the_table_of_attacks_in_the_docs_is_what_was_measured(root: Path) -> None:
+    """docs/attacks.md, "On a language model": each change and each z, rounded as it shows them, in a row of the file."""
+    (body,) = (json.loads(file.read_text()) for file in (root / "results" / "attacks" / "language").glob("*.json"))
+    pairs = {(change, f"{row['z']:.1f}") for row in body["rows"] for change in _shown(row["change"])}
+    section = (root / "docs" / "attacks.md").read_text().split("**On a language model**")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    seen = 0
+    for _, changes, zs in lines[1:-1]:  # the last one has no change
+        for change, z in zip(changes.split("; "), zs.split("; "), strict=True):
+            assert (change.removesuffix(" %"), z) in pairs
+            seen += 1
+    assert seen == 16
+    moved = [row for row in body["rows"] if "z_aligned" in row]
+    assert [f"{row['z']:.1f}".replace("-", "−") for row in moved] == ["−0.8", "138.3", "106.5"]
+    assert all(round(row["z_aligned"]) == 138 for row in moved)
+    useful = [row for row in body["rows"] if row["change"] <= 5]
+    assert f"within 5 % leaves z ≥ {min(max(r['z'], r.get('z_aligned', 0)) for r in useful):.1f}" in section
+
+
+def _shown(change: float) -> set[str]:
+    return {f"{change:+.{digits}f}".replace("-", "−") for digits in (1, 2)}
