@@ -570,7 +570,7 @@ def _invoke(words: list[str]) -> Any:
 
 
 def test_the_table_of_attacks_in_the_docs_is_what_was_measured(root: Path) -> None:
-    """docs/attacks.md, "On a language model": each change and each z, rounded as it shows them, in a row of the file."""
+    """docs/attacks.md, "On a language model": each change and each z, rounded as shown, is in a row of the file."""
     (body,) = (json.loads(file.read_text()) for file in (root / "results" / "attacks" / "language").glob("*.json"))
     pairs = {(change, f"{row['z']:.1f}") for row in body["rows"] for change in _shown(row["change"])}
     section = (root / "docs" / "attacks.md").read_text().split("**On a language model**")[1].split("\n## ")[0]
