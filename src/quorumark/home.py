@@ -23,6 +23,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import tarfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -35,6 +36,10 @@ from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = ["ConsortiumFolder", "Home", "follow_back", "history_name"]
 
+UNDER_WAY = (
+    "another ceremony of this consortium (setup, check, refresh or reshare) is under way here: run its command with "
+    "its own folder until it is done, or, if it cannot go on, quorumark setup discard"
+)
 _LARGEST_RECORD = 1 << 26
 _SIGNED = "quorumark-signed/v1"
 # what a home consists of, and all that a backup may hold
@@ -131,25 +136,39 @@ class Home:
     @classmethod
     def restore(cls, source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Home:
         """A home from its backup, into a folder that does not hold one yet."""
-        home = cls(path)
-        if home.path.exists() and any(home.path.iterdir()):
-            raise KeystoreError(f"{str(home.path)!r} is not empty: restore into a new folder")
+        home, what = cls(path), os.fspath(source)
+        no_backup = KeystoreError(f"{what!r} is not a backup of a member's home, or is damaged")
         try:
+            there = home.path.exists()
+            if there and any(home.path.iterdir()):
+                raise KeystoreError(f"{str(home.path)!r} is not empty: restore into a new folder")
             with tarfile.open(source, mode="r") as archive:
                 members = archive.getmembers()
-                if not all(m.isfile() and _KEPT.fullmatch(m.name) for m in members):
-                    raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
-                if "identity.sealed" not in {m.name for m in members}:
-                    raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
-                home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                for entry in members:
-                    target = home.path / entry.name
-                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    content = archive.extractfile(entry)
-                    write_private(target, content.read() if content else b"")
-        except (OSError, tarfile.TarError) as error:
-            raise KeystoreError(f"cannot restore {os.fspath(source)!r}: {error}") from None
+                names = {m.name for m in members}
+                if not all(m.isfile() and _KEPT.fullmatch(m.name) for m in members) or "identity.sealed" not in names:
+                    raise no_backup
+                try:
+                    _unpack(archive, home.path)
+                except BaseException:  # half a home would look like a whole one
+                    for left in home.path.iterdir():
+                        shutil.rmtree(left) if left.is_dir() else left.unlink()
+                    if not there:
+                        home.path.rmdir()
+                    raise
+        except tarfile.TarError:
+            raise no_backup from None
+        except OSError as error:
+            raise KeystoreError(f"cannot restore {what!r} to {str(home.path)!r}: {error.strerror or error}") from None
         return home
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for entry in archive.getmembers():
+        target = folder / entry.name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = archive.extractfile(entry)
+        write_private(target, content.read() if content else b"")
 
 
 class ConsortiumFolder:
@@ -243,7 +262,7 @@ class ConsortiumFolder:
     def check_idle(self) -> None:
         """No ceremony may be under way where the manifest is to change."""
         if self.ceremony_path.exists():
-            raise CeremonyError("a ceremony of this consortium is under way here: finish it or discard it first")
+            raise CeremonyError(UNDER_WAY)
 
     def tidy(self) -> None:
         """Removes shares of earlier epochs than the current one: t kept copies of one still give the key.
@@ -256,7 +275,13 @@ class ConsortiumFolder:
                 self.share_path(epoch).unlink(missing_ok=True)
 
     def share(self, unlock: Unlock) -> ShareFile:
-        return ShareFile(self.share_path(), unlock)
+        path = self.share_path()
+        if not path.exists():
+            raise KeystoreError(
+                f"this member's share is not at {str(path)!r}: bring it back from a backup, or get it with quorumark "
+                "share recover"
+            )
+        return ShareFile(path, unlock)
 
     def verify_share(self, unlock: Unlock) -> ShareFile:
         """Opens the share and checks every bit of it against the manifest."""

@@ -6,7 +6,9 @@ import io
 import os
 import sys
 
+import click
 import typer
+import typer.core
 
 from quorumark import __version__
 from quorumark.cli import (
@@ -26,7 +28,22 @@ from quorumark.cli import (
 )
 from quorumark.errors import QuorumarkError
 
+# help is plain text here; where rich is installed typer escapes brackets for it all the same: \\[required]
+typer.core.HAS_RICH = False
+
+
+class _InOrder(typer.core.TyperGroup):
+    """Commands in the order in which a newcomer meets them: typer has groups after single commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        names = super().list_commands(ctx)
+        return [*ORDER, *(name for name in names if name not in ORDER)]
+
+
+ORDER = ("demo", "member", "consortium", "setup", "share", "verify", "key", "layout", "groups")
+
 app = typer.Typer(
+    cls=_InOrder,
     help="Shared, provable ownership of a jointly trained model.",
     no_args_is_help=True,
     add_completion=False,
@@ -63,7 +80,7 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Runs a command; an error of ours becomes one sentence and exit code 2."""
+    """Runs a command; an error of ours, or of the operating system, becomes one sentence and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows ? for a box character
@@ -74,6 +91,10 @@ def main() -> None:
         sys.exit(1)
     except QuorumarkError as error:
         typer.echo(f"quorumark: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:  # a full disk, a folder that may not be read: none of it is a fault of the program
+        where = "" if error.filename is None else f"{str(error.filename)!r}: "
+        typer.echo(f"quorumark: {where}{error.strerror or error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("quorumark: interrupted", err=True)

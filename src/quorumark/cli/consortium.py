@@ -49,6 +49,7 @@ def create(
 
     from quorumark.errors import InputError
     from quorumark.home import read_file
+    from quorumark.keystore import write_shared
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.records import DEFAULT_POLICY, Member, Terms, anchor_digest
     from quorumark.verify.align import Groups
@@ -89,13 +90,12 @@ def create(
         from quorumark.setup.paper import check_paper_terms
 
         check_paper_terms(terms)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "layout.json").write_bytes(layout.to_bytes())
+    write_shared(out / "layout.json", layout.to_bytes())
     if coupled is not None:
-        (out / "groups.json").write_bytes(coupled.to_bytes())
+        write_shared(out / "groups.json", coupled.to_bytes())
     if factors is not None:
-        (out / "lora.json").write_bytes(factors.to_bytes())
-    (out / "terms.json").write_bytes(terms.to_bytes())
+        write_shared(out / "lora.json", factors.to_bytes())
+    write_shared(out / "terms.json", terms.to_bytes())  # last: without it nothing was made
     typer.echo(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
@@ -149,7 +149,8 @@ def check(
     if manifest is None:
         raise RecordError(f"{str(file)!r} holds terms: there is nothing signed in it yet")
     chain = follow_back(manifest, history or file.parent / "history")
-    steps = "" if len(chain) == 1 else f", {len(chain) - 1} steps after the first one, each signed by its members"
+    after = len(chain) - 1
+    steps = f", {after} step{'s' * (after > 1)} after the first one, each signed by its members" if after else ""
     typer.echo(
         f"{terms.name}: the manifest is sound and signed by all {terms.members} members{steps}\n"
         f"{manifest.digest().hex()}, epoch {manifest.epoch}, first {chain[0].digest().hex()}"
@@ -173,6 +174,7 @@ def amend(
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
     from quorumark.errors import InputError
     from quorumark.home import Home, read_file
+    from quorumark.keystore import write_shared
     from quorumark.records import Card
     from quorumark.setup.amend import changes, needs_new_shares, propose
 
@@ -207,8 +209,7 @@ def amend(
     found = changes(terms, before)
     if not found:
         raise InputError("the options", "must change something", "nothing")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(terms.to_bytes())
+    write_shared(out, terms.to_bytes())
     what = "share reshare" if needs_new_shares(terms, before) else "consortium sign"
     typer.echo("\n".join(found))
     typer.echo(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, report, unlock
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, in_force, report, unlock
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -133,4 +133,4 @@ def accept_share(
     if manifest is None:
         typer.echo("share checked, sealed and signed for; run this again when all members have signed")
     else:
-        typer.echo(f"finished: the share is sealed in {home}\nmanifest {manifest.digest().hex()}")
+        typer.echo(f"finished: the share is sealed in {home}\n{in_force(manifest, home)}")
