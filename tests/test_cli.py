@@ -342,3 +342,32 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(environment: dict[str, str]
     assert run(environment, *restore).returncode == 0
     no_backup = run(environment, "member", "restore", str(model), "--home", str(tmp_path / "other"))
     assert no_backup.stderr == f"quorumark: {str(model)!r} is not a backup of a member's home, or is damaged\n"
+
+
+def test_a_file_that_is_something_else_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    """Of several files on one command line, the error says which."""
+    home, odd, model = tmp_path / "Avon", tmp_path / "odd.json", tmp_path / "model.safetensors"
+    write_safetensors({"w": np.ones((4, 7), np.float32)}, model)
+    odd.write_text("{not JSON")
+    made = run(environment, "member", "init", "--name", "Avon", "--home", str(home), "--key-file", f"{home}.key")
+    assert made.returncode == 0, made.stderr
+    secrets = ["--home", str(home), "--key-file", f"{home}.key"]
+    create = ["consortium", "create", "--name", "h", "--threshold", "2", "--member", f"{home}/member.json"]
+    for command in (
+        [*create, "--member", str(odd), "--model", str(model), "--out", str(tmp_path / "out")],
+        ["setup", "dkg", "--terms", str(odd), "--folder", str(tmp_path / "exchange"), *secrets],
+        ["calibrate", str(model), "--layout", str(odd), "--anchor", str(model)],
+    ):
+        done = run(environment, *command)
+        assert done.returncode == 2
+        assert re.fullmatch(rf"quorumark: '{odd}' cannot be used: .*\n", done.stderr), done.stderr
+    absent = [
+        "verify",
+        "prepare",
+        str(model),
+        "--manifest",
+        str(tmp_path / "none.json"),
+        "--home",
+        str(tmp_path / "no"),
+    ]
+    assert "--manifest must name the consortium's manifest" in run(environment, *absent).stderr

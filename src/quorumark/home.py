@@ -25,10 +25,11 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from quorumark.errors import CeremonyError, KeystoreError, RecordError
+from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.identity import Identity, verify_chain
 from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed, write_shared
 from quorumark.records import Card, Manifest, Terms, canonical, parse
@@ -42,6 +43,7 @@ UNDER_WAY = (
 )
 _LARGEST_RECORD = 1 << 26
 _SIGNED = "quorumark-signed/v1"
+Record = TypeVar("Record")
 # what a home consists of, and all that a backup may hold
 _KEPT = re.compile(
     r"member\.json|identity\.sealed|policy\.json|consortia/[0-9a-f]{16}/"
@@ -60,6 +62,15 @@ def read_file(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise RecordError(f"cannot read {what} from {str(path)!r}: {error.strerror}") from None
+
+
+def read_as(path: Path, what: str, parse: Callable[[bytes], Record]) -> Record:
+    """A small public file as what it should be; whatever is wrong with it, the error names the file."""
+    data = read_file(path, what)
+    try:
+        return parse(data)
+    except (EvidenceError, LayoutError, RecordError) as error:
+        raise type(error)(f"{str(path)!r} cannot be used: {error}") from None
 
 
 class Home:
@@ -83,7 +94,7 @@ class Home:
         return home
 
     def card(self) -> Card:
-        return Card.from_bytes(read_file(self.path / "member.json", "a member's card"))
+        return read_as(self.path / "member.json", "a member's card", Card.from_bytes)
 
     def identity(self, unlock: Unlock) -> Identity:
         path = self.path / "identity.sealed"
@@ -108,7 +119,9 @@ class Home:
         if len(found) != 1:
             known = ", ".join(c.path.name for c in self.consortia())
             if not known:
-                raise RecordError(f"{str(self.path)!r} holds no consortium yet")
+                raise RecordError(
+                    f"{str(self.path)!r} holds no consortium yet: finish a setup, or name another folder with --home"
+                )
             raise RecordError(f"name one consortium of {str(self.path)!r} by its id (there: {known})")
         return found[0]
 
@@ -184,7 +197,7 @@ class ConsortiumFolder:
         self.queries_path = path / "queries"
 
     def terms(self) -> Terms:
-        return Terms.from_bytes(read_file(self.path / "terms.json", "a consortium's terms"))
+        return read_as(self.path / "terms.json", "a consortium's terms", Terms.from_bytes)
 
     def share_path(self, epoch: int | None = None) -> Path:
         """Where the share of an epoch lies; of the current one by default.
@@ -196,7 +209,7 @@ class ConsortiumFolder:
         return self.path / f"share-{epoch}.sealed"
 
     def _current(self) -> Manifest:
-        return Manifest.from_bytes(read_file(self.manifest_path, "a consortium's manifest"))
+        return read_as(self.manifest_path, "a consortium's manifest", Manifest.from_bytes)
 
     def manifest(self) -> Manifest:
         """The current manifest; every signature since the first one is checked."""
@@ -289,7 +302,7 @@ class ConsortiumFolder:
         path = str(self.share_path(manifest.epoch))
         if share.info != ShareInfo.under(manifest, share.info.point, share.info.block):
             raise KeystoreError(f"{path!r} belongs to another consortium or epoch than the manifest")
-        own = Card.from_bytes(read_file(self.path.parent.parent / "member.json", "a member's card"))
+        own = read_as(self.path.parent.parent / "member.json", "a member's card", Card.from_bytes)
         if share.info.point != manifest.terms.point_of(own.ed25519):
             raise KeystoreError(f"{path!r} is the share of another member")
         if share.root().hex() != manifest.roots[share.info.point - 1]:
@@ -307,7 +320,7 @@ def follow_back(manifest: Manifest, history: Path) -> list[Manifest]:
     chain = [manifest]
     while chain[0].predecessor is not None:
         wanted = chain[0].predecessor
-        before = Manifest.from_bytes(read_file(history / history_name(wanted), "an earlier manifest"))
+        before = read_as(history / history_name(wanted), "an earlier manifest", Manifest.from_bytes)
         if before.digest().hex() != wanted:
             raise RecordError(f"{history_name(wanted)!r} is not the manifest that its successor names")
         chain.insert(0, before)

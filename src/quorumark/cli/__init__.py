@@ -96,6 +96,8 @@ def main() -> None:
         where = "" if error.filename is None else f"{str(error.filename)!r}: "
         typer.echo(f"quorumark: {where}{error.strerror or error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:  # typer makes the first into the second, and says nothing
+        if isinstance(ended, SystemExit) and ended.code != 130:
+            raise
         typer.echo("quorumark: interrupted", err=True)
         sys.exit(130)

@@ -24,13 +24,13 @@ def calibrate(
     from rich.progress import Progress
 
     from quorumark.cli.console import make_console
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.layout import ModelLayout
     from quorumark.verify.calibration import calibrate as run
     from quorumark.verify.statistic import canonical_form
     from quorumark.verify.suspect import match_layout, read_suspect
 
-    shape = ModelLayout.from_bytes(read_file(layout, "a layout"))
+    shape = read_as(layout, "a layout", ModelLayout.from_bytes)
     reference = read_suspect(anchor)
     forms = []
     for path in models:

@@ -48,7 +48,7 @@ def create(
     import datetime
 
     from quorumark.errors import InputError
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.keystore import write_shared
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.records import DEFAULT_POLICY, Member, Terms, anchor_digest
@@ -69,7 +69,7 @@ def create(
         roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor}
-    coupled = None if groups is None else Groups.from_bytes(read_file(groups, "a model's groups"))
+    coupled = None if groups is None else read_as(groups, "a model's groups", Groups.from_bytes)
     adapted = None if base is None else read_suspect(base)
     factors = None if adapted is None else describe_lora(layout, adapted)
     policy = dict(DEFAULT_POLICY)
@@ -173,7 +173,7 @@ def amend(
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
     from quorumark.errors import InputError
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
     from quorumark.records import Card
     from quorumark.setup.amend import changes, needs_new_shares, propose
@@ -198,7 +198,7 @@ def amend(
         threshold=threshold,
         examples={int(point): int(number) for point, number in numbers.items()},
         replaced={
-            int(point): Card.from_bytes(read_file(Path(path), "a member's card"))
+            int(point): read_as(Path(path), "a member's card", Card.from_bytes)
             for point, path in pairs("--replace", replace).items()
         },
         removed=remove or (),
@@ -229,13 +229,13 @@ def sign_amendment(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Terms
     from quorumark.setup.amend import changes, sign
     from quorumark.setup.chain import find_place
 
     member = Home(home)
-    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     place = None if pinned is not None else find_place(member, agreed, consortium)
     if place is not None and place.manifest_path.exists():
         typer.echo("\n".join(changes(agreed, place.manifest().terms)) or "in force already")
@@ -256,11 +256,11 @@ def update_manifest(
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Take over a later manifest, after an old backup was restored. The share must then be recovered."""
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Manifest
     from quorumark.setup.amend import update
 
-    later = Manifest.from_bytes(read_file(manifest, "a consortium's manifest"))
+    later = read_as(manifest, "a consortium's manifest", Manifest.from_bytes)
     place = update(Home(home), later, history or manifest.parent / "history")
     there = "" if place.share_path().exists() else "; its share must be recovered: quorumark share recover"
     typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
@@ -269,13 +269,13 @@ def update_manifest(
 def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
     """The digest of a model as an anchor."""
     from quorumark.errors import InputError
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.layout import ModelLayout
     from quorumark.records import anchor_digest
 
     if layout is None:
         raise InputError("--layout", "must be given with --anchor", "nothing")
-    found = ModelLayout.from_bytes(read_file(layout, "a layout"))
+    found = read_as(layout, "a layout", ModelLayout.from_bytes)
     if found.digest() != wanted:
         raise InputError("--layout", "must be the consortium's", str(layout))
     return anchor_digest(wanted, found.encode(model))
@@ -283,12 +283,12 @@ def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
 
 def _card(text: str) -> tuple[Any, int]:
     """A card and a number of examples from CARD.json or CARD.json:EXAMPLES."""
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.identity import verify_card
     from quorumark.records import Card
 
     path, _, examples = text.rpartition(":") if text.rpartition(":")[2].isdecimal() else (text, "", "1")
-    card = Card.from_bytes(read_file(Path(path), "a member's card"))
+    card = read_as(Path(path), "a member's card", Card.from_bytes)
     verify_card(card)
     return card, int(examples)
 

@@ -85,10 +85,10 @@ EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
 
 
 def read_certificate(path: Path) -> Certificate:
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.verify.certificate import Certificate
 
-    return Certificate.from_bytes(read_file(path, "a certificate"))
+    return read_as(path, "a certificate", Certificate.from_bytes)
 
 
 def file_name(name: str) -> str:

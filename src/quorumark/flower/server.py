@@ -20,7 +20,7 @@ from quorumark.engine.server import RoundServer, introduced
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
 from quorumark.federation import RoundReport, timed, without_values
 from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
-from quorumark.home import read_file
+from quorumark.home import read_as
 from quorumark.layout import ModelLayout
 from quorumark.verify.reference import LAYOUT, read_chain
 
@@ -155,7 +155,7 @@ class Watermarked:
         layout = (
             ModelLayout.of(model)
             if self._layout_path is None
-            else ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+            else read_as(self._layout_path, "a layout", ModelLayout.from_bytes)
         )
         if layout.digest() != self.manifest.terms.layout:
             raise InputError(
