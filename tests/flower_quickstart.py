@@ -12,7 +12,13 @@ from flwr.simulation import run_simulation
 from quickstart import client_app, server_app
 
 HOMES = Path("consortium").resolve()
-SETTINGS = {"num-server-rounds": 3, "fraction-train": 1.0, "local-epochs": 1, "lr": 0.01, "quorumark-homes": str(HOMES)}
+SETTINGS = {
+    "num-server-rounds": 3,
+    "fraction-train": 1.0,
+    "local-epochs": 10,
+    "lr": 0.05,
+    "quorumark-homes": str(HOMES),
+}
 
 
 class Configured(ClientApp):  # type: ignore[misc]

@@ -371,3 +371,7 @@ def test_a_file_that_is_something_else_is_named(environment: dict[str, str], tmp
         str(tmp_path / "no"),
     ]
     assert "--manifest must name the consortium's manifest" in run(environment, *absent).stderr
+    layout = tmp_path / "layout.json"
+    layout.write_bytes(ModelLayout.of(model).to_bytes())
+    itself = run(environment, "calibrate", str(model), "--layout", str(layout), "--anchor", str(model))
+    assert "not be the anchor itself" in itself.stderr
