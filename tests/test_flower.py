@@ -72,6 +72,14 @@ def run(world: Consortium, grid: Any, rounds: int, inner: Any = None, **options:
     return wrapped, {name: np.asarray(array.numpy()).reshape(array.shape) for name, array in result.arrays.items()}
 
 
+def run_in_vain(world: Consortium, grid: Any, reason: str) -> Any:
+    """A wrapped run of one round that is given up: it says why, and gives no model that an app could save."""
+    wrapped = watermarked(fedavg(), world.path, seed=SEED)
+    with pytest.raises(RoundError, match=f"no round of this run was finished.*{reason}"):
+        wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
+    return wrapped
+
+
 def same(one: Model, two: Model) -> bool:
     return one.keys() == two.keys() and all(
         one[name].dtype == two[name].dtype and np.array_equal(one[name], two[name]) for name in one
@@ -367,10 +375,7 @@ def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Conso
     (tmp_path / "share").rename(share)
 
     # a round that all had: the server's operator forgot `after`
-    stale = watermarked(fedavg(), world.path, seed=SEED)
-    grid = LocalGrid(app_for(world.folder), 5, run_id=9)
-    with pytest.raises(RoundError, match=r"no round of this run was finished.* round 1 is over"):  # nothing to save
-        stale.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
+    stale = run_in_vain(world, LocalGrid(app_for(world.folder), 5, run_id=9), "round 1 is over")
     assert "members are left" in stale.reports[0].given_up
     told = [reason for point, reason in stale.reports[0].excluded.items() if point != -103]
     assert len(told) == 4
@@ -484,8 +489,7 @@ def test_a_refusal_does_not_say_where_the_files_lie(world: Consortium) -> None:
     (world.folder / "member-2.key").unlink()
     (world.folder / "member-3.key").chmod(0o644)
     grid = LocalGrid(app_for(world.folder), 5)
-    wrapped, _ = run(world, grid, 1)
-    excluded = wrapped.reports[0].excluded
+    excluded = run_in_vain(world, grid, "the key file").reports[0].excluded
     assert "cannot read the key file '…/member-2.key'" in excluded[-102]
     assert excluded[-103].endswith("'…/member-3.key' is open to others: chmod 600 …/member-3.key")
     assert not any(world.folder.name in str(reply) for reply in grid.seen)
@@ -646,6 +650,10 @@ def test_a_run_whose_server_died_goes_on(world: Consortium, tmp_path: Path) -> N
     wrapped, model = run(world, later, 6, folder=tmp_path / "run")
     assert [r.round for r in wrapped.reports] == [4, 5, 6]
     assert same(model, world.in_process(6, SEED).model)
+    # started once more, it has nothing left to do, and gives that model
+    done, again = run(world, LocalGrid(app_for(world.folder), 5, run_id=9), 6, folder=tmp_path / "run")
+    assert not done.reports
+    assert same(again, model)
 
 
 # --- the ceremony and verification ------------------------------------------------------------------------
