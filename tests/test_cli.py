@@ -287,6 +287,7 @@ def test_help_is_plain_and_says_what_each_argument_is(environment: dict[str, str
             # NAME, then what it is, then whether it is required: not the bare name
             bare = re.fullmatch(r"\s+\S+\s+\[(required|default: .*)\]", line)
             assert not bare, (words, line, "is click as pyproject.toml has it?")
+    assert "..." not in found["quorumark"].partition("Commands:\n")[2]  # in 80 columns nothing is cut
     first = re.findall(r"^  (\w+)  ", found["quorumark"].partition("Commands:\n")[2], re.MULTILINE)
     assert first[:6] == ["demo", "member", "consortium", "setup", "share", "verify"]
 

@@ -44,6 +44,7 @@ ORDER = ("demo", "member", "consortium", "setup", "share", "verify", "key", "lay
 
 app = typer.Typer(
     cls=_InOrder,
+    context_settings={"max_content_width": 110},  # on terminals that are so wide, what commands do is not cut
     help="Shared, provable ownership of a jointly trained model.",
     no_args_is_help=True,
     add_completion=False,
@@ -65,17 +66,17 @@ def _options(
 
 
 app.add_typer(member.app, name="member")
-app.add_typer(consortium.app, name="consortium")
+app.add_typer(consortium.app, name="consortium", short_help="What members agree on: terms, manifest, amendments.")
 app.add_typer(setup.app, name="setup")
 app.add_typer(share.app, name="share")
 app.add_typer(key.app, name="key")
-app.add_typer(verify.app, name="verify")
-app.command("calibrate")(calibrate.calibrate)
-app.command("demo")(demo.demo)
-app.command("layout")(layout.layout)
-app.command("groups")(groups.groups)
-app.add_typer(attack.app, name="attack")
-app.add_typer(bench.app, name="bench")
+app.add_typer(verify.app, name="verify", short_help="Is this model ours? Query, answers, certificate, audit.")
+app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)
+app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
+app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
+app.command("groups", short_help="Find which channels of a model belong together.")(groups.groups)
+app.add_typer(attack.app, name="attack", short_help="How hard is the mark to remove? Research only.")
+app.add_typer(bench.app, name="bench", short_help="Benchmarks: ratios to the alternatives.")
 app.add_typer(lab.app, name="lab")
 
 
