@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
-import click
 import typer
 import typer.core
 
@@ -35,7 +35,7 @@ typer.core.HAS_RICH = False
 class _InOrder(typer.core.TyperGroup):
     """Commands in the order in which a newcomer meets them: typer has groups after single commands."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
         return [*ORDER, *(name for name in names if name not in ORDER)]
 
