@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ class Configured(ClientApp):  # type: ignore[misc]
     """The app with the run config that `flwr run` would give it."""
 
     def __call__(self, message: Any, context: Any) -> Any:
-        context.run_config.update(SETTINGS)
-        return client_app.app(message, context)
+        configured = copy.copy(context)  # Flower refuses the replies of an app that changes its run config
+        configured.run_config = {**context.run_config, **SETTINGS}
+        return client_app.app(message, configured)
 
 
 def main() -> None:
