@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,22 @@ from flwr.simulation import run_simulation
 from quickstart import client_app, server_app
 
 HOMES = Path("consortium").resolve()
-SETTINGS = {"num-server-rounds": 3, "fraction-train": 1.0, "local-epochs": 1, "lr": 0.01, "quorumark-homes": str(HOMES)}
+SETTINGS = {
+    "num-server-rounds": 3,
+    "fraction-train": 1.0,
+    "local-epochs": 10,
+    "lr": 0.05,
+    "quorumark-homes": str(HOMES),
+}
 
 
 class Configured(ClientApp):  # type: ignore[misc]
     """The app with the run config that `flwr run` would give it."""
 
     def __call__(self, message: Any, context: Any) -> Any:
-        context.run_config.update(SETTINGS)
-        return client_app.app(message, context)
+        configured = copy.copy(context)  # Flower refuses the replies of an app that changes its run config
+        configured.run_config = {**context.run_config, **SETTINGS}
+        return client_app.app(message, configured)
 
 
 def main() -> None:

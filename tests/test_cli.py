@@ -256,3 +256,123 @@ def test_version(environment: dict[str, str]) -> None:
     done = run(environment, "--version")
     assert done.returncode == 0
     assert done.stdout.startswith("quorumark 0.")
+
+
+def _helps(environment: dict[str, str]) -> dict[str, str]:
+    """What every command says of itself, by the words that name it."""
+    script = (
+        "import json, click, typer\n"
+        "from quorumark.cli import app\n"
+        "def walk(command, words, above):\n"
+        "    context = click.Context(command, info_name=words[-1], parent=above, **command.context_settings)\n"
+        "    found = {' '.join(words): command.get_help(context)}\n"
+        "    for name in command.list_commands(context) if hasattr(command, 'list_commands') else ():\n"
+        "        found |= walk(command.get_command(context, name), [*words, name], context)\n"
+        "    return found\n"
+        "print(json.dumps(walk(typer.main.get_command(app), ['quorumark'], None)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_help_is_plain_and_says_what_each_argument_is(environment: dict[str, str]) -> None:
+    found = _helps(environment)
+    assert len(found) > 60
+    for words, text in found.items():
+        assert "\\[" not in text, words
+        _, _, rest = text.partition("Arguments:\n")
+        for line in rest.partition("\n\n")[0].splitlines():
+            # NAME, then what it is, then whether it is required: not the bare name
+            bare = re.fullmatch(r"\s+\S+\s+\[(required|default: .*)\]", line)
+            assert not bare, (words, line, "is click as pyproject.toml has it?")
+    assert "..." not in found["quorumark"].partition("Commands:\n")[2]  # in 80 columns nothing is cut
+    first = re.findall(r"^  (\w+)  ", found["quorumark"].partition("Commands:\n")[2], re.MULTILINE)
+    assert first[:6] == ["demo", "member", "consortium", "setup", "share", "verify"]
+
+
+def test_what_the_operating_system_refuses_is_one_sentence(environment: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    key = ["--key-file", str(tmp_path / "a.key")]
+    for command in (["demo", "--out", str(file)], ["member", "init", "--name", "A", "--home", str(file), *key]):
+        done = run(environment, *command)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"quorumark: .*file.*\n", done.stderr), done.stderr
+    assert file.read_text() == "x"
+
+
+def _limited(environment: dict[str, str], most: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that cannot write files of more than so many bytes: a full disk, as far as a program can tell."""
+    script = (
+        "import resource, sys\n"
+        "from quorumark.cli import main\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-B", "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_a_full_disk_leaves_nothing_that_looks_whole(environment: dict[str, str], tmp_path: Path) -> None:
+    model = tmp_path / "model.safetensors"
+    write_safetensors({"w": np.random.default_rng(0).standard_normal((40, 7)).astype(np.float32)}, model)
+    members = []
+    for name in ("Avon", "Birch", "Cedar"):
+        home = tmp_path / name
+        command = ["member", "init", "--name", name, "--home", str(home), "--key-file", f"{home}.key"]
+        assert run(environment, *command).returncode == 0
+        members += ["--member", f"{home}/member.json"]
+    out = tmp_path / "agreed"
+    create = ["consortium", "create", "--name", "h", "--threshold", "2", *members, "--model", str(model)]
+    full = _limited(environment, 500, *create, "--out", str(out))
+    assert full.returncode == 2
+    assert re.fullmatch(r"quorumark: cannot write '.*terms.json': .*\n", full.stderr), full.stderr
+    assert [path.name for path in out.iterdir()] == ["layout.json"]
+    assert run(environment, *create, "--out", str(out)).returncode == 0  # once there is space, the same command
+
+    avon, copy, backup = tmp_path / "Avon", tmp_path / "copy", tmp_path / "backup.tar"
+    (avon / "policy.json").write_text(" " * 2000)  # what does not fit
+    assert run(environment, "member", "backup", str(backup), "--home", str(avon)).returncode == 0
+    restore = ["member", "restore", str(backup), "--home", str(copy)]
+    full = _limited(environment, 1000, *restore)
+    assert full.returncode == 2
+    assert re.fullmatch(r"quorumark: cannot .*\n", full.stderr), full.stderr
+    assert not copy.exists()
+    assert run(environment, *restore).returncode == 0
+    no_backup = run(environment, "member", "restore", str(model), "--home", str(tmp_path / "other"))
+    assert no_backup.stderr == f"quorumark: {str(model)!r} is not a backup of a member's home, or is damaged\n"
+
+
+def test_a_file_that_is_something_else_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    """Of several files on one command line, the error says which."""
+    home, odd, model = tmp_path / "Avon", tmp_path / "odd.json", tmp_path / "model.safetensors"
+    write_safetensors({"w": np.ones((4, 7), np.float32)}, model)
+    odd.write_text("{not JSON")
+    made = run(environment, "member", "init", "--name", "Avon", "--home", str(home), "--key-file", f"{home}.key")
+    assert made.returncode == 0, made.stderr
+    secrets = ["--home", str(home), "--key-file", f"{home}.key"]
+    create = ["consortium", "create", "--name", "h", "--threshold", "2", "--member", f"{home}/member.json"]
+    for command in (
+        [*create, "--member", str(odd), "--model", str(model), "--out", str(tmp_path / "out")],
+        ["setup", "dkg", "--terms", str(odd), "--folder", str(tmp_path / "exchange"), *secrets],
+        ["calibrate", str(model), "--layout", str(odd), "--anchor", str(model)],
+    ):
+        done = run(environment, *command)
+        assert done.returncode == 2
+        assert re.fullmatch(rf"quorumark: '{odd}' cannot be used: .*\n", done.stderr), done.stderr
+    absent = [
+        "verify",
+        "prepare",
+        str(model),
+        "--manifest",
+        str(tmp_path / "none.json"),
+        "--home",
+        str(tmp_path / "no"),
+    ]
+    assert "--manifest must name the consortium's manifest" in run(environment, *absent).stderr
+    layout = tmp_path / "layout.json"
+    layout.write_bytes(ModelLayout.of(model).to_bytes())
+    itself = run(environment, "calibrate", str(model), "--layout", str(layout), "--anchor", str(model))
+    assert "not be the anchor itself" in itself.stderr

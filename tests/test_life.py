@@ -640,6 +640,26 @@ def test_an_unfinished_resharing_does_not_spoil_the_next_folder(tmp_path: Path) 
     assert {place(home).manifest().epoch for home in group.homes} == {2}
 
 
+def test_an_unfinished_refresh_is_not_taken_for_the_resharing_that_follows(tmp_path: Path) -> None:
+    """Who has not said the last word of a refresh, and goes on to other terms in a new folder, is told so there."""
+    group = Consortium(tmp_path, count=3, threshold=2)
+    group.finish()
+    behind = until_adopted(group, ["share", "refresh", "--folder", str(tmp_path / "refresh")])
+    terms = tmp_path / "later.json"
+    group.run("consortium", "amend", "--threshold", "3", "--out", str(terms), "--home", str(behind))
+    next_one = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "reshare")]
+    assert "run it with its own folder" in group.run(*next_one, *group.secrets(behind), fails=CeremonyError)
+    assert not (tmp_path / "reshare").exists()
+    refresh(group, "refresh")
+    # its folder is no place for the next ceremony, and to say so again is not to refresh again
+    wrong = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "refresh")]
+    assert "use a new, empty one" in group.run(*wrong, *group.secrets(behind), fails=CeremonyError)
+    again = group.run("share", "refresh", "--folder", str(tmp_path / "refresh"), *group.secrets(behind))
+    assert "epoch 1 was reached in this folder before: newer shares take a new folder" in again
+    together(group, group.homes, *next_one)
+    assert {place(home).manifest().epoch for home in group.homes} == {2}
+
+
 def test_a_newcomer_who_signed_and_gave_up_can_try_again(tmp_path: Path) -> None:
     group = Consortium(tmp_path, count=3, threshold=2)
     group.finish()

@@ -129,7 +129,8 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
                 f"  quorumark verify check {out}/certificate.json --manifest {out}/consortium.json "
                 f"--suspect {out}/suspect.safetensors\n"
                 "Since it is a demo, all members' homes are in members/, with the keys that open them. How hard is the "
-                f"mark to remove?\n  quorumark attack suite {out} --quick --out {out}-attacked"
+                f"mark to remove?\n  quorumark attack suite {out} --quick --out {out}-attacked",
+                soft_wrap=True,  # a command in two lines could not be copied
             )
     return summary
 

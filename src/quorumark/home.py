@@ -23,11 +23,13 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import tarfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from quorumark.errors import CeremonyError, KeystoreError, RecordError
+from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.identity import Identity, verify_chain
 from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed, write_shared
 from quorumark.records import Card, Manifest, Terms, canonical, parse
@@ -35,8 +37,13 @@ from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = ["ConsortiumFolder", "Home", "follow_back", "history_name"]
 
+UNDER_WAY = (
+    "another ceremony of this consortium (setup, check, refresh or reshare) is under way here: run its command with "
+    "its own folder until it is done, or, if it cannot go on, quorumark setup discard"
+)
 _LARGEST_RECORD = 1 << 26
 _SIGNED = "quorumark-signed/v1"
+Record = TypeVar("Record")
 # what a home consists of, and all that a backup may hold
 _KEPT = re.compile(
     r"member\.json|identity\.sealed|policy\.json|consortia/[0-9a-f]{16}/"
@@ -55,6 +62,15 @@ def read_file(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise RecordError(f"cannot read {what} from {str(path)!r}: {error.strerror}") from None
+
+
+def read_as(path: Path, what: str, parse: Callable[[bytes], Record]) -> Record:
+    """A small public file as what it should be; whatever is wrong with it, the error names the file."""
+    data = read_file(path, what)
+    try:
+        return parse(data)
+    except (EvidenceError, LayoutError, RecordError) as error:
+        raise type(error)(f"{str(path)!r} cannot be used: {error}") from None
 
 
 class Home:
@@ -78,7 +94,7 @@ class Home:
         return home
 
     def card(self) -> Card:
-        return Card.from_bytes(read_file(self.path / "member.json", "a member's card"))
+        return read_as(self.path / "member.json", "a member's card", Card.from_bytes)
 
     def identity(self, unlock: Unlock) -> Identity:
         path = self.path / "identity.sealed"
@@ -103,7 +119,9 @@ class Home:
         if len(found) != 1:
             known = ", ".join(c.path.name for c in self.consortia())
             if not known:
-                raise RecordError(f"{str(self.path)!r} holds no consortium yet")
+                raise RecordError(
+                    f"{str(self.path)!r} holds no consortium yet: finish a setup, or name another folder with --home"
+                )
             raise RecordError(f"name one consortium of {str(self.path)!r} by its id (there: {known})")
         return found[0]
 
@@ -131,25 +149,39 @@ class Home:
     @classmethod
     def restore(cls, source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Home:
         """A home from its backup, into a folder that does not hold one yet."""
-        home = cls(path)
-        if home.path.exists() and any(home.path.iterdir()):
-            raise KeystoreError(f"{str(home.path)!r} is not empty: restore into a new folder")
+        home, what = cls(path), os.fspath(source)
+        no_backup = KeystoreError(f"{what!r} is not a backup of a member's home, or is damaged")
         try:
+            there = home.path.exists()
+            if there and any(home.path.iterdir()):
+                raise KeystoreError(f"{str(home.path)!r} is not empty: restore into a new folder")
             with tarfile.open(source, mode="r") as archive:
                 members = archive.getmembers()
-                if not all(m.isfile() and _KEPT.fullmatch(m.name) for m in members):
-                    raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
-                if "identity.sealed" not in {m.name for m in members}:
-                    raise KeystoreError(f"{os.fspath(source)!r} is not a backup of a member's home")
-                home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                for entry in members:
-                    target = home.path / entry.name
-                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    content = archive.extractfile(entry)
-                    write_private(target, content.read() if content else b"")
-        except (OSError, tarfile.TarError) as error:
-            raise KeystoreError(f"cannot restore {os.fspath(source)!r}: {error}") from None
+                names = {m.name for m in members}
+                if not all(m.isfile() and _KEPT.fullmatch(m.name) for m in members) or "identity.sealed" not in names:
+                    raise no_backup
+                try:
+                    _unpack(archive, home.path)
+                except BaseException:  # half a home would look like a whole one
+                    for left in home.path.iterdir():
+                        shutil.rmtree(left) if left.is_dir() else left.unlink()
+                    if not there:
+                        home.path.rmdir()
+                    raise
+        except tarfile.TarError:
+            raise no_backup from None
+        except OSError as error:
+            raise KeystoreError(f"cannot restore {what!r} to {str(home.path)!r}: {error.strerror or error}") from None
         return home
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for entry in archive.getmembers():
+        target = folder / entry.name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = archive.extractfile(entry)
+        write_private(target, content.read() if content else b"")
 
 
 class ConsortiumFolder:
@@ -165,7 +197,7 @@ class ConsortiumFolder:
         self.queries_path = path / "queries"
 
     def terms(self) -> Terms:
-        return Terms.from_bytes(read_file(self.path / "terms.json", "a consortium's terms"))
+        return read_as(self.path / "terms.json", "a consortium's terms", Terms.from_bytes)
 
     def share_path(self, epoch: int | None = None) -> Path:
         """Where the share of an epoch lies; of the current one by default.
@@ -177,7 +209,7 @@ class ConsortiumFolder:
         return self.path / f"share-{epoch}.sealed"
 
     def _current(self) -> Manifest:
-        return Manifest.from_bytes(read_file(self.manifest_path, "a consortium's manifest"))
+        return read_as(self.manifest_path, "a consortium's manifest", Manifest.from_bytes)
 
     def manifest(self) -> Manifest:
         """The current manifest; every signature since the first one is checked."""
@@ -243,7 +275,7 @@ class ConsortiumFolder:
     def check_idle(self) -> None:
         """No ceremony may be under way where the manifest is to change."""
         if self.ceremony_path.exists():
-            raise CeremonyError("a ceremony of this consortium is under way here: finish it or discard it first")
+            raise CeremonyError(UNDER_WAY)
 
     def tidy(self) -> None:
         """Removes shares of earlier epochs than the current one: t kept copies of one still give the key.
@@ -256,7 +288,13 @@ class ConsortiumFolder:
                 self.share_path(epoch).unlink(missing_ok=True)
 
     def share(self, unlock: Unlock) -> ShareFile:
-        return ShareFile(self.share_path(), unlock)
+        path = self.share_path()
+        if not path.exists():
+            raise KeystoreError(
+                f"this member's share is not at {str(path)!r}: bring it back from a backup, or get it with quorumark "
+                "share recover"
+            )
+        return ShareFile(path, unlock)
 
     def verify_share(self, unlock: Unlock) -> ShareFile:
         """Opens the share and checks every bit of it against the manifest."""
@@ -264,7 +302,7 @@ class ConsortiumFolder:
         path = str(self.share_path(manifest.epoch))
         if share.info != ShareInfo.under(manifest, share.info.point, share.info.block):
             raise KeystoreError(f"{path!r} belongs to another consortium or epoch than the manifest")
-        own = Card.from_bytes(read_file(self.path.parent.parent / "member.json", "a member's card"))
+        own = read_as(self.path.parent.parent / "member.json", "a member's card", Card.from_bytes)
         if share.info.point != manifest.terms.point_of(own.ed25519):
             raise KeystoreError(f"{path!r} is the share of another member")
         if share.root().hex() != manifest.roots[share.info.point - 1]:
@@ -282,7 +320,7 @@ def follow_back(manifest: Manifest, history: Path) -> list[Manifest]:
     chain = [manifest]
     while chain[0].predecessor is not None:
         wanted = chain[0].predecessor
-        before = Manifest.from_bytes(read_file(history / history_name(wanted), "an earlier manifest"))
+        before = read_as(history / history_name(wanted), "an earlier manifest", Manifest.from_bytes)
         if before.digest().hex() != wanted:
             raise RecordError(f"{history_name(wanted)!r} is not the manifest that its successor names")
         chain.insert(0, before)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.errors import InputError, MissingDependencyError
+from quorumark.keystore import write_shared
 
 _NEEDED = {"role", "members", "size", "seconds", "communication_seconds", "paper_seconds", "paper_best_seconds"}
 # Okabe and Ito's palette, which colour-blind readers tell apart; line and marker differ as well
@@ -66,7 +67,7 @@ def draw(dkg: Path, dealer: Path, target: Path) -> None:
         buffer = io.BytesIO()
         # neither a date nor a version: the file changes only when the rows do
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    target.write_bytes(buffer.getvalue())
+    write_shared(target, buffer.getvalue())
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

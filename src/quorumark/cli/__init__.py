@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Any
 
 import typer
+import typer.core
 
 from quorumark import __version__
 from quorumark.cli import (
@@ -26,7 +28,23 @@ from quorumark.cli import (
 )
 from quorumark.errors import QuorumarkError
 
+# help is plain text here; where rich is installed typer escapes brackets for it all the same: \\[required]
+typer.core.HAS_RICH = False
+
+
+class _InOrder(typer.core.TyperGroup):
+    """Commands in the order in which a newcomer meets them: typer has groups after single commands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return [*ORDER, *(name for name in names if name not in ORDER)]
+
+
+ORDER = ("demo", "member", "consortium", "setup", "share", "verify", "key", "layout", "groups")
+
 app = typer.Typer(
+    cls=_InOrder,
+    context_settings={"max_content_width": 110},  # on terminals that are so wide, what commands do is not cut
     help="Shared, provable ownership of a jointly trained model.",
     no_args_is_help=True,
     add_completion=False,
@@ -48,22 +66,22 @@ def _options(
 
 
 app.add_typer(member.app, name="member")
-app.add_typer(consortium.app, name="consortium")
+app.add_typer(consortium.app, name="consortium", short_help="What members agree on: terms, manifest, amendments.")
 app.add_typer(setup.app, name="setup")
 app.add_typer(share.app, name="share")
 app.add_typer(key.app, name="key")
-app.add_typer(verify.app, name="verify")
-app.command("calibrate")(calibrate.calibrate)
-app.command("demo")(demo.demo)
-app.command("layout")(layout.layout)
-app.command("groups")(groups.groups)
-app.add_typer(attack.app, name="attack")
-app.add_typer(bench.app, name="bench")
+app.add_typer(verify.app, name="verify", short_help="Is this model ours? Query, answers, certificate, audit.")
+app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)
+app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
+app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
+app.command("groups", short_help="Find which channels of a model belong together.")(groups.groups)
+app.add_typer(attack.app, name="attack", short_help="How hard is the mark to remove? Research only.")
+app.add_typer(bench.app, name="bench", short_help="Benchmarks: ratios to the alternatives.")
 app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Runs a command; an error of ours becomes one sentence and exit code 2."""
+    """Runs a command; an error of ours, or of the operating system, becomes one sentence and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows ? for a box character
@@ -75,6 +93,12 @@ def main() -> None:
     except QuorumarkError as error:
         typer.echo(f"quorumark: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except OSError as error:  # a full disk, a folder that may not be read: none of it is a fault of the program
+        where = "" if error.filename is None else f"{str(error.filename)!r}: "
+        typer.echo(f"quorumark: {where}{error.strerror or error}", err=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, SystemExit) as ended:  # typer makes the first into the second, and says nothing
+        if isinstance(ended, SystemExit) and ended.code != 130:
+            raise
         typer.echo("quorumark: interrupted", err=True)
         sys.exit(130)

@@ -100,14 +100,14 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open use --record-only: what others opened is public, and must not be answered about again.
     """
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_challenge, open_leaves
     from quorumark.verify.ledger import Ledger
 
     member = Home(home)
     place = member.only_consortium(consortium)
-    asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
+    asked = read_as(challenge, "a challenge", Challenge.from_bytes)
     query = _certified(certificate, place.chain(), asked).query
     ledger = Ledger.open(place, place.manifest())
     if record_only:
@@ -155,12 +155,12 @@ def check(
 
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
-    from quorumark.home import read_file
+    from quorumark.home import read_as, read_file
     from quorumark.verify.audit import Challenge, check_audit
     from quorumark.verify.coalition import prepare_again
     from quorumark.verify.reference import Reference
 
-    asked = Challenge.from_bytes(read_file(challenge, "a challenge"))
+    asked = read_as(challenge, "a challenge", Challenge.from_bytes)
     reference = Reference.read(manifest, layout, anchor, groups, factors, base)
     query = _certified(certificate, reference.chain, asked).query
     prepared = prepare_again(reference, suspect, query)
@@ -171,7 +171,7 @@ def check(
         reference.chain,
         [read_file(path, "an opening") for path in openings],
         archives=archive or (),
-        earlier=[Challenge.from_bytes(read_file(path, "a challenge")) for path in earlier or ()],
+        earlier=[read_as(path, "a challenge", Challenge.from_bytes) for path in earlier or ()],
     )
     if json:
         typer.echo(jsonlib.dumps(result.as_dict()))

@@ -24,23 +24,25 @@ def calibrate(
     from rich.progress import Progress
 
     from quorumark.cli.console import make_console
-    from quorumark.home import read_file
+    from quorumark.errors import InputError, LayoutError
+    from quorumark.home import read_as
     from quorumark.layout import ModelLayout
     from quorumark.verify.calibration import calibrate as run
     from quorumark.verify.statistic import canonical_form
     from quorumark.verify.suspect import match_layout, read_suspect
 
-    shape = ModelLayout.from_bytes(read_file(layout, "a layout"))
+    shape = read_as(layout, "a layout", ModelLayout.from_bytes)
     reference = read_suspect(anchor)
     forms = []
     for path in models:
         suspect = read_suspect(path)
         match = match_layout(suspect, shape)
         if not match.fits:
-            from quorumark.errors import LayoutError
-
             raise LayoutError(f"{str(path)!r} does not fit the layout: {match.problems[0]}")
-        forms.append(canonical_form("balanced-anchor/v1", shape, suspect, reference, match.names))
+        form = canonical_form("balanced-anchor/v1", shape, suspect, reference, match.names)
+        if not form.x.any():
+            raise InputError("MODELS", "must be trained from the anchor, not be the anchor itself", str(path))
+        forms.append(form)
     with Progress(console=make_console(stderr=True), disable=json, transient=True) as bar:
         task = bar.add_task("random keys", total=keys)
         found = run(

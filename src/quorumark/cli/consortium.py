@@ -48,7 +48,8 @@ def create(
     import datetime
 
     from quorumark.errors import InputError
-    from quorumark.home import read_file
+    from quorumark.home import read_as
+    from quorumark.keystore import write_shared
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.records import DEFAULT_POLICY, Member, Terms, anchor_digest
     from quorumark.verify.align import Groups
@@ -68,7 +69,7 @@ def create(
         roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor}
-    coupled = None if groups is None else Groups.from_bytes(read_file(groups, "a model's groups"))
+    coupled = None if groups is None else read_as(groups, "a model's groups", Groups.from_bytes)
     adapted = None if base is None else read_suspect(base)
     factors = None if adapted is None else describe_lora(layout, adapted)
     if factors is not None:
@@ -91,13 +92,12 @@ def create(
         from quorumark.setup.paper import check_paper_terms
 
         check_paper_terms(terms)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "layout.json").write_bytes(layout.to_bytes())
+    write_shared(out / "layout.json", layout.to_bytes())
     if coupled is not None:
-        (out / "groups.json").write_bytes(coupled.to_bytes())
+        write_shared(out / "groups.json", coupled.to_bytes())
     if factors is not None:
-        (out / "lora.json").write_bytes(factors.to_bytes())
-    (out / "terms.json").write_bytes(terms.to_bytes())
+        write_shared(out / "lora.json", factors.to_bytes())
+    write_shared(out / "terms.json", terms.to_bytes())  # last: without it nothing was made
     typer.echo(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
@@ -151,7 +151,8 @@ def check(
     if manifest is None:
         raise RecordError(f"{str(file)!r} holds terms: there is nothing signed in it yet")
     chain = follow_back(manifest, history or file.parent / "history")
-    steps = "" if len(chain) == 1 else f", {len(chain) - 1} steps after the first one, each signed by its members"
+    after = len(chain) - 1
+    steps = f", {after} step{'s' * (after > 1)} after the first one, each signed by its members" if after else ""
     typer.echo(
         f"{terms.name}: the manifest is sound and signed by all {terms.members} members{steps}\n"
         f"{manifest.digest().hex()}, epoch {manifest.epoch}, first {chain[0].digest().hex()}"
@@ -174,7 +175,8 @@ def amend(
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
     from quorumark.errors import InputError
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
+    from quorumark.keystore import write_shared
     from quorumark.records import Card
     from quorumark.setup.amend import changes, needs_new_shares, propose
 
@@ -198,7 +200,7 @@ def amend(
         threshold=threshold,
         examples={int(point): int(number) for point, number in numbers.items()},
         replaced={
-            int(point): Card.from_bytes(read_file(Path(path), "a member's card"))
+            int(point): read_as(Path(path), "a member's card", Card.from_bytes)
             for point, path in pairs("--replace", replace).items()
         },
         removed=remove or (),
@@ -209,8 +211,7 @@ def amend(
     found = changes(terms, before)
     if not found:
         raise InputError("the options", "must change something", "nothing")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(terms.to_bytes())
+    write_shared(out, terms.to_bytes())
     what = "share reshare" if needs_new_shares(terms, before) else "consortium sign"
     typer.echo("\n".join(found))
     typer.echo(
@@ -230,13 +231,13 @@ def sign_amendment(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Terms
     from quorumark.setup.amend import changes, sign
     from quorumark.setup.chain import find_place
 
     member = Home(home)
-    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     place = None if pinned is not None else find_place(member, agreed, consortium)
     if place is not None and place.manifest_path.exists():
         typer.echo("\n".join(changes(agreed, place.manifest().terms)) or "in force already")
@@ -257,11 +258,11 @@ def update_manifest(
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Take over a later manifest, after an old backup was restored. The share must then be recovered."""
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Manifest
     from quorumark.setup.amend import update
 
-    later = Manifest.from_bytes(read_file(manifest, "a consortium's manifest"))
+    later = read_as(manifest, "a consortium's manifest", Manifest.from_bytes)
     place = update(Home(home), later, history or manifest.parent / "history")
     there = "" if place.share_path().exists() else "; its share must be recovered: quorumark share recover"
     typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
@@ -270,13 +271,13 @@ def update_manifest(
 def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
     """The digest of a model as an anchor."""
     from quorumark.errors import InputError
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.layout import ModelLayout
     from quorumark.records import anchor_digest
 
     if layout is None:
         raise InputError("--layout", "must be given with --anchor", "nothing")
-    found = ModelLayout.from_bytes(read_file(layout, "a layout"))
+    found = read_as(layout, "a layout", ModelLayout.from_bytes)
     if found.digest() != wanted:
         raise InputError("--layout", "must be the consortium's", str(layout))
     return anchor_digest(wanted, found.encode(model))
@@ -284,12 +285,12 @@ def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
 
 def _card(text: str) -> tuple[Any, int]:
     """A card and a number of examples from CARD.json or CARD.json:EXAMPLES."""
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.identity import verify_card
     from quorumark.records import Card
 
     path, _, examples = text.rpartition(":") if text.rpartition(":")[2].isdecimal() else (text, "", "1")
-    card = Card.from_bytes(read_file(Path(path), "a member's card"))
+    card = read_as(Path(path), "a member's card", Card.from_bytes)
     verify_card(card)
     return card, int(examples)
 

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from quorumark.keystore import Unlock
+    from quorumark.records import Manifest
     from quorumark.setup.folder import Progress
     from quorumark.verify.certificate import Certificate
 
@@ -41,14 +42,21 @@ Which = Annotated[str | None, typer.Option("--consortium", help="The start of it
 def report(progress: Progress, home: Path) -> None:
     """Says how far a ceremony got."""
     if progress.manifest is not None:
-        manifest = progress.manifest
-        typer.echo(
-            f"finished: the share is sealed in {home}\nmanifest {manifest.digest().hex()}, epoch {manifest.epoch}"
-        )
+        typer.echo(f"finished: the share is sealed in {home}\n{in_force(progress.manifest, home)}")
     else:
         typer.echo(
             f"waiting for {', '.join(progress.waiting)} ({progress.step}); run this again when they have written"
         )
+
+
+def in_force(manifest: Manifest, home: Path) -> str:
+    """A manifest, and where this member has it: others need the file for verifications."""
+    from quorumark.home import Home
+
+    places = (place.manifest_path for place in Home(home).consortia())
+    content = manifest.to_bytes()
+    where = next((str(path) for path in places if path.exists() and path.read_bytes() == content), str(home))
+    return f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}, public, in {where}"
 
 
 def unlock(key_file: Path | None, passphrase_file: Path | None, *, new: bool = False) -> Unlock:
@@ -77,10 +85,10 @@ EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
 
 
 def read_certificate(path: Path) -> Certificate:
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.verify.certificate import Certificate
 
-    return Certificate.from_bytes(read_file(path, "a certificate"))
+    return read_as(path, "a certificate", Certificate.from_bytes)
 
 
 def file_name(name: str) -> str:

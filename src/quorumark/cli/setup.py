@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, report, unlock
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, in_force, report, unlock
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -30,12 +30,12 @@ def dkg(
 ) -> None:
     """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
     from quorumark.errors import InputError
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Terms
     from quorumark.setup.folder import advance
     from quorumark.setup.paper import leak
 
-    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     if protocol not in ("leak-free", "paper"):
         raise InputError("--protocol", "must be leak-free or paper", protocol)
     if (protocol == "paper") != (agreed.setup == "paper"):
@@ -81,13 +81,13 @@ def discard_ceremony(
     consortium: Which = None,
 ) -> None:
     """Forget a ceremony (setup, check, resharing) that has failed. All members do so, and start with a new folder."""
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Terms
     from quorumark.setup.folder import discard
 
     member = Home(home)
     if terms is not None:
-        place = member.consortium(Terms.from_bytes(read_file(terms, "a consortium's terms")))
+        place = member.consortium(read_as(terms, "a consortium's terms", Terms.from_bytes))
     else:
         place = member.only_consortium(consortium)
     there = discard(place, although_signed)
@@ -100,11 +100,11 @@ def dealer(terms: TermsFile, folder: Folder) -> None:
     from rich.progress import Progress
 
     from quorumark.cli.console import make_console
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.records import Terms
     from quorumark.setup.dealer import deal
 
-    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     with Progress(console=make_console(), transient=True) as bar:
         task = bar.add_task("dealing", total=agreed.coordinates)
         manifest = deal(agreed, folder, lambda done, _: bar.update(task, completed=done))
@@ -124,13 +124,13 @@ def accept_share(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Take the share that a dealer dealt: check it, seal it, sign. Run it again once all have signed."""
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Terms
     from quorumark.setup.dealer import accept
 
-    agreed = None if terms is None else Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
     manifest = accept(Home(home), unlock(key_file, passphrase_file), folder, agreed)
     if manifest is None:
         typer.echo("share checked, sealed and signed for; run this again when all members have signed")
     else:
-        typer.echo(f"finished: the share is sealed in {home}\nmanifest {manifest.digest().hex()}")
+        typer.echo(f"finished: the share is sealed in {home}\n{in_force(manifest, home)}")

@@ -138,14 +138,14 @@ def reshare(
     Run it again until it says finished. The shares of members who left are worth nothing afterwards, unless t of them
     were kept.
     """
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.records import Terms
     from quorumark.setup.amend import changes
     from quorumark.setup.chain import find_place
     from quorumark.setup.folder import reshare as advance
 
     member = Home(home)
-    agreed = Terms.from_bytes(read_file(terms, "a consortium's terms"))
+    agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     place = None if pinned is not None else find_place(member, agreed, consortium)
     if place is not None and place.manifest().terms.digest() != agreed.digest() and not place.ceremony_path.exists():
         typer.echo("\n".join(changes(agreed, place.manifest().terms)))
@@ -167,14 +167,14 @@ def hand_over(
 ) -> None:
     """Seal a copy of this share to another member, for `key reconstruct`."""
     from quorumark.errors import InputError
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.identity import verify_card
     from quorumark.keystore import Unlock
     from quorumark.records import Card
 
     if not understood:
         raise InputError("--i-understand-this-hands-over-my-share", "must be given", "nothing")
-    card = Card.from_bytes(read_file(to, "a member's card"))
+    card = read_as(to, "a member's card", Card.from_bytes)
     verify_card(card)
     place = Home(home).only_consortium(consortium)
     if card.ed25519 not in {member.ed25519 for member in place.manifest().terms.roster}:

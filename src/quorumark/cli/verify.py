@@ -83,7 +83,7 @@ def prepare(
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
     from quorumark.errors import InconclusiveError
-    from quorumark.home import read_file
+    from quorumark.home import read_as
     from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge
     from quorumark.verify.coalition import prepare as prepare_query
@@ -94,7 +94,7 @@ def prepare(
         reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
     burnt = set(Ledger.open(place, reference.manifest).burnt() if place is not None else ())
     for path in earlier or ():
-        burnt.update(Challenge.from_bytes(read_file(path, "a challenge")).leaves)
+        burnt.update(read_as(path, "a challenge", Challenge.from_bytes).leaves)
     try:
         with _progress(json) as note:
             query = prepare_query(reference, suspect, align=align, lora=lora, burnt=burnt, progress=note).query
@@ -138,7 +138,7 @@ def partial(
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
     too much. Without --approve and without a policy file that allows it, you are asked.
     """
-    from quorumark.home import Home, read_file
+    from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
     from quorumark.verify.coalition import answer
     from quorumark.verify.evidence import Query
@@ -147,7 +147,7 @@ def partial(
     place = member.only_consortium(consortium)
     with _progress(json) as note:
         reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
-    asked = Query.from_bytes(read_file(query, "a query"))
+    asked = read_as(query, "a query", Query.from_bytes)
     if not json:
         typer.echo(_describe(asked))
     approve = approve or _ask(member, json)
@@ -191,14 +191,14 @@ def combine(
     With more than t partials wrong ones are noticed; of every two more, one can be corrected and named.
     """
     from quorumark.errors import EvidenceError, QuorumarkError
-    from quorumark.home import read_file
+    from quorumark.home import read_as, read_file
     from quorumark.keystore import write_shared
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.coalition import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
 
     chain = _chain(_place(home, consortium, manifest), manifest)
-    asked = Query.from_bytes(read_file(query, "a query"))
+    asked = read_as(query, "a query", Query.from_bytes)
     answers = []
     for path in partials:
         try:
@@ -350,6 +350,8 @@ def _reference(
         if place is None:
             raise InputError("--manifest", "must be given where there is no member's home", "none")
         manifest = place.manifest_path
+    elif not manifest.is_file():  # before the files that are looked for beside it
+        raise InputError("--manifest", "must name the consortium's manifest", f"{str(manifest)!r}, which is no file")
     return Reference.read(manifest, layout, anchor, groups, factors, base, progress=progress)
 
 

@@ -20,7 +20,7 @@ from quorumark.engine.server import RoundServer, introduced
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
 from quorumark.federation import RoundReport, timed, without_values
 from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
-from quorumark.home import read_file
+from quorumark.home import read_as
 from quorumark.layout import ModelLayout
 from quorumark.verify.reference import LAYOUT, read_chain
 
@@ -150,12 +150,16 @@ class Watermarked:
         evaluate_config: Any = None,
         evaluate_fn: Any = None,
     ) -> Any:
-        """As the strategy's own. Rounds that are given up leave the last model standing; `reports` says why."""
-        model = tensors(initial_arrays)
+        """As the strategy's own. Rounds that are given up leave the last model standing; `reports` says why.
+
+        A run in which all of them were raises a RoundError: apps save what they get, and it would be the model that the
+        run began with, over one that an earlier run trained.
+        """
+        model, before = tensors(initial_arrays), len(self.reports)
         layout = (
             ModelLayout.of(model)
             if self._layout_path is None
-            else ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+            else read_as(self._layout_path, "a layout", ModelLayout.from_bytes)
         )
         if layout.digest() != self.manifest.terms.layout:
             raise InputError(
@@ -195,6 +199,12 @@ class Watermarked:
         if result.arrays:
             result.arrays = carrier.whole(result.arrays)
             server.close(tensors(result.arrays))
+            return result
+        tried = self.reports[before:]
+        if tried:
+            reason = next(iter(tried[-1].excluded.values()), tried[-1].given_up)
+            raise RoundError(f"no round of this run was finished, and there is no new model: {reason}")
+        result.arrays = carrier.whole(initial_arrays)  # nothing was left to do: the last model stands
         return result
 
 

@@ -10,7 +10,7 @@ import contextlib
 from pathlib import Path
 
 from quorumark.errors import CeremonyError, RecordError
-from quorumark.home import ConsortiumFolder, Home, follow_back, history_name, read_file
+from quorumark.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_file
 from quorumark.keystore import write_shared
 from quorumark.records import Manifest, Terms, check_terms_follow
 
@@ -67,7 +67,7 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
         raise CeremonyError("the manifests so far are not in the folder yet: a member who holds a share must go first")
     if current != pinned:
         raise RecordError(f"the folder was begun from the manifest {current[:16]}…, not from {pinned[:16]}…")
-    manifest = Manifest.from_bytes(read_file(folder / "chain" / Path(history_name(current)).name, "a manifest"))
+    manifest = read_as(folder / "chain" / Path(history_name(current)).name, "a manifest", Manifest.from_bytes)
     if manifest.digest().hex() != pinned:
         raise RecordError("the manifest in the folder is not the one that it names as current")
     chain = follow_back(manifest, folder / "chain")

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from quorumark import field, shamir
 from quorumark.errors import CeremonyError, RecordError, SignatureError
 from quorumark.field import Stream
-from quorumark.home import Home, read_file
+from quorumark.home import Home, read_as, read_file
 from quorumark.identity import verify, verify_manifest
 from quorumark.keystore import Unlock, write_private, write_shared
 from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
@@ -119,7 +119,7 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
     `terms`, where given, are what this member agreed to; the dealing must be for exactly these. Run it again to finish.
     """
     source = Path(folder)
-    manifest = Manifest.from_bytes(read_file(source / "dealing.json", "a dealing"))
+    manifest = read_as(source / "dealing.json", "a dealing", Manifest.from_bytes)
     if manifest.signatures or manifest.predecessor is not None:
         raise RecordError("a dealing must be a first manifest, without signatures")
     if manifest.terms.setup != "dealer":

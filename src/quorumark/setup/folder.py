@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 
 from quorumark.archive import write_archive
 from quorumark.errors import CeremonyError, MessageError, RecordError
-from quorumark.home import ConsortiumFolder, Home, read_file
+from quorumark.home import UNDER_WAY, ConsortiumFolder, Home, read_file
 from quorumark.identity import Header, Identity, open_message
 from quorumark.keystore import SealedReader, Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
 from quorumark.records import Manifest, Terms, canonical, check_terms_follow, digest, parse
@@ -138,6 +138,7 @@ def check(
         context = digest("check", manifest.digest())
         before = _finished_before(place, context, Path(folder), manifest.terms.point_of(home.card().ed25519))
         if before is not None:
+            note("this folder's check was finished before, and this is what it showed: a new one takes a new folder")
             return Progress("health", (), manifest, before)
         share = place.verify_share(unlock)
         visit: _Visit[CheckMember] = _Visit(
@@ -219,9 +220,16 @@ def reshare(
             # the last resharing is in force here; in its own folder, or where that was lost, its last step may be left
             here = started_from(folder) == chain[-1].predecessor
             left = _about(place).get("context") == _reshare_context(chain[-1].predecessor, chain[-1].terms).hex()
-            if here or (left and started_from(folder) is None):
+            another = agreed.digest() != chain[-1].terms.digest()  # terms that the last one did not bring into force
+            if not another and (here or (left and started_from(folder) is None)):
+                if not left:
+                    note(f"epoch {chain[-1].epoch} was reached in this folder before: newer shares take a new folder")
+                elif not here:
+                    note(f"the last step to epoch {chain[-1].epoch} was left; newer shares take another folder then")
                 show_chain(chain[:-1], folder)
                 return _keep(home, unlock, place, folder, note)
+            if here and not left:
+                raise CeremonyError(f"{str(folder)!r} is the folder of the last resharing: use a new, empty one")
             if left:
                 raise CeremonyError(
                     "the last resharing is not finished here: run it with its own folder, until all have said kept; or "
@@ -379,7 +387,7 @@ class _Visit(Generic[Member]):
             self._state = json.loads(read_sealed(place.ceremony_path, unlock, _KIND))
             self._saved = canonical(self._state)
         if self._state["context"] != context.hex():
-            raise CeremonyError("another ceremony of this consortium is under way here: finish it or discard it first")
+            raise CeremonyError(UNDER_WAY)
         if self._state["failed"]:
             raise CeremonyError(f"this ceremony has failed ({self._state['failed']}); discard it and start a new one")
         self.member = make(identity, bytes.fromhex(self._state["seed"]))
