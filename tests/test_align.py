@@ -530,3 +530,30 @@ def test_positions_that_become_floats_meet_frequencies_in_double_precision() -> 
 
     groups = derive_groups(Rotary().eval(), torch.rand(4, 6))
     assert [group.size for group in groups.groups] == [10]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_cache_of_keys_and_values_holds_no_heads_in_place(name: str) -> None:
+    """As models of transformers come: with it, heads could neither be permuted nor mixed."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 0}
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        if name == "gpt2":
+            config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, use_cache=cached, **sizes)
+            model = transformers.GPT2LMHeadModel(config)
+        else:
+            config = transformers.LlamaConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                use_cache=cached,
+                **sizes,
+            )
+            model = transformers.LlamaForCausalLM(config)
+        found.append(derive_groups(model, {"input_ids": torch.arange(8)[None]}))
+        assert model.config.use_cache is cached
+    assert found[0] == found[1]
+    assert len(found[0].mixings) >= 4

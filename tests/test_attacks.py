@@ -397,6 +397,17 @@ def test_decoys_mislead_alignment_and_show(marked: lab.Run, target: Target) -> N
     assert marked.align(run("permutation", target, seed=2).weights).surplus == 0
 
 
+def test_groups_that_are_known_are_those_of_the_model_as_it_was(target: Target) -> None:
+    """Where an attack changes sizes, the next one finds them again."""
+    from dataclasses import replace
+
+    known = replace(target, known=target.groups)
+    steps: list[tuple[str, dict[str, Any]]] = [("channel-removal", {"ratio": 0.25}), ("permutation", {})]
+    told, found = (chain(each, steps, seed=1).weights for each in (known, target))
+    assert all(torch.equal(told[name], found[name]) for name in found)
+    assert known.with_weights(target.weights).known is not None
+
+
 def test_chains(marked: lab.Run, target: Target) -> None:
     steps: list[tuple[str, dict[str, Any]]] = [
         ("fine-tuning", {"epochs": 2, "fraction": 0.2}),

@@ -105,6 +105,21 @@ SETUP_KEYS = [
 ]
 
 
+def test_the_benchmark_of_alignment_says_what_it_brings_back(environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "rows.json"
+    done = run(environment, "bench", "align", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert [row["name"].count("residual") for row in rows] == [0, 1, 1]
+    for row in rows:
+        assert row["z"] > 20
+        assert row["z_disguised"] < 0.6 * row["z"]
+        assert row["z_aligned"] > 0.9 * row["z"]
+        assert row["ratio"] > 1
+    assert f"aligned {rows[0]['z_aligned']:.1f}" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["field", "shamir", "dkg", "dealer", "round"])
 def test_quick_benchmarks_write_rows_of_one_shape(environment: dict[str, str], tmp_path: Path, name: str) -> None:
     path = tmp_path / "rows.json"

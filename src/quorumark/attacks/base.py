@@ -78,7 +78,9 @@ class Target:
         return {name: tensor.detach().clone() for name, tensor in self.weights.items()}
 
     def with_weights(self, weights: Mapping[str, Any]) -> Target:
-        return replace(self, weights=weights)
+        """The same with another model; channels that were coupled are so as long as all sizes stay."""
+        sizes = [{name: tuple(w.shape) for name, w in model.items()} for model in (self.weights, weights)]
+        return replace(self, weights=weights, known=self.known if sizes[0] == sizes[1] else None)
 
     @cached_property
     def carriers(self) -> tuple[str, ...]:

@@ -90,6 +90,19 @@ def verify(
         _run("Verification", bench.rows(quick), json, with_peers=False)
 
 
+@app.command("align")
+def align(
+    json: Json = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A language model's folder, as transformers writes it; else a small random one.")
+    ] = None,
+) -> None:
+    """Alignment of a language model in disguise: what it brings back of z, and its time against z without it."""
+    from quorumark.bench import align as bench
+
+    _run("Alignment", bench.rows(model), json, with_peers=False)
+
+
 @app.command("secagg")
 def secagg(json: Json = None, quick: Quick = False) -> None:
     """Secure aggregation: a client's and the server's computation, against Flower's SecAgg+."""
@@ -170,6 +183,9 @@ def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool
                 f"{row.name}: {row.cpu_seconds:.1f} s of CPU, {row.cpu_ratio:.1f} times hashing's; "
                 f"{row.peak / 2**30:.2f} GiB of memory at most"
             )
+    for row in done:
+        if hasattr(row, "z_aligned"):
+            console.print(f"{row.name}: z {row.z:.1f}, in disguise {row.z_disguised:.1f}, aligned {row.z_aligned:.1f}")
     fewest = min((row.runs for row in done if hasattr(row, "runs")), default=5)
     console.print(
         "ratio = our time over theirs: "

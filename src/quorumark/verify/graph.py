@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -731,10 +732,11 @@ def _run(model: Any, example: Any) -> Any:
     """The tensor that a model gives for an example: of several outputs the logits, or the first."""
     import torch
 
-    if isinstance(example, Mapping):
-        out = model(**example)
-    else:
-        out = model(*example) if isinstance(example, (list, tuple)) else model(example)
+    with _without_cache(model):
+        if isinstance(example, Mapping):
+            out = model(**example)
+        else:
+            out = model(*example) if isinstance(example, (list, tuple)) else model(example)
     for name in ("logits", "last_hidden_state"):
         if hasattr(out, name):
             return getattr(out, name)
@@ -742,6 +744,20 @@ def _run(model: Any, example: Any) -> Any:
     if not found:
         raise LayoutError(f"the model gives no tensor for the example: no groups; {_REMEDY}")
     return found[0]
+
+
+@contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    """Models of transformers keep keys and values for the next word, in tensors of which nothing is known."""
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    using = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    try:
+        for config in using:
+            config.use_cache = False
+        yield
+    finally:
+        for config in using:
+            config.use_cache = True
 
 
 def _traced(model: Any, example: Any) -> _Trace:
