@@ -765,6 +765,9 @@ def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> 
     for file in results.glob("shapes*.json"):
         file.unlink()
     words = ["lab", "table", "--results", str(results), "--out", str(page)]
+    astray = CliRunner().invoke(app, [*words[:3], str(tmp_path / "nowhere"), *words[4:]])
+    assert isinstance(astray.exception, InputError)
+    assert not page.exists()
     assert CliRunner().invoke(app, words).exit_code == 0
     text = page.read_text()
     row = next(line for line in text.splitlines() if line.startswith("| cifar10 | 32 | iid | none | 88.08"))

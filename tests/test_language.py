@@ -511,7 +511,7 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
     ours = next(line for line in rows.splitlines() if line.startswith("| smollm2-135m | 4 | rho:0.05 |"))
     change = 100 * (marked["perplexity"]["released"] / plain["perplexity"]["released"] - 1)
     assert f"| {marked['perplexity']['released']:.3f} | {change:+.3f} % |" in ours
-    assert "shorter (4 of 20 rounds, 1 of 3 seeds; released: round 4)" in ours
+    assert "shorter (4 of 20 rounds, 1 of 3 seeds; round 4 released)" in ours
     stopped = {**marked, "stopped": "validation had not improved for a round"}  # the unmarked one is not: no change
     (row,) = [
         line
@@ -519,7 +519,8 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
         if line.startswith("| smollm2-135m | 4 | rho:0.05 | all |")
     ]
     assert f"| {marked['perplexity']['released']:.3f} |  |" in row
-    assert "stopped (4 of 20 rounds: validation had not improved for a round; 1 of 3 seeds" in row
+    assert "stopped (4 of 20 rounds, 1 of 3 seeds; round 4 released)" in row
+    assert "gpt2-small none coordinates: all; gpt2-small relative:0.01 coordinates: all" in rows
     assert "| c = 0.50 | 10.58 ± 0.03 | +0.57 % | 6.89 ± 2.51 |" in rows
     assert f"## Attacks on {name}" in rows
     assert "| quantisation | scheme q4_0 |" in rows

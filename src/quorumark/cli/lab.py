@@ -199,11 +199,13 @@ def table(
     check: Annotated[bool, typer.Option("--check", help="Fail if the page is not what the results say.")] = False,
 ) -> None:
     """Make docs/results.md from the result files."""
-    from quorumark.errors import RecordError
+    from quorumark.errors import InputError, RecordError
     from quorumark.lab.attacked import section
     from quorumark.lab.config import configurations, read
     from quorumark.lab.results import ATTACKED, attack_section, page, read_all, replace_text
 
+    if not results.is_dir():
+        raise InputError("--results", "must be a folder with the results of runs", str(results))
     sections = [section(results / "attacks", out.parent / "figures"), attack_section(results / ATTACKED)]
     text = page([read(name) for name in configurations()], read_all(results), "\n".join(filter(None, sections)))
     if check:

@@ -48,6 +48,7 @@ ATTACKS_FORMAT = "quorumark-language-attacks/v1"
 ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
+_NOT_RUN = "not run"
 _AIM, _USEFUL = 20, 5  # what z should be after attacks, and the percentage of perplexity that they may cost
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
@@ -316,21 +317,24 @@ def best_evidence(runs: Iterable[Settings], results: dict[str, dict[str, Any]]) 
 _HEAD = """# Results
 
 Made by `quorumark lab table` from the files in `results/`, each of which a run has written; `quorumark lab table
---check` fails where this page is not what they say. docs/lab.md says how to run them.
+--check` fails where this page is not what they say. [lab.md](lab.md) says how to run them.
 
 Accuracy is on the test images, in percent, of the model with the highest validation accuracy; ± is the standard
 deviation over seeds. *Δ* is the difference to the same runs without the mark, in points. z is of the same model:
 *balanced* is the project's statistic, *cosine* the paper's text (the whole model's cosine with the key), *mean cosine*
 the paper's code (the mean of the tensors' cosines). ρ is the mark's share of the distance from the initial model.
 *Evidence*: **full** is as many rounds as the paper ran, **stopped** fewer because validation improved no more,
-**shorter** fewer, **not run** none.
+**shorter** fewer, **not run** none. Rows that were not run are in the tables only where the paper has a figure; the
+others are named below them.
 """
+_FIRST = ("table1", "table2", "language")  # the page begins with these
 
 
 def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], more: str = "") -> str:
     """docs/results.md; `more` are sections that other results make."""
     parts = [_HEAD]
-    for configuration in configurations:
+    places = {name: place for place, name in enumerate(_FIRST)}
+    for configuration in sorted(configurations, key=lambda c: places.get(c.name, len(places))):
         parts.append(f"## {configuration.title}\n\n`quorumark lab run {configuration.name}`\n")
         parts += [f"{note}\n" for note in configuration.notes]
         for run in configuration.runs:
@@ -355,7 +359,19 @@ def _vision(configuration: Configuration, results: dict[str, dict[str, Any]]) ->
     rows = [_row(configuration, runs, results) for runs in groups(configuration)]
     heads = ["data", "K", "partition", "strength", "paper", "accuracy", "Δ", "paper's z", "z balanced", "z cosine",
              "z mean cosine", "ρ", "evidence"]  # fmt: skip
-    return [_table(heads, rows)]
+    return _with_the_rest(heads, rows, {"data": "", "K": "K = ", "partition": "", "strength": ""})
+
+
+def _with_the_rest(heads: list[str], rows: list[list[str]], named: dict[str, str]) -> list[str]:
+    """A table of the rows that say something, and a sentence that names the others."""
+    columns, figures = [heads.index(head) for head in named], [i for i, head in enumerate(heads) if "paper" in head]
+    shown = [row for row in rows if row[-1] != _NOT_RUN or any(row[i] for i in figures)]
+    rest = [row for row in rows if row not in shown]
+    parts = [_table(heads, shown)] if shown else []
+    if rest:
+        names = "; ".join(" ".join(f"{named[heads[i]]}{row[i]}" for i in columns) for row in rest)
+        parts.append(f"Not run: {names}.\n")
+    return parts
 
 
 def _language(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
@@ -376,8 +392,8 @@ def _language(configuration: Configuration, results: dict[str, dict[str, Any]]) 
         "Ours; *before* is the perplexity of the model that fine-tuning begins with, *change* is against the unmarked "
         "runs of the same seeds:\n"
     )
-    parts.append(_table(heads, [_language_row(runs, results) for runs in groups(configuration)]))
-    return parts
+    rows = [_language_row(runs, results) for runs in groups(configuration)]
+    return parts + _with_the_rest(heads, rows, {"model": "", "strength": "", "coordinates": "coordinates: "})
 
 
 def _language_row(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[str]:
@@ -421,16 +437,15 @@ _ALL_CARRY: dict[str, Any] = {"max_coordinates": 0}
 
 def _language_evidence(runs: list[Settings], found: list[dict[str, Any]]) -> str:
     if not found:
-        return "not run"
+        return _NOT_RUN
     seeds, at = f"{len(found)} of {len(runs)} seeds", [body["perplexity"]["released_round"] for body in found]
     stopped = [body for body in found if body["stopped"] and body["rounds"] < runs[0].rounds]
-    released = f"released: round {_range(at)}"
+    released = f"round {_range(at)} released"
     if not finished(found[0], runs[0]):
         return f"shorter ({found[0]['rounds']} of {runs[0].rounds} rounds, {seeds}; {released})"
     if not stopped:
-        return f"full ({runs[0].rounds} rounds; {seeds}; {released})"
-    why = " or ".join(sorted({body["stopped"] for body in stopped}))
-    return f"stopped ({_range([b['rounds'] for b in found])} of {runs[0].rounds} rounds: {why}; {seeds}; {released})"
+        return f"full ({runs[0].rounds} rounds, {seeds}; {released})"
+    return f"stopped ({_range([b['rounds'] for b in found])} of {runs[0].rounds} rounds, {seeds}; {released})"
 
 
 def _range(numbers: list[int]) -> str:
@@ -513,7 +528,7 @@ def _difference(runs: list[Settings], results: dict[str, dict[str, Any]]) -> str
 def _evidence(runs: list[Settings], found: list[dict[str, Any]], there: list[dict[str, Any]]) -> str:
     """What a row rests on, and what there is besides: runs of other seeds that are not as long."""
     if not found:
-        return "not run"
+        return _NOT_RUN
     rounds, note = found[0]["rounds"], found[0]["data"]["note"]
     kind = f"full ({rounds} rounds" if rounds >= runs[0].rounds else f"shorter ({rounds} rounds"
     seeds = f"{len(found)} of {len(runs)} seeds"

@@ -117,12 +117,12 @@ def open_source(path: Path) -> tuple[dict[str, Stored], list[Path]]:
 
 def _read_file(path: Path) -> dict[str, Stored]:
     """The tensors of one file."""
-    reader = _READERS.get(path.suffix)
-    if reader is None:
-        raise LayoutError(f"cannot read {str(path)!r}: {_KINDS}")
     if not path.is_file():
         problem = "it is no regular file" if path.exists() else "there is no such file"
         raise LayoutError(f"cannot read {str(path)!r}: {problem}")
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise LayoutError(f"cannot read {str(path)!r}: {_KINDS}")
     return reader(path)
 
 

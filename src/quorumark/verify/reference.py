@@ -149,7 +149,7 @@ class Reference:
         for path, what, option in ((layout_path, "layout", "--layout"), (anchor_path, "anchor", "--anchor")):
             if not path.exists():
                 raise RecordError(
-                    f"the {what} is not at {str(path)!r}: name it with {option}, or the manifest beside it"
+                    f"the {what} is not at {str(path)!r}: put it beside the manifest, or name it with {option}"
                 )
         chain = read_chain(manifest)
         shape = ModelLayout.from_bytes(read_file(layout_path, "a layout"))
