@@ -24,6 +24,8 @@ from quorumark.lab.language import LanguageModel
 from quorumark.lab.removal import read_plan
 from quorumark.lab.scores import z_scores
 from quorumark.lab.tuning import LanguageRun
+from quorumark.layout import ModelLayout
+from quorumark.research import SeededKey
 from tests.language import sentences, tokenizer, write_model, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -545,6 +547,21 @@ def _check_page(results: Path, page: Path, name: str, marked: Any, plain: Any) -
     assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)
     (results / "attacks" / "language" / "forged.json").write_text("{}")
     assert isinstance(CliRunner().invoke(app, words).exception, RecordError)
+
+
+def test_gpt2_small_s_architecture_carries_a_mark(tmp_path: Path) -> None:
+    """All of its 124 million weights, from random initialisation: which carry, and z of a mark in them."""
+    module = language.load("gpt2-small-random", tmp_path, seed=1)
+    layout = ModelLayout.of(module)
+    assert (layout.size, layout.coordinates) == (124_439_808, 84_934_656)  # 12 layers of 12·768², no embeddings
+    assert ModelLayout.of(module, max_coordinates=1_000_000).coordinates == 1_000_000
+    anchor = layout.flatten(module)
+    rng, key = np.random.default_rng(0), SeededKey(layout.coordinates, 0)
+    suspect = anchor + 1e-3 * rng.standard_normal(layout.size, np.float32)
+    suspect[layout.carrying()] += np.float32(1e-5) * key.numpy()
+    found = z_scores(layout, suspect, anchor, {"key": key}, statistics=["balanced-anchor/v1"])
+    expected = 1e-2 * layout.coordinates**0.5  # ρ·√d
+    assert found["balanced-anchor/v1"]["key"] == pytest.approx(expected, rel=0.1)
 
 
 def test_plans_are_checked(tmp_path: Path) -> None:
