@@ -14,6 +14,9 @@ channels is the inner product of all their weights, summed exactly; the assignme
 shortest augmenting paths on 64-bit integers in a fixed order, ties included. A suspect with fewer channels leaves
 places of the anchor empty (zeros), one with more has some that nobody takes.
 
+Where many of the similarities are below 0, signs were changed: of a norm's gain and what it reads or is read by, or of
+what a gated neuron computes and what reads it. These are put back, too.
+
 Channels that can be mixed with each other (`Mixing`: values and outputs of a head, queries and keys) are compared by
 what mixing leaves of them, and put back at the end (`quorumark.verify.mixing`). A residual stream that may be turned as
 a whole (`Stream`) is turned back before anything else is matched (`quorumark.verify.stream`).
@@ -50,9 +53,12 @@ _GROWTH = 8  # a suspect with more than so many times the channels is not matche
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
 _EVEN = 6  # octaves above the middle at which weights are cut while mixtures are looked at
 _FAR = 3  # octaves by which a column's size must be wrong to be put right before
+_OTHER_SIGNS = 16  # signs count as changed where more than one part in so many of all similarity is lost by them
+_PLAIN = 1.5  # deviations of noise that similarities must have on average: otherwise signs are not known
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
 Places = NDArray[np.int64]
+Signs = NDArray[np.int8]
 Axis = tuple[str, int]
 
 
@@ -434,6 +440,18 @@ def assign(value: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
+def _taken(value: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What an assignment takes, for each row that gets a column."""
+    rows = np.flatnonzero(order >= 0)
+    found: NDArray[np.int64] = value[rows, order[rows]]
+    return found
+
+
+def _many(whole: int, part: int) -> bool:
+    """Whether signs are what makes a similarity so much less than it could be."""
+    return _OTHER_SIGNS * (whole - part) > whole
+
+
 # --- the result -------------------------------------------------------------------------------------------
 
 
@@ -451,6 +469,7 @@ class Alignment:
         blocks: how many blocks of channels were put back so.
         turn: how the residual stream was turned, if it was; it is turned back before anything else.
         words: how many words matrices of the stream have, on which axis: a suspect's others are cut off.
+        signs: for axes on which the suspect has weights of the other sign, ±1 for each place.
     """
 
     procedure: str
@@ -464,6 +483,7 @@ class Alignment:
     blocks: int = 0
     turn: Turn | None = None
     words: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    signs: Mapping[Axis, Signs] = dataclasses.field(default_factory=dict)
 
     @property
     def surplus(self) -> int:
@@ -472,12 +492,13 @@ class Alignment:
         return turned + sum(theirs - matched for _, theirs, matched in self.sizes)
 
     def digest(self) -> str:
-        """Of every place, of every tensor whose channels were put back from mixtures, and of a turned stream."""
+        """Of every place, of tensors with channels put back from mixtures, of changed signs and of a turned stream."""
         parts = [
             canonical([tensor, axis]) + self.places[tensor, axis].astype("<i8").tobytes()
             for tensor, axis in sorted(self.places)
         ]
         parts += [canonical([name]) + self.unmixed[name].astype("<f4").tobytes() for name in sorted(self.unmixed)]
+        parts += [canonical(["signs", *axis]) + self.signs[axis].tobytes() for axis in sorted(self.signs)]
         parts += [] if self.turn is None else [canonical(["stream"]) + self.turn.to_bytes()]
         return digest("alignment", *parts).hex()
 
@@ -521,7 +542,7 @@ class AlignedModel:
             places = self._alignment.places.get((name, axis))
             if places is not None:
                 values = _gathered(values, axis, places)
-        return values
+        return _signed(values, name, self._alignment.signs)
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
         """Some rows of a tensor at a time."""
@@ -536,6 +557,16 @@ def _gathered(values: NDArray[Any], axis: int, places: Places) -> NDArray[Any]:
         shape[axis] = places.size
         taken = np.where((places >= 0).reshape(shape), taken, taken.dtype.type(0))
     return taken
+
+
+def _signed(values: NDArray[Any], name: str, signs: Mapping[Axis, Signs]) -> NDArray[Any]:
+    """A tensor in the anchor's order with the anchor's signs."""
+    for axis in range(values.ndim):
+        if (name, axis) in signs:
+            shape = [1] * values.ndim
+            shape[axis] = -1
+            values = values * signs[name, axis].reshape(shape).astype(values.dtype)
+    return values
 
 
 # --- matching ---------------------------------------------------------------------------------------------
@@ -629,7 +660,7 @@ def _turn(
     kept, clear, rigid = _in_order_but_for(groups, axes)
     gains = {name: mixing.finite(read(anchor, name)) for name in flow.gains()}
 
-    def fitted(tensors: Sequence[str], places: Mapping[Axis, Places]) -> Agreement | None:
+    def fitted(tensors: Sequence[str], places: Mapping[Axis, Places], signs: Mapping[Axis, Signs]) -> Agreement | None:
         """C of some tensors, their other axes in the anchor's order; None if their sizes do not fit."""
         found = None
         for name in tensors:
@@ -640,6 +671,7 @@ def _turn(
             for other in range(ours.ndim):
                 if (name, other) in places:
                     values = _gathered(values, other, places[name, other])
+            values = _signed(values, name, signs)
             size = values.shape[axis] if values.ndim == ours.ndim else 0
             found = found or Agreement(size, flow.size)
             fits = values.shape == (*ours.shape[:axis], len(found.matrix), *ours.shape[axis + 1 :])
@@ -649,7 +681,7 @@ def _turn(
             found.add(theirs, stream.vectors(ours, axis, None if gain is None else gains[gain]))
         return found
 
-    agreement = fitted(rigid, {})
+    agreement = fitted(rigid, {}, {})
     if agreement is None or not agreement.count:
         return None
     turn = Turn(stream.polar(agreement.matrix), flow.axes(), gains)
@@ -657,12 +689,19 @@ def _turn(
         used = sorted({slot.tensor for group in kept.groups for slot in group.slots} & specs.keys())
         back = turn.model(suspect, names)
         ours, theirs = _compared(back, anchor, {name: specs[name] for name in used}, None, progress)
-        agreement = fitted(clear, _Matching(kept, shapes, ours, theirs, progress).run().places)
+        matched = _Matching(kept, shapes, ours, theirs, progress).run()
+        agreement = fitted(clear, matched.places, matched.signs)
         if agreement is None:
             return None
         turn = dataclasses.replace(turn, matrix=stream.polar(agreement.matrix))
     moved = stream.permutation(assign(turn.matrix.astype(np.int64)), flow.size)
-    return turn if agreement.is_turned(turn.matrix, moved) else None
+    if agreement.is_turned(turn.matrix, moved):
+        return turn
+    # gains of the other sign, with all that reads them, are folded in the same way, though nothing was turned
+    signs = [(stream.gain_of(suspect, name, names, len(moved)), ours) for name, ours in gains.items()]
+    if any(theirs is not None and (np.sign(theirs) @ moved * ours < 0).any() for theirs, ours in signs):
+        return dataclasses.replace(turn, matrix=moved)
+    return None
 
 
 def _in_order_but_for(
@@ -792,6 +831,7 @@ class _Matching:
         self.theirs_at = [self._suspect_places(number) for number in range(len(groups.groups))]
         self.in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
         self.places: dict[Axis, Places] = {}
+        self.signs: dict[Axis, Signs] = {}
         self.found: list[NDArray[np.int64]] = []
         self._begin()
 
@@ -922,6 +962,8 @@ class _Matching:
         for other in range(taken.ndim) if not anchor else ():
             if other != axis and (tensor, other) in self.places:
                 taken = _gathered(taken, other, self.places[tensor, other])
+                if (tensor, other) in self.signs:
+                    taken = _signed(taken, tensor, {(tensor, other): self.signs[tensor, other]})
         return np.ascontiguousarray(np.moveaxis(taken, axis, 0)).reshape(places.shape[0], -1)
 
     def _similarity(self, axis: Axis, ours: Places, theirs: Places) -> NDArray[np.int64]:
@@ -1019,7 +1061,11 @@ class _Matching:
 
     def _match(self, number: int, axes: Sequence[Axis]) -> None:
         if self.all.groups[number].within is None:
-            self._put(number, assign(self._value(number, axes)))
+            free = [a for a in axes if number not in self.inner and a not in self.blocks]
+            if free:
+                self._match_signed(number, axes, free)
+            else:
+                self._put(number, assign(self._value(number, axes)))
             return
         outer, element = self.all.groups[number].within or (0, 0)
         if self.found[outer][element] < 0:  # the suspect has no such head
@@ -1028,6 +1074,46 @@ class _Matching:
         self.found[number] = self.found[number][order]
         for axis, index in self.index[number].items():
             self.places[axis][index] = self.places[axis][index[order]]
+
+    def _match_signed(self, number: int, axes: Sequence[Axis], free: Sequence[Axis]) -> None:
+        """Matches elements whose weights may have the other sign on some of their axes.
+
+        Then similarities, or their sum, are below 0. So if an assignment by the sizes of similarities on each axis gets
+        far more of these than the one by their sums does, it is taken. After that, axes with many similarities
+        below 0 get signs. Where signs were not changed, nothing is.
+        """
+        each = {axis: self._value(number, [axis]) for axis in free}
+        rest = self._value(number, [axis for axis in axes if axis not in free])
+        total: NDArray[np.int64] = sum(each.values(), rest)
+        sizes: NDArray[np.int64] = sum((np.abs(value) for value in each.values()), rest)
+        order = assign(total)
+        most = int(sizes.max(axis=int(total.shape[0] <= total.shape[1])).sum())  # no assignment can have more
+        if _many(most, int(_taken(total, order).sum())):
+            by_size = assign(sizes)
+            if _many(int(_taken(sizes, by_size).sum()), int(_taken(sizes, order).sum())):
+                order = by_size
+        self._put(number, order)
+        for axis, value in each.items():
+            signs = self.signs.setdefault(axis, np.ones(self.shapes[axis[0]][axis[1]], np.int8))
+            index = self.index[number][axis]
+            signs[index] = 1
+            if self._has_signs(number, axis, value, order):
+                signs[index[order >= 0]] = np.where(_taken(value, order) < 0, -1, 1)[:, None]
+
+    def _has_signs(self, number: int, axis: Axis, value: NDArray[np.int64], order: NDArray[np.int64]) -> bool:
+        """Whether signs were changed on an axis: similarities below 0 are many, and most are no noise.
+
+        Of n weights, the noise of ⟨a, s⟩ has a deviation of ‖a‖·‖s‖/√n.
+        """
+        found, rows = _taken(value, order), np.flatnonzero(order >= 0)
+        size = int(np.abs(found).sum())
+        if not _many(size, int(found.sum())):
+            return False
+        one = self._rows(*axis, self.index[number][axis][rows], anchor=True).astype(np.int64)
+        two = self._rows(*axis, self.theirs_at[number][axis][order[rows]], anchor=False).astype(np.int64)
+        ours, theirs = ((x * x).sum(axis=1).astype(np.float64) for x in (one, two))
+        noise = np.rint(np.sqrt(ours * theirs / one.shape[1]))
+        return size > _PLAIN * float(noise.sum())
 
     def _usable(self, number: int, known: set[int]) -> list[Axis]:
         """The axes of a group whose tensors are in order everywhere else."""
@@ -1071,13 +1157,17 @@ class _Matching:
             if self.progress is not None:
                 self.progress(f"aligning: sweep {sweeps + 1}")
             before = {axis: places.copy() for axis, places in self.places.items()}
+            were = {axis: signs.copy() for axis, signs in self.signs.items()}
             for number in order:
                 self._match(number, self._clear(number))
             sweeps += 1
             stable = all(np.array_equal(before[axis], places) for axis, places in self.places.items())
+            stable = stable and all(np.array_equal(were.get(axis, 1), signs) for axis, signs in self.signs.items())
         sizes = tuple(
             (group.size, size, int((found >= 0).sum()))
             for group, size, found in zip(self.all.groups, self.sizes, self.found, strict=True)
         )
         moved = tuple(int(((f >= 0) & (f != np.arange(f.size))).sum()) for f in self.found)
-        return Alignment(self.all.procedure, self.all.digest(), sizes, moved, sweeps, stable, self.places)
+        signs = {axis: signs for axis, signs in self.signs.items() if (signs < 0).any()}
+        digest = self.all.digest()
+        return Alignment(self.all.procedure, digest, sizes, moved, sweeps, stable, self.places, signs=signs)

@@ -107,7 +107,7 @@ def polar(matrix: NDArray[np.int64]) -> Rows:
     width = (columns - 1).bit_length() + 1 >> 1  # rows of entries below 2^(25 − width) have a length of at most 2^25
     numbers = np.ldexp(numbers, 25 - width - int(np.frexp(np.abs(numbers).max(initial=0.0))[1]))
     coarse = np.rint(numbers)
-    bound = np.ceil(np.abs(coarse @ coarse.T) / 1024.0).sum(axis=1).max(initial=1.0) * 1024.0  # ≥ the largest σ²
+    bound = np.ceil(np.abs(coarse @ coarse.T) / 1024.0).astype(np.int64).sum(axis=1).max(initial=1) * 1024.0  # ≥ all σ²
     x: Rows = np.rint(numbers * (ONE / np.sqrt(bound)))
     unit = ONE * np.eye(rows)
     for _ in range(_STEPS):
@@ -154,6 +154,11 @@ class Turn:
         """How many more channels the suspect's stream has than the anchor's."""
         theirs, ours = self.matrix.shape
         return max(0, int(theirs) - int(ours))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether channels were mixed; otherwise they were at most permuted, and gains had other signs."""
+        return bool(np.count_nonzero(self.matrix) > min(self.matrix.shape))
 
     def to_bytes(self) -> bytes:
         return self.matrix.astype("<i4").tobytes()
