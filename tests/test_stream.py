@@ -378,6 +378,32 @@ def test_a_small_turn_is_worth_nothing_either() -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.parametrize("quiet", [6, 12, 18])
+@pytest.mark.parametrize("size", [0.2, 1.0])
+def test_quiet_channels_that_were_turned_alone(quiet: int, size: float) -> None:
+    """Channels of e^±1.5 times the middle size, of which the quietest are turned: hardly any vector moves."""
+    by_channel = np.exp(1.5 * np.random.default_rng(9).standard_normal(WIDTH)).astype(np.float32)
+
+    def uneven(model: Tensors) -> Tensors:
+        louder = {"down": by_channel[:, None], "embed": by_channel, "gain": by_channel, "last": by_channel}
+        return {name: w * louder.get(name, np.float32(1)) for name, w in model.items()}
+
+    def of(found: Any) -> float:
+        x = canonical_form("balanced-anchor/v1", LAYOUT, found, TensorsInMemory(anchor)).x.astype(np.int64)
+        return float(x @ key / np.sqrt(x @ x))
+
+    model, key = marked(1, size)
+    model, anchor = uneven(model), uneven(small())
+    assert aligned(model, anchor=anchor).turn is None
+    places = np.argsort(by_channel)[:quiet]
+    by = np.eye(WIDTH)
+    by[np.ix_(places, places)] = orthogonal(quiet, 7)
+    suspect = turned(model, by)
+    found = aligned(suspect, anchor=anchor)
+    assert found.turn is not None
+    assert of(found.model(TensorsInMemory(suspect))) > 0.8 * of(TensorsInMemory(model))
+
+
 @pytest.mark.parametrize("number", [0.0, np.nan, np.inf, 1e300, 1e-320, 3.4e38, 1.0, -1.0])
 def test_suspects_of_one_number(number: float) -> None:
     """No error and no warning, whatever the numbers are."""

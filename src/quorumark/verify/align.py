@@ -40,7 +40,7 @@ from quorumark.layout import ModelLayout, TensorSpec
 from quorumark.records import canonical, digest, parse, read_json
 from quorumark.verify import _kernels, mixing, statistic, stream
 from quorumark.verify.statistic import _BLOCK, Model
-from quorumark.verify.stream import Agreement, Cut, Turn, in_blocks, read
+from quorumark.verify.stream import Agreement, Cut, Likeness, Turn, in_blocks, read
 
 __all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Mixing", "Slot", "Stream", "align", "assign"]
 
@@ -660,9 +660,11 @@ def _turn(
     kept, clear, rigid = _in_order_but_for(groups, axes)
     gains = {name: mixing.finite(read(anchor, name)) for name in flow.gains()}
 
-    def fitted(tensors: Sequence[str], places: Mapping[Axis, Places], signs: Mapping[Axis, Signs]) -> Agreement | None:
-        """C of some tensors, their other axes in the anchor's order; None if their sizes do not fit."""
-        found = None
+    def pairs(
+        tensors: Sequence[str], places: Mapping[Axis, Places], signs: Mapping[Axis, Signs]
+    ) -> Iterator[tuple[mixing.Rows, mixing.Rows] | None]:
+        """The vectors of some tensors, their other axes in the anchor's order; None if their sizes do not fit."""
+        width = None
         for name in tensors:
             if progress is not None:
                 progress(f"the stream: {name}")
@@ -673,15 +675,26 @@ def _turn(
                     values = _gathered(values, other, places[name, other])
             values = _signed(values, name, signs)
             size = values.shape[axis] if values.ndim == ours.ndim else 0
-            found = found or Agreement(size, flow.size)
-            fits = values.shape == (*ours.shape[:axis], len(found.matrix), *ours.shape[axis + 1 :])
+            width = width or size
+            fits = values.shape == (*ours.shape[:axis], width, *ours.shape[axis + 1 :])
             if not fits or not 2 <= size <= _GROWTH * flow.size:
-                return None
+                yield None
+                return
             theirs = stream.vectors(values, axis, stream.gain_of(suspect, gain, names, size))
-            found.add(theirs, stream.vectors(ours, axis, None if gain is None else gains[gain]))
+            yield theirs, stream.vectors(ours, axis, None if gain is None else gains[gain])
+
+    def fitted(*of: Any) -> Agreement | None:
+        """C of these vectors."""
+        found = None
+        for pair in pairs(*of):
+            if pair is None:
+                return None
+            found = found or Agreement(pair[0].shape[1], flow.size)
+            found.add(*pair)
         return found
 
-    agreement = fitted(rigid, {}, {})
+    used_for: tuple[list[str], Mapping[Axis, Places], Mapping[Axis, Signs]] = (rigid, {}, {})
+    agreement = fitted(*used_for)
     if agreement is None or not agreement.count:
         return None
     turn = Turn(stream.polar(agreement.matrix), flow.axes(), gains)
@@ -690,12 +703,19 @@ def _turn(
         back = turn.model(suspect, names)
         ours, theirs = _compared(back, anchor, {name: specs[name] for name in used}, None, progress)
         matched = _Matching(kept, shapes, ours, theirs, progress).run()
-        agreement = fitted(clear, matched.places, matched.signs)
+        used_for = (clear, matched.places, matched.signs)
+        agreement = fitted(*used_for)
         if agreement is None:
             return None
         turn = dataclasses.replace(turn, matrix=stream.polar(agreement.matrix))
     moved = stream.permutation(assign(turn.matrix.astype(np.int64)), flow.size)
     if agreement.is_turned(turn.matrix, moved):
+        return turn
+    likeness = Likeness(turn.matrix, moved)
+    for pair in pairs(*used_for):
+        if pair is not None:
+            likeness.add(*pair)
+    if likeness.is_turned():
         return turn
     # gains of the other sign, with all that reads them, are folded in the same way, though nothing was turned
     signs = [(stream.gain_of(suspect, name, names, len(moved)), ours) for name, ours in gains.items()]

@@ -32,6 +32,7 @@ _VECTORS = 1 << 13  # that are worked on at a time
 _STEPS = 32  # of Newton and Schulz; each brings a small singular value up by 1.5, but rounding is not to come up, too
 _NEAR = 8.0  # in units of 2^-25
 _CLOSER = 15, 16  # a stream was turned where it comes so much closer than by fitting noise
+_ALIKE = 16  # and those of channels by 2^-16
 _SEEN = 22  # and where cosines rise by 2^-22: what rounding does to a suspect that is the anchor is no turn
 
 
@@ -84,6 +85,43 @@ class Agreement:
         above, below = _CLOSER
         closer = below * 2 * self.count * after < above * (2 * self.count - turned.shape[1]) * before
         return closer and (before - after) << _SEEN > self.count * int(UNIT * UNIT * ONE)
+
+
+class Likeness:
+    """How like the anchor's each channel is after Mᵀ·s, for some matrices M: its cosine over all vectors.
+
+    Loud channels outweigh quiet ones in a distance of vectors, but the mark is as strong in either: whoever turned only
+    the quiet ones would not be seen. A cosine counts every channel alike.
+    """
+
+    def __init__(self, *matrices: Rows) -> None:
+        self._matrices = matrices
+        self._sums = np.zeros((len(matrices), 3, matrices[0].shape[1]))  # Σ t·a, Σ t² and Σ a² in 2^-8
+        self.count = 0
+
+    def add(self, suspect: Rows, anchor: Rows) -> None:
+        for begin in range(0, len(anchor), _VECTORS):
+            s, a = (units(x[begin : begin + _VECTORS]) for x in (suspect, anchor))
+            there = s.any(axis=1) & a.any(axis=1)
+            s, a = s[there], 16 * a[there]
+            self.count += len(a)
+            for number, matrix in enumerate(self._matrices):
+                t = np.rint((s @ matrix) * (16 / ONE))  # below 2^20: 2^13 squares are below 2^53
+                for k, products in enumerate((t * a, t * t, a * a)):
+                    self._sums[number, k] += np.rint(products.sum(axis=0) / 256.0)
+
+    def distances(self) -> list[int]:
+        """Σ (1 − cosine) over channels for each matrix, in 2^-25."""
+        along, theirs, ours = self._sums.swapaxes(0, 1)
+        cosines = along / np.maximum(np.sqrt(theirs) * np.sqrt(ours), 1.0)
+        return [int(each) for each in np.rint((1.0 - cosines) * ONE).sum(axis=1)]
+
+    def is_turned(self) -> bool:
+        """As of an agreement: whether the first matrix is closer than the second by more than fitting noise gives."""
+        (after, before), (above, below) = self.distances(), _CLOSER
+        width = self._sums.shape[2]
+        closer = below * 2 * self.count * after < above * (2 * self.count - width) * before
+        return closer and (before - after) << _ALIKE > width * int(ONE)
 
 
 def _inner(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
