@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from quorumark.verify import mixing, stream
 from quorumark.verify.align import Alignment, Group, Groups, Slot, Stream, align
 from quorumark.verify.coalition import combine, prepare
 from quorumark.verify.statistic import canonical_form
+from quorumark.verify.suspect import read_suspect
 from tests.consortium import Tensors, World, make_world
 from tests.test_cli import run
 
@@ -425,6 +427,23 @@ def test_sizes_that_do_not_fit_are_told(name: str) -> None:
     else:
         with pytest.raises(InconclusiveError, match="fit no number of channels"):
             aligned(suspect)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("embed", (0, WIDTH)), ("embed", (WORDS, 0)), ("head", (0, 0)), ("gain", (0,)), ("up", (0, WIDTH)),
+        ("down", (WIDTH, 0)), ("embed", (1, 1 << 22)), ("embed", (WORDS + 1, 8 * WIDTH + 1)),
+    ],
+)  # fmt: skip
+def test_empty_and_endless_tensors_are_told(name: str, shape: tuple[int, ...]) -> None:
+    """One sentence, and no memory for words that a suspect has not: 90 of 2^22 channels would be 1.5 GB."""
+    suspect = {**turned(small(), orthogonal(WIDTH, 3)), name: np.ones(shape, np.float32)}
+    tracemalloc.start()
+    with pytest.raises(InconclusiveError, match=r"is empty|far more channels|fit no number"):
+        align(read_suspect(suspect), TensorsInMemory(small()), LAYOUT, GROUPS)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 28
+    tracemalloc.stop()
 
 
 def test_tensors_that_are_missing() -> None:

@@ -469,6 +469,7 @@ class Alignment:
         blocks: how many blocks of channels were put back so.
         turn: how the residual stream was turned, if it was; it is turned back before anything else.
         words: how many words matrices of the stream have, on which axis: a suspect's others are cut off.
+        widest: how many channels a word of the suspect may have.
         signs: for axes on which the suspect has weights of the other sign, ±1 for each place.
     """
 
@@ -483,6 +484,7 @@ class Alignment:
     blocks: int = 0
     turn: Turn | None = None
     words: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    widest: int = 0
     signs: Mapping[Axis, Signs] = dataclasses.field(default_factory=dict)
 
     @property
@@ -529,7 +531,7 @@ class AlignedModel:
 
     def __init__(self, suspect: Model, alignment: Alignment, names: Mapping[str, str] | None = None) -> None:
         self._alignment, self._names = alignment, names
-        self._suspect: Model = Cut(suspect, alignment.words, names) if alignment.words else suspect
+        self._suspect: Model = Cut(suspect, alignment.words, names, alignment.widest) if alignment.words else suspect
         if alignment.turn is not None:
             self._suspect, self._names = alignment.turn.model(self._suspect, names), None
 
@@ -595,7 +597,7 @@ def align(
     turn, words = None, {}
     if groups.stream is not None:
         words = {n: (axis, shapes[n][axis]) for n, axis in groups.words().items() if n in specs}
-        suspect = Cut(suspect, words, names)
+        suspect = Cut(suspect, words, names, _GROWTH * groups.stream.size)
         turn = _turn(suspect, anchor, groups, groups.stream, shapes, specs, names, progress)
     if turn is not None:
         suspect, names = turn.model(suspect, names), None
@@ -616,7 +618,8 @@ def align(
         if put_back:
             unmixed[name] = values
             count += put_back
-    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words)
+    widest = 0 if groups.stream is None else _GROWTH * groups.stream.size
+    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words, widest=widest)
 
 
 def _compared(
@@ -813,6 +816,8 @@ def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.in
         raise LayoutError(f"tensor {name!r} of the anchor must have the shape {spec.shape}")
     if values.ndim < 2:
         raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
+    if not values.size:
+        raise InconclusiveError(f"tensor {name!r} of the suspect is empty")
     shape = values.shape
     bits, by_row, by_column = _sized(values)
     balanced = np.empty(bits.size, np.int32)

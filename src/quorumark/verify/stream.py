@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.errors import InconclusiveError
 from quorumark.verify import mixing
 from quorumark.verify.mixing import ONE, Rows
 from quorumark.verify.statistic import _BLOCK, Model
@@ -39,6 +40,8 @@ _SEEN = 22  # and where cosines rise by 2^-22: what rounding does to a suspect t
 def read(model: Model, name: str) -> NDArray[Any]:
     """A tensor whole."""
     parts = [values for _, values in model.blocks(name, _BLOCK)]
+    if not parts:
+        raise InconclusiveError(f"tensor {name!r} of the suspect is empty")
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -245,11 +248,14 @@ class Unturned:
 class Cut:
     """A suspect with as many words as the anchor: those that come after them are left out, missing ones are 0.
 
-    `words` says for tensors, by the layout's names, on which axis words are, and how many.
+    `words` says for tensors, by the layout's names, on which axis words are, and how many; `widest` how many numbers
+    a word may have: missing words of a suspect with few but endless ones would need any amount of memory.
     """
 
-    def __init__(self, suspect: Model, words: Mapping[str, tuple[int, int]], names: Mapping[str, str] | None) -> None:
-        self._suspect = suspect
+    def __init__(
+        self, suspect: Model, words: Mapping[str, tuple[int, int]], names: Mapping[str, str] | None, widest: int
+    ) -> None:
+        self._suspect, self._widest = suspect, widest
         self._words = {name if names is None else names[name]: at for name, at in words.items()}
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -260,6 +266,8 @@ class Cut:
         values, (axis, count) = read(self._suspect, name), self._words[name]
         if axis < values.ndim and values.shape[axis] != count:
             shape = (*values.shape[:axis], count, *values.shape[axis + 1 :])
+            if prod(shape) > count * self._widest:
+                raise InconclusiveError(f"tensor {name!r} of the suspect has far more channels than the anchor's")
             there = (slice(None),) * axis + (slice(0, min(count, values.shape[axis])),)
             whole = np.zeros(shape, values.dtype)
             whole[there] = values[there]
