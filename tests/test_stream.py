@@ -481,6 +481,7 @@ def test_damaged_streams_are_refused() -> None:
             Groups.from_bytes(json.dumps(damaged).encode())
 
     refused(lambda b: b.update(stream=None), "a stream")
+    refused(lambda b: b.update(format=["quorumark-groups/v3"]), "format")
     refused(lambda b: b.update(format="quorumark-groups/v1"), "unknown critical field")
     refused(lambda b: b["stream"].update(size=1), "two channels or more")
     refused(lambda b: b["stream"].update(writers=[]), "writers and norms")

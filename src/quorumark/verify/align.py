@@ -357,7 +357,7 @@ class Groups:
         what = "a model's groups"
         more = {cls.MIXED_FORMAT: ["mixings"], cls.STREAM_FORMAT: ["mixings", "stream"]}
         kind = _format(data, what)
-        kind = kind if kind in more else cls.FORMAT
+        kind = kind if kind is not None and kind in more else cls.FORMAT
         fields = take(parse(data, kind, what), ["groups", *more.get(kind, [])], what)
         listed = fields["groups"]
         require(isinstance(listed, list), what, "must be a list")
@@ -376,9 +376,10 @@ class Groups:
         return cls(tuple(groups), tuple(mixings), turning)
 
 
-def _format(data: bytes, what: str) -> Any:
+def _format(data: bytes, what: str) -> str | None:
     body = read_json(data, what)
-    return body.get("format") if isinstance(body, dict) else None
+    found = body.get("format") if isinstance(body, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _listed(value: Any, what: str) -> list[Any]:
