@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from quorumark.verify.statistic import canonical_form
 from quorumark.verify.suspect import read_suspect
 from tests.consortium import Tensors, World, make_world
 from tests.test_cli import run
+from tests.test_verify_cli import Desk
 
 WORDS, WIDTH, NEURONS = 90, 24, 40
 FLOW = Stream(
@@ -600,6 +602,46 @@ def test_the_command_says_that_there_is_a_stream(environment: dict[str, str], tm
     found = Groups.from_bytes(out.read_bytes())
     assert found.stream is not None
     assert found.stream.size == 48
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_llama_that_was_turned_through_the_commands(environment: dict[str, str], tmp_path: Path) -> None:
+    """From code to groups, and from a turned suspect to a certificate that others recompute on a copy."""
+    import torch
+
+    from tests.lab import llama
+
+    (tmp_path / "net.py").write_text("from tests.lab import llama\n")
+    more = {**environment, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])}
+    made = ["groups", "--model", f"{tmp_path}/net.py:llama", "--example", "int:1,6", "--out", f"{tmp_path}/groups.json"]
+    assert run(more, *made).returncode == 0
+    groups = Groups.from_bytes((tmp_path / "groups.json").read_bytes())
+    torch.manual_seed(0)
+    anchor = {name: tensor.numpy() for name, tensor in llama().state_dict().items()}
+    agreed = {"z": "6", "groups": groups.digest()}
+    models = (anchor, trained(anchor, 1))
+    world = make_world(tmp_path, members=3, threshold=2, rho=0.35, models=models, policy=agreed)
+    desk, hidden, flow = Desk(world, tmp_path, environment), dict(world.marked), groups.stream
+    assert flow is not None
+    by = orthogonal(flow.size, 3)
+    for name, (axis, gain) in flow.axes().items():
+        rows = np.moveaxis(hidden[name].astype(np.float64), axis, -1) * (1 if gain is None else hidden[gain])
+        hidden[name] = np.ascontiguousarray(np.moveaxis(rows @ by.T, -1, axis), np.float32)
+    hidden |= {gain: np.ones(flow.size, np.float32) for gain in flow.gains()}
+    suspect, query, nobody = world.save(hidden, "hidden.safetensors"), desk.path("query.json"), desk.path("nobody")
+    said = desk("prepare", suspect, "--align", "--out", query, *desk.reference, "--home", nobody).stdout
+    assert "its residual stream had been turned" in " ".join(said.split())
+    assert desk.combine(query, [desk.partial(query, suspect, n, "--approve") for n in (1, 2)])["verdict"] == "PASSED"
+    for point in (1, 2):
+        desk("sign", desk.path("certificate.json"), *desk.home(point))
+    payload = json.loads(Path(desk.path("certificate.json")).read_text())["payload"]
+    assert b"its residual stream had been turned" in base64.b64decode(payload)
+    check = ["check", desk.path("certificate.json"), "--manifest", world.folder / "consortium.json"]
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(Path(suspect).read_bytes())
+    assert desk(*check, "--suspect", copy).stdout.count("checked: ") == 5
+    hidden["model.norm.weight"] = np.full(flow.size, 2, np.float32)  # another file
+    assert desk(*check, "--suspect", world.save(hidden, "other.safetensors"), code=2).stderr
 
 
 def test_what_has_other_norms_has_no_stream(lab: Any) -> None:

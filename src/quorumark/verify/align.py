@@ -858,6 +858,8 @@ class _Matching:
         self.in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
         self.places: dict[Axis, Places] = {}
         self.signs: dict[Axis, Signs] = {}
+        self.with_signs = False
+        self.doubtful: set[int] = set()  # groups of which more would be like the anchor if signs were others
         self.found: list[NDArray[np.int64]] = []
         self._begin()
 
@@ -1106,7 +1108,7 @@ class _Matching:
 
         Then similarities, or their sum, are below 0. So if an assignment by the sizes of similarities on each axis gets
         far more of these than the one by their sums does, it is taken. After that, axes with many similarities
-        below 0 get signs. Where signs were not changed, nothing is.
+        below 0 get signs. First all is matched without any of that, and it is only noted which groups are in doubt.
         """
         each = {axis: self._value(number, [axis]) for axis in free}
         rest = self._value(number, [axis for axis in axes if axis not in free])
@@ -1114,6 +1116,10 @@ class _Matching:
         sizes: NDArray[np.int64] = sum((np.abs(value) for value in each.values()), rest)
         order = assign(total)
         most = int(sizes.max(axis=int(total.shape[0] <= total.shape[1])).sum())  # no assignment can have more
+        if not self.with_signs:
+            (self.doubtful.add if _many(most, int(_taken(total, order).sum())) else self.doubtful.discard)(number)
+            self._put(number, order)
+            return
         if _many(most, int(_taken(total, order).sum())):
             by_size = assign(sizes)
             if _many(int(_taken(sizes, by_size).sum()), int(_taken(sizes, order).sum())):
@@ -1176,7 +1182,20 @@ class _Matching:
         tops = [n for n in order if self.all.groups[n].within is None]
         return [m for n in tops for m in [n, *(m for m in order if (self.all.groups[m].within or (-1,))[0] == n)]]
 
-    def run(self) -> Alignment:
+    def _alike(self) -> int:
+        """⟨anchor, suspect⟩ over all weights that are compared, as they are matched now."""
+        total = 0
+        for name, ours in self.ours.items():
+            theirs: NDArray[Any] = self.theirs[name]
+            for axis in range(ours.ndim):
+                if (name, axis) in self.places:
+                    theirs = _gathered(theirs, axis, self.places[name, axis])
+            theirs = _signed(theirs, name, self.signs)
+            total += sum(int((a.astype(np.int64) * b).sum()) for a, b in zip(ours, theirs, strict=True))
+        return total
+
+    def _settled(self) -> tuple[int, bool]:
+        """Matches until nothing changes; how many sweeps that took, and whether it came to that."""
         order = self._first_sweep()
         sweeps, stable = 1, False
         while not stable and sweeps < _SWEEPS:
@@ -1189,6 +1208,17 @@ class _Matching:
             sweeps += 1
             stable = all(np.array_equal(before[axis], places) for axis, places in self.places.items())
             stable = stable and all(np.array_equal(were.get(axis, 1), signs) for axis, signs in self.signs.items())
+        return sweeps, stable
+
+    def run(self) -> Alignment:
+        sweeps, stable = self._settled()
+        if self.doubtful:  # once more, with signs: taken where much more is then like the anchor
+            plain, places, found, now = self._alike(), self.places, self.found, (sweeps, stable)
+            self.places, self.found, self.with_signs = {}, [], True
+            self._begin()
+            sweeps, stable = self._settled()
+            if not _many(self._alike(), plain):
+                self.places, self.found, self.signs, (sweeps, stable) = places, found, {}, now
         sizes = tuple(
             (group.size, size, int((found >= 0).sum()))
             for group, size, found in zip(self.all.groups, self.sizes, self.found, strict=True)
