@@ -289,6 +289,17 @@ def test_signs_hide_nothing(gains: bool, neurons: bool) -> None:
     assert min(z_aligned(moved(hidden, 4), key) for hidden in (before, after)) > 0.9 * as_it_is
 
 
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_few_signs_hide_nothing_either(count: int) -> None:
+    """Six of 40 neurons take 40 % of z: a row of the other sign is further away than training ever gets."""
+    model, key = marked(1)
+    as_it_is = z(TensorsInMemory(model), key)
+    model["up"][:count] *= -1
+    model["down"][:, :count] *= -1
+    assert z(TensorsInMemory(model), key) < (1 - 0.05 * count) * as_it_is
+    assert z_aligned(model, key) > 0.98 * as_it_is
+
+
 def test_signs_accuse_nobody() -> None:
     """48 models that were trained from the anchor or not, against fresh keys: a mean square of z of 1 ± 0.7.
 

@@ -53,7 +53,7 @@ _GROWTH = 8  # a suspect with more than so many times the channels is not matche
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
 _EVEN = 6  # octaves above the middle at which weights are cut while mixtures are looked at
 _FAR = 3  # octaves by which a column's size must be wrong to be put right before
-_OTHER_SIGNS = 16  # signs count as changed where more than one part in so many of all similarity is lost by them
+_OTHER_SIGNS = 16  # signs count as changed where they make more than one part in so many of the squared distance
 _PLAIN = 1.5  # deviations of noise that similarities must have on average: otherwise signs are not known
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
@@ -448,9 +448,13 @@ def _taken(value: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int
     return found
 
 
-def _many(whole: int, part: int) -> bool:
-    """Whether signs are what makes a similarity so much less than it could be."""
-    return _OTHER_SIGNS * (whole - part) > whole
+def _closer(energy: int, before: int, after: int) -> bool:
+    """Whether a similarity that rises from one number to another takes a sixteenth of the squared distance away.
+
+    ‖a − s‖²/2 = (‖a‖² + ‖s‖²)/2 − ⟨a, s⟩, and the energy is the first of these. A row of the other sign is twice its
+    size away from the anchor's: few of them outweigh all that training did.
+    """
+    return _OTHER_SIGNS * (after - before) > energy - before
 
 
 # --- the result -------------------------------------------------------------------------------------------
@@ -859,6 +863,7 @@ class _Matching:
         self.places: dict[Axis, Places] = {}
         self.signs: dict[Axis, Signs] = {}
         self.with_signs = False
+        self.energies: dict[str, int] = {}
         self.doubtful: set[int] = set()  # groups of which more would be like the anchor if signs were others
         self.found: list[NDArray[np.int64]] = []
         self._begin()
@@ -1116,13 +1121,15 @@ class _Matching:
         sizes: NDArray[np.int64] = sum((np.abs(value) for value in each.values()), rest)
         order = assign(total)
         most = int(sizes.max(axis=int(total.shape[0] <= total.shape[1])).sum())  # no assignment can have more
+        energy = sum(self._energy(name) for name, _ in axes)
+        in_doubt = _closer(energy, int(_taken(total, order).sum()), most)
         if not self.with_signs:
-            (self.doubtful.add if _many(most, int(_taken(total, order).sum())) else self.doubtful.discard)(number)
+            (self.doubtful.add if in_doubt else self.doubtful.discard)(number)
             self._put(number, order)
             return
-        if _many(most, int(_taken(total, order).sum())):
+        if in_doubt:
             by_size = assign(sizes)
-            if _many(int(_taken(sizes, by_size).sum()), int(_taken(sizes, order).sum())):
+            if _closer(energy, int(_taken(sizes, order).sum()), int(_taken(sizes, by_size).sum())):
                 order = by_size
         self._put(number, order)
         for axis, value in each.items():
@@ -1133,13 +1140,13 @@ class _Matching:
                 signs[index[order >= 0]] = np.where(_taken(value, order) < 0, -1, 1)[:, None]
 
     def _has_signs(self, number: int, axis: Axis, value: NDArray[np.int64], order: NDArray[np.int64]) -> bool:
-        """Whether signs were changed on an axis: similarities below 0 are many, and most are no noise.
+        """Whether signs were changed on an axis: similarities below 0 add much to the distance, and most are no noise.
 
         Of n weights, the noise of ⟨a, s⟩ has a deviation of ‖a‖·‖s‖/√n.
         """
         found, rows = _taken(value, order), np.flatnonzero(order >= 0)
         size = int(np.abs(found).sum())
-        if not _many(size, int(found.sum())):
+        if not _closer(self._energy(axis[0]), int(found.sum()), size):
             return False
         one = self._rows(*axis, self.index[number][axis][rows], anchor=True).astype(np.int64)
         two = self._rows(*axis, self.theirs_at[number][axis][order[rows]], anchor=False).astype(np.int64)
@@ -1182,6 +1189,13 @@ class _Matching:
         tops = [n for n in order if self.all.groups[n].within is None]
         return [m for n in tops for m in [n, *(m for m in order if (self.all.groups[m].within or (-1,))[0] == n)]]
 
+    def _energy(self, name: str) -> int:
+        """(‖a‖² + ‖s‖²)/2 of a tensor."""
+        if name not in self.energies:
+            both = (self.ours[name], self.theirs[name])
+            self.energies[name] = sum(int((row.astype(np.int64) ** 2).sum()) for values in both for row in values) // 2
+        return self.energies[name]
+
     def _alike(self) -> int:
         """⟨anchor, suspect⟩ over all weights that are compared, as they are matched now."""
         total = 0
@@ -1217,7 +1231,7 @@ class _Matching:
             self.places, self.found, self.with_signs = {}, [], True
             self._begin()
             sweeps, stable = self._settled()
-            if not _many(self._alike(), plain):
+            if not _closer(sum(map(self._energy, self.ours)), plain, self._alike()):
                 self.places, self.found, self.signs, (sweeps, stable) = places, found, {}, now
         sizes = tuple(
             (group.size, size, int((found >= 0).sum()))
