@@ -1152,7 +1152,10 @@ class _Matching:
         two = self._rows(*axis, self.theirs_at[number][axis][order[rows]], anchor=False).astype(np.int64)
         ours, theirs = ((x * x).sum(axis=1).astype(np.float64) for x in (one, two))
         noise = np.rint(np.sqrt(ours * theirs / one.shape[1]))
-        return size > _PLAIN * float(noise.sum())
+        plain = found < -_PLAIN * noise  # rows that are noise alone do not tell of signs
+        gained = int(np.abs(found[plain]).sum())
+        before = int(found.sum())
+        return size > _PLAIN * float(noise.sum()) and _closer(self._energy(axis[0]), before, before + 2 * gained)
 
     def _usable(self, number: int, known: set[int]) -> list[Axis]:
         """The axes of a group whose tensors are in order everywhere else."""
