@@ -14,6 +14,9 @@ channels is the inner product of all their weights, summed exactly; the assignme
 shortest augmenting paths on 64-bit integers in a fixed order, ties included. A suspect with fewer channels leaves
 places of the anchor empty (zeros), one with more has some that nobody takes.
 
+Where many of the similarities are below 0, signs were changed: of a norm's gain and what it reads or is read by, or of
+what a gated neuron computes and what reads it. These are put back, too.
+
 Channels that can be mixed with each other (`Mixing`: values and outputs of a head, queries and keys) are compared by
 what mixing leaves of them, and put back at the end (`quorumark.verify.mixing`). A residual stream that may be turned as
 a whole (`Stream`) is turned back before anything else is matched (`quorumark.verify.stream`).
@@ -37,7 +40,7 @@ from quorumark.layout import ModelLayout, TensorSpec
 from quorumark.records import canonical, digest, parse, read_json
 from quorumark.verify import _kernels, mixing, statistic, stream
 from quorumark.verify.statistic import _BLOCK, Model
-from quorumark.verify.stream import Agreement, Cut, Turn, in_blocks, read
+from quorumark.verify.stream import Agreement, Cut, Likeness, Turn, in_blocks, read
 
 __all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Mixing", "Slot", "Stream", "align", "assign"]
 
@@ -50,9 +53,12 @@ _GROWTH = 8  # a suspect with more than so many times the channels is not matche
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
 _EVEN = 6  # octaves above the middle at which weights are cut while mixtures are looked at
 _FAR = 3  # octaves by which a column's size must be wrong to be put right before
+_OTHER_SIGNS = 16  # signs count as changed where they make more than one part in so many of the squared distance
+_PLAIN = 1.5  # deviations of noise that similarities must have on average: otherwise signs are not known
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
 Places = NDArray[np.int64]
+Signs = NDArray[np.int8]
 Axis = tuple[str, int]
 
 
@@ -351,7 +357,7 @@ class Groups:
         what = "a model's groups"
         more = {cls.MIXED_FORMAT: ["mixings"], cls.STREAM_FORMAT: ["mixings", "stream"]}
         kind = _format(data, what)
-        kind = kind if kind in more else cls.FORMAT
+        kind = kind if kind is not None and kind in more else cls.FORMAT
         fields = take(parse(data, kind, what), ["groups", *more.get(kind, [])], what)
         listed = fields["groups"]
         require(isinstance(listed, list), what, "must be a list")
@@ -370,9 +376,10 @@ class Groups:
         return cls(tuple(groups), tuple(mixings), turning)
 
 
-def _format(data: bytes, what: str) -> Any:
+def _format(data: bytes, what: str) -> str | None:
     body = read_json(data, what)
-    return body.get("format") if isinstance(body, dict) else None
+    found = body.get("format") if isinstance(body, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _listed(value: Any, what: str) -> list[Any]:
@@ -434,6 +441,22 @@ def assign(value: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
+def _taken(value: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What an assignment takes, for each row that gets a column."""
+    rows = np.flatnonzero(order >= 0)
+    found: NDArray[np.int64] = value[rows, order[rows]]
+    return found
+
+
+def _closer(energy: int, before: int, after: int) -> bool:
+    """Whether a similarity that rises from one number to another takes a sixteenth of the squared distance away.
+
+    ‖a − s‖²/2 = (‖a‖² + ‖s‖²)/2 − ⟨a, s⟩, and the energy is the first of these. A row of the other sign is twice its
+    size away from the anchor's: few of them outweigh all that training did.
+    """
+    return _OTHER_SIGNS * (after - before) > energy - before
+
+
 # --- the result -------------------------------------------------------------------------------------------
 
 
@@ -451,6 +474,8 @@ class Alignment:
         blocks: how many blocks of channels were put back so.
         turn: how the residual stream was turned, if it was; it is turned back before anything else.
         words: how many words matrices of the stream have, on which axis: a suspect's others are cut off.
+        widest: how many channels a word of the suspect may have.
+        signs: for axes on which the suspect has weights of the other sign, ±1 for each place.
     """
 
     procedure: str
@@ -464,6 +489,8 @@ class Alignment:
     blocks: int = 0
     turn: Turn | None = None
     words: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    widest: int = 0
+    signs: Mapping[Axis, Signs] = dataclasses.field(default_factory=dict)
 
     @property
     def surplus(self) -> int:
@@ -472,12 +499,13 @@ class Alignment:
         return turned + sum(theirs - matched for _, theirs, matched in self.sizes)
 
     def digest(self) -> str:
-        """Of every place, of every tensor whose channels were put back from mixtures, and of a turned stream."""
+        """Of every place, of tensors with channels put back from mixtures, of changed signs and of a turned stream."""
         parts = [
             canonical([tensor, axis]) + self.places[tensor, axis].astype("<i8").tobytes()
             for tensor, axis in sorted(self.places)
         ]
         parts += [canonical([name]) + self.unmixed[name].astype("<f4").tobytes() for name in sorted(self.unmixed)]
+        parts += [canonical(["signs", *axis]) + self.signs[axis].tobytes() for axis in sorted(self.signs)]
         parts += [] if self.turn is None else [canonical(["stream"]) + self.turn.to_bytes()]
         return digest("alignment", *parts).hex()
 
@@ -508,7 +536,7 @@ class AlignedModel:
 
     def __init__(self, suspect: Model, alignment: Alignment, names: Mapping[str, str] | None = None) -> None:
         self._alignment, self._names = alignment, names
-        self._suspect: Model = Cut(suspect, alignment.words, names) if alignment.words else suspect
+        self._suspect: Model = Cut(suspect, alignment.words, names, alignment.widest) if alignment.words else suspect
         if alignment.turn is not None:
             self._suspect, self._names = alignment.turn.model(self._suspect, names), None
 
@@ -521,7 +549,7 @@ class AlignedModel:
             places = self._alignment.places.get((name, axis))
             if places is not None:
                 values = _gathered(values, axis, places)
-        return values
+        return _signed(values, name, self._alignment.signs)
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
         """Some rows of a tensor at a time."""
@@ -536,6 +564,16 @@ def _gathered(values: NDArray[Any], axis: int, places: Places) -> NDArray[Any]:
         shape[axis] = places.size
         taken = np.where((places >= 0).reshape(shape), taken, taken.dtype.type(0))
     return taken
+
+
+def _signed(values: NDArray[Any], name: str, signs: Mapping[Axis, Signs]) -> NDArray[Any]:
+    """A tensor in the anchor's order with the anchor's signs."""
+    for axis in range(values.ndim):
+        if (name, axis) in signs:
+            shape = [1] * values.ndim
+            shape[axis] = -1
+            values = values * signs[name, axis].reshape(shape).astype(values.dtype)
+    return values
 
 
 # --- matching ---------------------------------------------------------------------------------------------
@@ -564,7 +602,7 @@ def align(
     turn, words = None, {}
     if groups.stream is not None:
         words = {n: (axis, shapes[n][axis]) for n, axis in groups.words().items() if n in specs}
-        suspect = Cut(suspect, words, names)
+        suspect = Cut(suspect, words, names, _GROWTH * groups.stream.size)
         turn = _turn(suspect, anchor, groups, groups.stream, shapes, specs, names, progress)
     if turn is not None:
         suspect, names = turn.model(suspect, names), None
@@ -585,7 +623,8 @@ def align(
         if put_back:
             unmixed[name] = values
             count += put_back
-    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words)
+    widest = 0 if groups.stream is None else _GROWTH * groups.stream.size
+    return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words, widest=widest)
 
 
 def _compared(
@@ -629,9 +668,11 @@ def _turn(
     kept, clear, rigid = _in_order_but_for(groups, axes)
     gains = {name: mixing.finite(read(anchor, name)) for name in flow.gains()}
 
-    def fitted(tensors: Sequence[str], places: Mapping[Axis, Places]) -> Agreement | None:
-        """C of some tensors, their other axes in the anchor's order; None if their sizes do not fit."""
-        found = None
+    def pairs(
+        tensors: Sequence[str], places: Mapping[Axis, Places], signs: Mapping[Axis, Signs]
+    ) -> Iterator[tuple[mixing.Rows, mixing.Rows] | None]:
+        """The vectors of some tensors, their other axes in the anchor's order; None if their sizes do not fit."""
+        width = None
         for name in tensors:
             if progress is not None:
                 progress(f"the stream: {name}")
@@ -640,16 +681,28 @@ def _turn(
             for other in range(ours.ndim):
                 if (name, other) in places:
                     values = _gathered(values, other, places[name, other])
+            values = _signed(values, name, signs)
             size = values.shape[axis] if values.ndim == ours.ndim else 0
-            found = found or Agreement(size, flow.size)
-            fits = values.shape == (*ours.shape[:axis], len(found.matrix), *ours.shape[axis + 1 :])
+            width = width or size
+            fits = values.shape == (*ours.shape[:axis], width, *ours.shape[axis + 1 :])
             if not fits or not 2 <= size <= _GROWTH * flow.size:
-                return None
+                yield None
+                return
             theirs = stream.vectors(values, axis, stream.gain_of(suspect, gain, names, size))
-            found.add(theirs, stream.vectors(ours, axis, None if gain is None else gains[gain]))
+            yield theirs, stream.vectors(ours, axis, None if gain is None else gains[gain])
+
+    def fitted(*of: Any) -> Agreement | None:
+        """C of these vectors."""
+        found = None
+        for pair in pairs(*of):
+            if pair is None:
+                return None
+            found = found or Agreement(pair[0].shape[1], flow.size)
+            found.add(*pair)
         return found
 
-    agreement = fitted(rigid, {})
+    used_for: tuple[list[str], Mapping[Axis, Places], Mapping[Axis, Signs]] = (rigid, {}, {})
+    agreement = fitted(*used_for)
     if agreement is None or not agreement.count:
         return None
     turn = Turn(stream.polar(agreement.matrix), flow.axes(), gains)
@@ -657,12 +710,26 @@ def _turn(
         used = sorted({slot.tensor for group in kept.groups for slot in group.slots} & specs.keys())
         back = turn.model(suspect, names)
         ours, theirs = _compared(back, anchor, {name: specs[name] for name in used}, None, progress)
-        agreement = fitted(clear, _Matching(kept, shapes, ours, theirs, progress).run().places)
+        matched = _Matching(kept, shapes, ours, theirs, progress).run()
+        used_for = (clear, matched.places, matched.signs)
+        agreement = fitted(*used_for)
         if agreement is None:
             return None
         turn = dataclasses.replace(turn, matrix=stream.polar(agreement.matrix))
     moved = stream.permutation(assign(turn.matrix.astype(np.int64)), flow.size)
-    return turn if agreement.is_turned(turn.matrix, moved) else None
+    if agreement.is_turned(turn.matrix, moved):
+        return turn
+    likeness = Likeness(turn.matrix, moved)
+    for pair in pairs(*used_for):
+        if pair is not None:
+            likeness.add(*pair)
+    if likeness.is_turned():
+        return turn
+    # gains of the other sign, with all that reads them, are folded in the same way, though nothing was turned
+    signs = [(stream.gain_of(suspect, name, names, len(moved)), ours) for name, ours in gains.items()]
+    if any(theirs is not None and (np.sign(theirs) @ moved * ours < 0).any() for theirs, ours in signs):
+        return dataclasses.replace(turn, matrix=moved)
+    return None
 
 
 def _in_order_but_for(
@@ -754,6 +821,8 @@ def _features(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.in
         raise LayoutError(f"tensor {name!r} of the anchor must have the shape {spec.shape}")
     if values.ndim < 2:
         raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
+    if not values.size:
+        raise InconclusiveError(f"tensor {name!r} of the suspect is empty")
     shape = values.shape
     bits, by_row, by_column = _sized(values)
     balanced = np.empty(bits.size, np.int32)
@@ -792,6 +861,10 @@ class _Matching:
         self.theirs_at = [self._suspect_places(number) for number in range(len(groups.groups))]
         self.in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
         self.places: dict[Axis, Places] = {}
+        self.signs: dict[Axis, Signs] = {}
+        self.with_signs = False
+        self.energies: dict[str, int] = {}
+        self.doubtful: set[int] = set()  # groups of which more would be like the anchor if signs were others
         self.found: list[NDArray[np.int64]] = []
         self._begin()
 
@@ -922,6 +995,8 @@ class _Matching:
         for other in range(taken.ndim) if not anchor else ():
             if other != axis and (tensor, other) in self.places:
                 taken = _gathered(taken, other, self.places[tensor, other])
+                if (tensor, other) in self.signs:
+                    taken = _signed(taken, tensor, {(tensor, other): self.signs[tensor, other]})
         return np.ascontiguousarray(np.moveaxis(taken, axis, 0)).reshape(places.shape[0], -1)
 
     def _similarity(self, axis: Axis, ours: Places, theirs: Places) -> NDArray[np.int64]:
@@ -1019,7 +1094,11 @@ class _Matching:
 
     def _match(self, number: int, axes: Sequence[Axis]) -> None:
         if self.all.groups[number].within is None:
-            self._put(number, assign(self._value(number, axes)))
+            free = [a for a in axes if number not in self.inner and a not in self.blocks]
+            if free:
+                self._match_signed(number, axes, free)
+            else:
+                self._put(number, assign(self._value(number, axes)))
             return
         outer, element = self.all.groups[number].within or (0, 0)
         if self.found[outer][element] < 0:  # the suspect has no such head
@@ -1028,6 +1107,55 @@ class _Matching:
         self.found[number] = self.found[number][order]
         for axis, index in self.index[number].items():
             self.places[axis][index] = self.places[axis][index[order]]
+
+    def _match_signed(self, number: int, axes: Sequence[Axis], free: Sequence[Axis]) -> None:
+        """Matches elements whose weights may have the other sign on some of their axes.
+
+        Then similarities, or their sum, are below 0. So if an assignment by the sizes of similarities on each axis gets
+        far more of these than the one by their sums does, it is taken. After that, axes with many similarities
+        below 0 get signs. First all is matched without any of that, and it is only noted which groups are in doubt.
+        """
+        each = {axis: self._value(number, [axis]) for axis in free}
+        rest = self._value(number, [axis for axis in axes if axis not in free])
+        total: NDArray[np.int64] = sum(each.values(), rest)
+        sizes: NDArray[np.int64] = sum((np.abs(value) for value in each.values()), rest)
+        order = assign(total)
+        most = int(sizes.max(axis=int(total.shape[0] <= total.shape[1])).sum())  # no assignment can have more
+        energy = sum(self._energy(name) for name, _ in axes)
+        in_doubt = _closer(energy, int(_taken(total, order).sum()), most)
+        if not self.with_signs:
+            (self.doubtful.add if in_doubt else self.doubtful.discard)(number)
+            self._put(number, order)
+            return
+        if in_doubt:
+            by_size = assign(sizes)
+            if _closer(energy, int(_taken(sizes, order).sum()), int(_taken(sizes, by_size).sum())):
+                order = by_size
+        self._put(number, order)
+        for axis, value in each.items():
+            signs = self.signs.setdefault(axis, np.ones(self.shapes[axis[0]][axis[1]], np.int8))
+            index = self.index[number][axis]
+            signs[index] = 1
+            if self._has_signs(number, axis, value, order):
+                signs[index[order >= 0]] = np.where(_taken(value, order) < 0, -1, 1)[:, None]
+
+    def _has_signs(self, number: int, axis: Axis, value: NDArray[np.int64], order: NDArray[np.int64]) -> bool:
+        """Whether signs were changed on an axis: similarities below 0 add much to the distance, and most are no noise.
+
+        Of n weights, the noise of ⟨a, s⟩ has a deviation of ‖a‖·‖s‖/√n.
+        """
+        found, rows = _taken(value, order), np.flatnonzero(order >= 0)
+        size = int(np.abs(found).sum())
+        if not _closer(self._energy(axis[0]), int(found.sum()), size):
+            return False
+        one = self._rows(*axis, self.index[number][axis][rows], anchor=True).astype(np.int64)
+        two = self._rows(*axis, self.theirs_at[number][axis][order[rows]], anchor=False).astype(np.int64)
+        ours, theirs = ((x * x).sum(axis=1).astype(np.float64) for x in (one, two))
+        noise = np.rint(np.sqrt(ours * theirs / one.shape[1]))
+        plain = found < -_PLAIN * noise  # rows that are noise alone do not tell of signs
+        gained = int(np.abs(found[plain]).sum())
+        before = int(found.sum())
+        return size > _PLAIN * float(noise.sum()) and _closer(self._energy(axis[0]), before, before + 2 * gained)
 
     def _usable(self, number: int, known: set[int]) -> list[Axis]:
         """The axes of a group whose tensors are in order everywhere else."""
@@ -1064,20 +1192,55 @@ class _Matching:
         tops = [n for n in order if self.all.groups[n].within is None]
         return [m for n in tops for m in [n, *(m for m in order if (self.all.groups[m].within or (-1,))[0] == n)]]
 
-    def run(self) -> Alignment:
+    def _energy(self, name: str) -> int:
+        """(‖a‖² + ‖s‖²)/2 of a tensor."""
+        if name not in self.energies:
+            both = (self.ours[name], self.theirs[name])
+            self.energies[name] = sum(int((row.astype(np.int64) ** 2).sum()) for values in both for row in values) // 2
+        return self.energies[name]
+
+    def _alike(self) -> int:
+        """⟨anchor, suspect⟩ over all weights that are compared, as they are matched now."""
+        total = 0
+        for name, ours in self.ours.items():
+            theirs: NDArray[Any] = self.theirs[name]
+            for axis in range(ours.ndim):
+                if (name, axis) in self.places:
+                    theirs = _gathered(theirs, axis, self.places[name, axis])
+            theirs = _signed(theirs, name, self.signs)
+            total += sum(int((a.astype(np.int64) * b).sum()) for a, b in zip(ours, theirs, strict=True))
+        return total
+
+    def _settled(self) -> tuple[int, bool]:
+        """Matches until nothing changes; how many sweeps that took, and whether it came to that."""
         order = self._first_sweep()
         sweeps, stable = 1, False
         while not stable and sweeps < _SWEEPS:
             if self.progress is not None:
                 self.progress(f"aligning: sweep {sweeps + 1}")
             before = {axis: places.copy() for axis, places in self.places.items()}
+            were = {axis: signs.copy() for axis, signs in self.signs.items()}
             for number in order:
                 self._match(number, self._clear(number))
             sweeps += 1
             stable = all(np.array_equal(before[axis], places) for axis, places in self.places.items())
+            stable = stable and all(np.array_equal(were.get(axis, 1), signs) for axis, signs in self.signs.items())
+        return sweeps, stable
+
+    def run(self) -> Alignment:
+        sweeps, stable = self._settled()
+        if self.doubtful:  # once more, with signs: taken where much more is then like the anchor
+            plain, places, found, now = self._alike(), self.places, self.found, (sweeps, stable)
+            self.places, self.found, self.with_signs = {}, [], True
+            self._begin()
+            sweeps, stable = self._settled()
+            if not _closer(sum(map(self._energy, self.ours)), plain, self._alike()):
+                self.places, self.found, self.signs, (sweeps, stable) = places, found, {}, now
         sizes = tuple(
             (group.size, size, int((found >= 0).sum()))
             for group, size, found in zip(self.all.groups, self.sizes, self.found, strict=True)
         )
         moved = tuple(int(((f >= 0) & (f != np.arange(f.size))).sum()) for f in self.found)
-        return Alignment(self.all.procedure, self.all.digest(), sizes, moved, sweeps, stable, self.places)
+        signs = {axis: signs for axis, signs in self.signs.items() if (signs < 0).any()}
+        digest = self.all.digest()
+        return Alignment(self.all.procedure, digest, sizes, moved, sweeps, stable, self.places, signs=signs)

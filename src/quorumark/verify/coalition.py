@@ -243,8 +243,13 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
         f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
         f"than in the anchor; {found.sweeps} sweeps, {settled}"
     ]
-    if found.turn is not None:
+    if found.turn is not None and not found.turn.mixes:
+        texts.append("gains of its residual stream had other signs; they were taken into what reads them")
+    elif found.turn is not None:
         texts.append("its residual stream had been turned; it was turned back to the anchor's")
+    if found.signs:
+        changed = sum(int((signs < 0).sum()) for signs in found.signs.values())
+        texts.append(f"{changed:,} rows or columns of {len({name for name, _ in found.signs})} tensors had other signs")
     if found.unmixed:
         texts.append(f"the channels of {found.blocks:,} blocks that can be mixed were put back to the anchor's")
     if match.resized:

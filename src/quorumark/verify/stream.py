@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.errors import InconclusiveError
 from quorumark.verify import mixing
 from quorumark.verify.mixing import ONE, Rows
 from quorumark.verify.statistic import _BLOCK, Model
@@ -32,12 +33,15 @@ _VECTORS = 1 << 13  # that are worked on at a time
 _STEPS = 32  # of Newton and Schulz; each brings a small singular value up by 1.5, but rounding is not to come up, too
 _NEAR = 8.0  # in units of 2^-25
 _CLOSER = 15, 16  # a stream was turned where it comes so much closer than by fitting noise
+_ALIKE = 16  # and those of channels by 2^-16
 _SEEN = 22  # and where cosines rise by 2^-22: what rounding does to a suspect that is the anchor is no turn
 
 
 def read(model: Model, name: str) -> NDArray[Any]:
     """A tensor whole."""
     parts = [values for _, values in model.blocks(name, _BLOCK)]
+    if not parts:
+        raise InconclusiveError(f"tensor {name!r} of the suspect is empty")
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -86,6 +90,43 @@ class Agreement:
         return closer and (before - after) << _SEEN > self.count * int(UNIT * UNIT * ONE)
 
 
+class Likeness:
+    """How like the anchor's each channel is after Mᵀ·s, for some matrices M: its cosine over all vectors.
+
+    Loud channels outweigh quiet ones in a distance of vectors, but the mark is as strong in either: whoever turned only
+    the quiet ones would not be seen. A cosine counts every channel alike.
+    """
+
+    def __init__(self, *matrices: Rows) -> None:
+        self._matrices = matrices
+        self._sums = np.zeros((len(matrices), 3, matrices[0].shape[1]))  # Σ t·a, Σ t² and Σ a² in 2^-8
+        self.count = 0
+
+    def add(self, suspect: Rows, anchor: Rows) -> None:
+        for begin in range(0, len(anchor), _VECTORS):
+            s, a = (units(x[begin : begin + _VECTORS]) for x in (suspect, anchor))
+            there = s.any(axis=1) & a.any(axis=1)
+            s, a = s[there], 16 * a[there]
+            self.count += len(a)
+            for number, matrix in enumerate(self._matrices):
+                t = np.rint((s @ matrix) * (16 / ONE))  # below 2^20: 2^13 squares are below 2^53
+                for k, products in enumerate((t * a, t * t, a * a)):
+                    self._sums[number, k] += np.rint(products.sum(axis=0) / 256.0)
+
+    def distances(self) -> list[int]:
+        """Σ (1 − cosine) over channels for each matrix, in 2^-25."""
+        along, theirs, ours = self._sums.swapaxes(0, 1)
+        cosines = along / np.maximum(np.sqrt(theirs) * np.sqrt(ours), 1.0)
+        return [int(each) for each in np.rint((1.0 - cosines) * ONE).sum(axis=1)]
+
+    def is_turned(self) -> bool:
+        """As of an agreement: whether the first matrix is closer than the second by more than fitting noise gives."""
+        (after, before), (above, below) = self.distances(), _CLOSER
+        width = self._sums.shape[2]
+        closer = below * 2 * self.count * after < above * (2 * self.count - width) * before
+        return closer and (before - after) << _ALIKE > width * int(ONE)
+
+
 def _inner(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
     """Σ one·two for numbers below 2^26 and 2^54, in parts of 13 and 27 bits: the products of a row fit 63 bits."""
     ones, twos = (one & 0x1FFF, one >> 13), (two & 0x7FFFFFF, two >> 27)
@@ -107,7 +148,7 @@ def polar(matrix: NDArray[np.int64]) -> Rows:
     width = (columns - 1).bit_length() + 1 >> 1  # rows of entries below 2^(25 − width) have a length of at most 2^25
     numbers = np.ldexp(numbers, 25 - width - int(np.frexp(np.abs(numbers).max(initial=0.0))[1]))
     coarse = np.rint(numbers)
-    bound = np.ceil(np.abs(coarse @ coarse.T) / 1024.0).sum(axis=1).max(initial=1.0) * 1024.0  # ≥ the largest σ²
+    bound = np.ceil(np.abs(coarse @ coarse.T) / 1024.0).astype(np.int64).sum(axis=1).max(initial=1) * 1024.0  # ≥ all σ²
     x: Rows = np.rint(numbers * (ONE / np.sqrt(bound)))
     unit = ONE * np.eye(rows)
     for _ in range(_STEPS):
@@ -154,6 +195,11 @@ class Turn:
         """How many more channels the suspect's stream has than the anchor's."""
         theirs, ours = self.matrix.shape
         return max(0, int(theirs) - int(ours))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether channels were mixed; otherwise they were at most permuted, and gains had other signs."""
+        return bool(np.count_nonzero(self.matrix) > min(self.matrix.shape))
 
     def to_bytes(self) -> bytes:
         return self.matrix.astype("<i4").tobytes()
@@ -202,11 +248,14 @@ class Unturned:
 class Cut:
     """A suspect with as many words as the anchor: those that come after them are left out, missing ones are 0.
 
-    `words` says for tensors, by the layout's names, on which axis words are, and how many.
+    `words` says for tensors, by the layout's names, on which axis words are, and how many; `widest` how many numbers
+    a word may have: missing words of a suspect with few but endless ones would need any amount of memory.
     """
 
-    def __init__(self, suspect: Model, words: Mapping[str, tuple[int, int]], names: Mapping[str, str] | None) -> None:
-        self._suspect = suspect
+    def __init__(
+        self, suspect: Model, words: Mapping[str, tuple[int, int]], names: Mapping[str, str] | None, widest: int
+    ) -> None:
+        self._suspect, self._widest = suspect, widest
         self._words = {name if names is None else names[name]: at for name, at in words.items()}
 
     def blocks(self, name: str, limit: int = _BLOCK) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -217,6 +266,8 @@ class Cut:
         values, (axis, count) = read(self._suspect, name), self._words[name]
         if axis < values.ndim and values.shape[axis] != count:
             shape = (*values.shape[:axis], count, *values.shape[axis + 1 :])
+            if prod(shape) > count * self._widest:
+                raise InconclusiveError(f"tensor {name!r} of the suspect has far more channels than the anchor's")
             there = (slice(None),) * axis + (slice(0, min(count, values.shape[axis])),)
             whole = np.zeros(shape, values.dtype)
             whole[there] = values[there]
