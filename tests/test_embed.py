@@ -50,15 +50,6 @@ def _manifest(layout: ModelLayout, threshold: int = 3, **changes: Any) -> Manife
     return Manifest(terms, genesis, roots)
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Products this small are slowed down by threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- settings ---------------------------------------------------------------------------------------------
 
 
@@ -578,7 +569,7 @@ def _watched(kind: str, alike: str, examples: tuple[int, ...], rounds: int = 6) 
     return found
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("spread", list(EXAMPLES))
 @pytest.mark.parametrize("kind", ["adam", "bfloat16", "adamw", "sgd"])
 def test_whoever_subtracts_what_dead_weights_must_do_sees_no_sign(kind: str, spread: str) -> None:
@@ -591,7 +582,7 @@ def test_whoever_subtracts_what_dead_weights_must_do_sees_no_sign(kind: str, spr
     assert found.live > (0.75 if kind == "bfloat16" else 0.9)
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_without_the_norms_the_same_observer_reads_the_key() -> None:
     for spread in EXAMPLES.values():
         found = _watched("adam", "mark", spread)
@@ -603,7 +594,7 @@ def test_without_the_norms_the_same_observer_reads_the_key() -> None:
         assert not any(found.wrong)
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_dead_weights_around_zero_move_apart_if_members_take_different_numbers_of_steps() -> None:
     """A limit that the docs name: L2 in Adam pulls them there, and they swing, each member's with another phase."""
     found = _watched("adam", "skip", EXAMPLES["unequal"], rounds=22)
@@ -1034,7 +1025,7 @@ def _run(
     return np.array(shown), cosine(now, start), state.rho / ONE, d, refused
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("lr", ["constant", "step:25=0.1,45=0.01", "cosine:60"])
 def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
     """Seeded. A cosine has a noise of 1/√d, 0.0024 here: other seeds give 0.92 to 1.03 times ρ."""
@@ -1046,7 +1037,7 @@ def test_no_update_shows_the_key_and_the_whole_run_has_rho(lr: str) -> None:
     assert whole * math.sqrt(d) == pytest.approx(rho * math.sqrt(d), rel=0.1)
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("lr", ["step:25=0.1,45=0.01", "cosine:60"])
 def test_a_strength_that_lags_shows_the_key(lr: str) -> None:
     """The same run with the amplitudes of an early round: the last public updates are the key.

@@ -478,10 +478,15 @@ def test_attacks_on_another_model_of_the_same_name_are_not_gone_on_with(folder: 
     assert not list(here.glob("tuned*"))
 
 
+def _opened(folder: Path, tmp_path: Path) -> tuple[Any, Any]:
+    """The small run, in a copy whose state a test may change."""
+    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
+    return open_run(tmp_path / RUN, ".", "cpu")
+
+
 def test_what_an_attacker_begins_with(folder: Path, tmp_path: Path) -> None:
     """A fraction of the data is a sample of all of it; a student's weights are nobody's; guesses are their own."""
-    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
-    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    run, images = _opened(folder, tmp_path)
     suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=2)
     count = len(run._y)
     fifth, twentieth = suite._subset(0.2), suite._subset(0.05)
@@ -518,8 +523,7 @@ def test_students_hear_the_released_model_and_are_tested_on_the_test_images(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all test labels wrong: nobody can be right there who is right on images like these."""
-    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
-    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    run, images = _opened(folder, tmp_path)
     run.test = run.test[0], (run.test[1] + 1) % 4
     suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=3)
     fleet, heard = suite._attackers(), list[tuple[Any, ...]]()
@@ -547,8 +551,7 @@ def test_time_that_is_up_stops_attackers_between_epochs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they were on the way is kept; the attack itself is not done, and a group that does not fit is not begun."""
-    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
-    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    run, images = _opened(folder, tmp_path)
     suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=4)
     left = iter([60.0, 60.0])  # when it begins, and after the first epoch
     monkeypatch.setattr(Suite, "left", property(lambda _: next(left, -1.0)))
@@ -564,8 +567,7 @@ def test_time_that_is_up_stops_attackers_between_epochs(
 
 def test_innocent_models_are_of_three_kinds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From elsewhere, each from its own start; from θ_0; and from θ_0 for half as long."""
-    shutil.copytree(folder / "runs" / RUN, tmp_path / RUN)
-    run, images = open_run(tmp_path / RUN, ".", "cpu")
+    run, images = _opened(folder, tmp_path)
     suite = Suite(run, images, tmp_path / RUN, tmp_path / "results", epochs=2)
     found: dict[str, Any] = {}
     monkeypatch.setattr(suite, "_judge", lambda name, kind, vector: found.update({f"{kind}: {name}": vector.clone()}))

@@ -37,6 +37,11 @@ def _cross_entropy(module: Any, inputs: Any, labels: Any) -> Any:
     return _torch().nn.functional.cross_entropy(logits, labels)
 
 
+def same_sizes(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two models have the same tensors of the same shapes: then the same channels are coupled."""
+    return {n: tuple(w.shape) for n, w in one.items()} == {n: tuple(w.shape) for n, w in other.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
     """What an attacker has. Attacks run on the device that the weights are on.
@@ -79,8 +84,7 @@ class Target:
 
     def with_weights(self, weights: Mapping[str, Any]) -> Target:
         """The same with another model; channels that were coupled are so as long as all sizes stay."""
-        sizes = [{name: tuple(w.shape) for name, w in model.items()} for model in (self.weights, weights)]
-        return replace(self, weights=weights, known=self.known if sizes[0] == sizes[1] else None)
+        return replace(self, weights=weights, known=self.known if same_sizes(self.weights, weights) else None)
 
     @cached_property
     def carriers(self) -> tuple[str, ...]:

@@ -80,7 +80,6 @@ def run(
 ) -> None:
     """Run a configuration's runs, or go on with them; those that are done are left out."""
     from quorumark.errors import InputError
-    from quorumark.lab import data as sets
     from quorumark.lab.config import read
     from quorumark.lab.removal import read_plan
     from quorumark.lab.series import Clock, Series
@@ -90,32 +89,24 @@ def run(
     if read(configuration).task == "language":
         plan = None if attacks is None else read_plan(attacks)
         bench = Workbench(
-            models,
-            data,
-            cache,
-            results,
-            runs,
-            _device(device),
-            compiled,
-            clock,
-            other_text,
-            plan,
+            models, data, cache, results, runs, _device(device), compiled, clock, other_text, plan,
             lambda t: typer.echo(t),
-        )
+        )  # fmt: skip
         for settings in chosen:
             bench.do(settings)
         bench.finish()
         return
     if attacks is not None:
         raise InputError("--attacks", "must be left out for images", attacks)
+    coalitions = None if observe is None else [int(size) for size in observe.split(",") if size]
+    series = Series(
+        data, results, runs, _device(device), streams, compiled, clock, coalitions, abreast, lambda t: typer.echo(t)
+    )
     if masked:
         for settings in chosen:
-            _masked(settings, sets.load(settings.dataset, data), masked)
+            _masked(settings, series.images(settings.dataset), masked)
         return
-    coalitions = None if observe is None else [int(size) for size in observe.split(",") if size]
-    Series(
-        data, results, runs, _device(device), streams, compiled, clock, coalitions, abreast, lambda t: typer.echo(t)
-    ).do(chosen)
+    series.do(chosen)
 
 
 @app.command("attack")

@@ -27,6 +27,7 @@ from torch import Tensor
 from quorumark import attacks
 from quorumark.attacks import ATTACKS, Target
 from quorumark.attacks import plan as plans
+from quorumark.attacks.base import same_sizes
 from quorumark.attacks.plan import Job, Plan, Step
 from quorumark.errors import QuorumarkError
 from quorumark.lab import results, text
@@ -107,7 +108,7 @@ class Attacked:
 
     def elsewhere(self, job: Job, weights: Mapping[str, Any]) -> bool:
         """Whether weights may not be where they were: put elsewhere with the function as it was, or channels fewer."""
-        return any(ATTACKS[name].keeps for name, _ in job.steps) or not _alike(weights, self.anchor)
+        return any(ATTACKS[name].keeps for name, _ in job.steps) or not same_sizes(weights, self.anchor)
 
     def apply(self, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         """The attacked weights on the CPU, and what it cost."""
@@ -148,18 +149,13 @@ class Attacked:
         other = None if self.other is None else run.language.tensors(self.other)
         common: Any = {"base": self.anchor, "other": other, "loss": _loss, "layout": run.layout}
         if "data" not in ATTACKS[step[0]].needs:
-            known = self.groups if ATTACKS[step[0]].keeps and _alike(weights, self.anchor) else None
+            known = self.groups if ATTACKS[step[0]].keeps and same_sizes(weights, self.anchor) else None
             return Target(lambda: copy.deepcopy(self._plain), weights, example=self._example, known=known, **common)
         ids = torch.from_numpy(text.blocks(self.corpus[step[1].get("text", "train")], run.settings.sequence)).to(
             run.device
         )
         there = {name: tensor.to(run.device) for name, tensor in weights.items()}
         return Target(lambda: copy.deepcopy(run.language.module), there, (ids, ids), **common)
-
-
-def _alike(weights: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether two models have the same tensors of the same shapes: then the same channels are coupled."""
-    return {n: tuple(w.shape) for n, w in weights.items()} == {n: tuple(w.shape) for n, w in others.items()}
 
 
 def _loss(module: Any, ids: Tensor, _labels: Tensor) -> Tensor:
@@ -236,7 +232,7 @@ def attack(
 def _scored(attacked: Attacked, job: Job, weights: Mapping[str, Any]) -> dict[str, float | None]:
     """z, unless sizes changed; and where weights are elsewhere, z after alignment and what that took."""
     found: dict[str, float | None] = {"z": None}
-    if _alike(weights, attacked.anchor):
+    if same_sizes(weights, attacked.anchor):
         found["z"] = round(attacked.z(weights), 3)
     if attacked.elsewhere(job, weights):
         begun = time.perf_counter()

@@ -84,7 +84,7 @@ class Series:
                 self._interrupted.set()
                 raise
 
-    def _images(self, name: str) -> ImageSet:
+    def images(self, name: str) -> ImageSet:
         """A data set, of which one is in memory at a time."""
         if name not in self._loaded:
             self._loaded = {name: load(name, self.data)}
@@ -100,7 +100,7 @@ class Series:
         else:
             with self._building:
                 made: dict[str, Any] = {"streams": self.streams, "compiled": self.compiled, "observe": self.observe}
-                run = Run(settings, self._images(settings.dataset), self.device, fleet=fleet, **made)
+                run = Run(settings, self.images(settings.dataset), self.device, fleet=fleet, **made)
             self._made(run, self.runs / settings.id)
             return run.fleet
         return fleet

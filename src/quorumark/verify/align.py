@@ -599,10 +599,11 @@ def align(
     if names is not None:
         specs = {name: spec for name, spec in specs.items() if name in names}
     shapes = {spec.name: spec.shape for spec in layout.tensors}
-    turn, words = None, {}
+    turn, words, widest = None, {}, 0
     if groups.stream is not None:
+        widest = _GROWTH * groups.stream.size
         words = {n: (axis, shapes[n][axis]) for n, axis in groups.words().items() if n in specs}
-        suspect = Cut(suspect, words, names, _GROWTH * groups.stream.size)
+        suspect = Cut(suspect, words, names, widest)
         turn = _turn(suspect, anchor, groups, groups.stream, shapes, specs, names, progress)
     if turn is not None:
         suspect, names = turn.model(suspect, names), None
@@ -623,7 +624,6 @@ def align(
         if put_back:
             unmixed[name] = values
             count += put_back
-    widest = 0 if groups.stream is None else _GROWTH * groups.stream.size
     return dataclasses.replace(found, unmixed=unmixed, blocks=count, turn=turn, words=words, widest=widest)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quorumark import codec
 from quorumark.errors import LayoutError, RecordError
 from quorumark.field import _parallel
-from quorumark.home import follow_back, read_file
+from quorumark.home import follow_back, read_as
 from quorumark.layout import ModelLayout, Source
 from quorumark.records import Manifest, streamed_anchor_digest
 from quorumark.verify.align import Groups
@@ -38,7 +38,7 @@ def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
     """
     path = Path(manifest)
     history = path.parent if path.resolve().parent.name == "history" else path.parent / "history"
-    return follow_back(Manifest.from_bytes(read_file(path, "a consortium's manifest")), history)
+    return follow_back(read_as(path, "a consortium's manifest", Manifest.from_bytes), history)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,13 +152,13 @@ class Reference:
                     f"the {what} is not at {str(path)!r}: put it beside the manifest, or name it with {option}"
                 )
         chain = read_chain(manifest)
-        shape = ModelLayout.from_bytes(read_file(layout_path, "a layout"))
+        shape = read_as(layout_path, "a layout", ModelLayout.from_bytes)
         if groups is None and "groups" in chain[-1].terms.policy and (folder / GROUPS).exists():
             groups = folder / GROUPS
-        found = None if groups is None else Groups.from_bytes(read_file(Path(groups), "a model's groups"))
+        found = None if groups is None else read_as(Path(groups), "a model's groups", Groups.from_bytes)
         if lora is None and "lora" in chain[-1].terms.policy and (folder / LORA).exists():
             lora = folder / LORA
-        factors = None if lora is None else Lora.from_bytes(read_file(Path(lora), "an adapter's description"))
+        factors = None if lora is None else read_as(Path(lora), "an adapter's description", Lora.from_bytes)
         if base is None and factors is not None:
             base = next((folder / name for name in BASE if (folder / name).exists()), None)
         return cls.of(chain, shape, anchor_path, found, factors, base, progress=progress)

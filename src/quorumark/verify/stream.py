@@ -33,8 +33,8 @@ _VECTORS = 1 << 13  # that are worked on at a time
 _STEPS = 32  # of Newton and Schulz; each brings a small singular value up by 1.5, but rounding is not to come up, too
 _NEAR = 8.0  # in units of 2^-25
 _CLOSER = 15, 16  # a stream was turned where it comes so much closer than by fitting noise
-_ALIKE = 16  # and those of channels by 2^-16
-_SEEN = 22  # and where cosines rise by 2^-22: what rounding does to a suspect that is the anchor is no turn
+_SEEN = 22  # and cosines of vectors rise by 2^-22: what rounding does to a suspect that is the anchor is no turn
+_ALIKE = 16  # as those of channels must by 2^-16
 
 
 def read(model: Model, name: str) -> NDArray[Any]:
