@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 from quorumark.lab import augment, models  # noqa: E402
 from quorumark.lab.fleet import Fleet  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
-from quorumark.lab.mark import Mark, axis_norms, axis_sums, square_sum, weighted_sum  # noqa: E402
+from quorumark.lab.mark import Mark, axis_norms, axis_sums, encoded, square_sum, weighted_sum  # noqa: E402
 from quorumark.lab.scores import null_scores, z_scores  # noqa: E402
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
@@ -580,6 +580,20 @@ def test_batches_are_an_epoch_of_each_member_s_own_images() -> None:
     assert torch.equal(run.batches(1)[0], x)
 
 
+def test_gradients_that_are_not_copied_together_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All carriers large, some of them, none: the same models bit for bit."""
+    ends = []
+    for large in (1, 1000, 1 << 30):
+        monkeypatch.setattr("quorumark.lab.fleet._LARGE", large)
+        run = Run(replace(MINI, rounds=2, strength="rho:0.05"), data.load("shapes"))
+        ends.append((len(run.fleet.order.large), run.train() and run.model))
+        run.close()
+    counts, found = zip(*ends, strict=True)
+    assert counts[0] > counts[1] > counts[2] == 0
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -587,8 +601,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool) -> None:
+def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to bfloat16: the same losses, and updates in the same direction; each member on its own images."""
+    monkeypatch.setattr("quorumark.lab.fleet._LARGE", 1000)
     module = models.make("cnn", 10, 3, 16, 0)
     layout = ModelLayout.of(module)
     start = torch.from_numpy(layout.flatten(module))
@@ -629,6 +644,42 @@ def test_the_mark_on_a_gpu_is_the_same_bits(settings: dict[str, str]) -> None:
         assert torch.equal(found["cpu"], found["cuda"])
         model = found["cpu"]
     assert marks["cuda"].rho > 0
+
+
+@needs_gpu
+def test_sums_on_a_gpu_are_the_same_whole_numbers() -> None:
+    """In one pass, from the device's own order; with ties, which go to the even number, and differences up to 16."""
+    module = models.make("resnet18-tiny", 10, 3, 16, 0)
+    layout, shares = ModelLayout.of(module), [Fraction(3, 7), Fraction(3, 7), Fraction(1, 7)]
+    start = torch.from_numpy(layout.flatten(module))
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1e-3, 0.1, 3.0])[:, None]
+    local = start + sizes * torch.randn(3, start.numel(), generator=generator).clamp(-5, 5)
+    assert torch.equal(weighted_sum(local.cuda(), shares).cpu(), weighted_sum(local, shares))
+    ties = (torch.arange(-500, 500) + 0.5).float()[None] * 2.0**-40
+    assert torch.equal(weighted_sum(ties.cuda(), [Fraction(1)]).cpu(), weighted_sum(ties, [Fraction(1)]))
+    end, origin = layout.carrier_size, encoded(start)
+    wanted = axis_sums(torch.stack([(encoded(row) - origin)[:end] for row in local]), layout)
+    fleet = Fleet(module, layout, 3, 8, (16, 16, 3), torch.device("cuda"))
+    fleet.load(start.cuda())
+    fleet.theta.copy_(local.cuda()[:, fleet.order.to_device])
+    found = fleet.update_sums().cpu()
+    assert torch.equal(found[:, :, :-1], wanted[:, :, :-1])
+    assert found[0, :, -1].max() == wanted[0, :, -1].max()
+
+
+@needs_gpu
+def test_rounds_on_a_gpu_that_nobody_waits_for_are_the_same() -> None:
+    """Validated at every round or at the end only: the same models up to the order of sums; all losses are known."""
+    ends, settings = [], replace(MINI, rounds=6, strength="rho:0.05")
+    for every in (1, 6):
+        run = Run(replace(settings, evaluate_every=every), data.load("shapes"), "cuda", compiled=False)
+        assert run.train()
+        assert all(0 < entry.loss < 10 and entry.seconds > 0 for entry in run.log)
+        assert run.log[-1].c > 0
+        ends.append(run.model - run.initial)
+        run.close()
+    assert torch.cosine_similarity(*ends, dim=0) > 0.9
 
 
 @needs_gpu

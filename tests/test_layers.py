@@ -90,6 +90,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.bench.dkg",
         "quorumark.bench.field",
         "quorumark.bench.peers",
+        "quorumark.lab._kernels",
         "quorumark.lab.attack",
         "quorumark.lab.augment",
         "quorumark.lab.data",

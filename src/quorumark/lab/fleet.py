@@ -23,12 +23,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from quorumark.errors import InputError
+from quorumark.lab.mark import carrying_axes
 from quorumark.layout import ModelLayout
 
 __all__ = ["Fleet", "Optimiser", "Order"]
 
 _CAPTURING = threading.Lock()
 _ALIGN = 64  # elements that a row's length is a multiple of, so that all rows are aligned alike
+_LARGE = 1 << 18  # weights from which on a carrier's gradient is not copied together with others
+_WIDE = 8  # channels that tensor cores want; black ones are added to images with fewer
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Order:
         groups: list[list[Any]] = [[], [], []]  # carriers, other parameters, statistics
         for spec, place in layout.spans():
             groups[0 if spec.role == "carrier" else 1 if spec.name in trained else 2].append((spec, place))
+        groups[0].sort(key=lambda pair: pair[0].size >= _LARGE)  # large ones last
         groups[1].sort(key=lambda pair: pair[0].size % _ALIGN != 0)  # odd sizes last: the others stay aligned
         self.carriers: list[Place] = []
         self.parameters: list[Place] = []
@@ -81,11 +86,25 @@ class Order:
                     index = index.view(spec.shape).permute(0, 2, 3, 1).reshape(-1)
                 sources.append(index)
         self.low = layout.carrier_size
+        self.large = [place for place in self.carriers if place.stop - place.start >= _LARGE]
+        self.small = self.large[0].start if self.large else self.low
         self.trained = self.low + sum(p.stop - p.start for p in self.parameters)
         self.size = layout.size
         source = torch.cat(sources)
         self.to_device = source.to(device)  # a vector on the device = the layout's vector[to_device]
         self.to_layout = torch.argsort(source).to(device)
+
+    def cubes(self, layout: ModelLayout) -> list[tuple[int, int, int, int, int, int]]:
+        """The carriers that carry, in the layout's order, as `_kernels.axis_sums` takes them: where they begin on the
+        device, rows, columns, taps, and the steps between taps and columns."""
+        starts = {place.name: place for place in self.carriers}
+        names = {place.start: spec.name for spec, place in layout.spans("carrier")}
+        found = []
+        for place, (rows, columns, taps) in carrying_axes(layout):
+            own = starts[names[place.start]]
+            steps = (columns, 1) if len(own.shape) == 4 else (1, taps)
+            found.append((own.start, rows, columns, taps, *steps))
+        return found
 
     def tensors(self, vector: Tensor, low: Tensor | None = None) -> dict[str, Tensor]:
         """All tensors of a vector, as views; carriers from `low` if given."""
@@ -133,7 +152,11 @@ class Fleet:
             self._parameters.append([view.detach().requires_grad_() for view in views])
             # in memory of their own: a compiled step may not change what overlaps with its other inputs
             self._statistics.append([torch.zeros(p.shape, device=device) for p in order.statistics])
-        self._x = torch.zeros(members, batch, *image, dtype=kind, device=device)
+        height, width, channels = image
+        self._stem = self._widened(channels)
+        wide = channels if self._stem is None else _WIDE
+        self._x = torch.zeros(members, batch, height, width, wide, dtype=kind, device=device)
+        self._pixels = self._x[..., :channels]
         self._y = torch.zeros(members, batch, dtype=torch.int64, device=device)
         self._corrections = torch.zeros(2, device=device)
         self._losses = torch.zeros(members, device=device)
@@ -145,6 +168,17 @@ class Fleet:
         self._compiled = compiled and self.cuda
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loaded: Tensor | None = None
+        self._table = torch.zeros(0, 2, device=device)
+        self._cubes = order.cubes(layout)
+
+    def _widened(self, channels: int) -> str | None:
+        """The network's first convolution, if it gets images with black channels added: on CUDA, since with three it is
+        nothing for tensor cores, and takes as long as layers with twenty times its weights."""
+        name = next((name for name, _ in self.module.named_parameters()), None)
+        first = next((place for place in self.order.carriers if place.name == name), None)
+        if first is None or not self.cuda or len(first.shape) != 4 or first.shape[1] != channels or channels >= _WIDE:
+            return None
+        return first.name
 
     # --- models in and out ---
 
@@ -166,6 +200,14 @@ class Fleet:
         """A member's model, in the layout's order."""
         return self.theta[k][self.order.to_layout]
 
+    def update_sums(self) -> Tensor:
+        """`mark.axis_sums` of the members' updates since the model was loaded, in one pass over their models (CUDA)."""
+        from quorumark.lab import _kernels
+
+        if self._loaded is None:
+            raise InputError("a fleet", "must have a model", "none was loaded")
+        return _kernels.axis_sums(self.theta, self._loaded[self.order.to_device], self._cubes)  # type: ignore[no-any-return]
+
     # --- training ---
 
     def train(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -175,10 +217,10 @@ class Fleet:
             with _CAPTURING:
                 self._capture(images[0], labels[0])
         self._losses.zero_()
-        b1, b2 = self.optimiser.betas
-        table = [[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in range(1, len(images) + 1)]
-        for x, y, corrections in zip(images, labels, torch.tensor(table, device=self.device), strict=True):
-            self._x.copy_(x)
+        if len(self._table) != len(images):  # made once: nothing may wait for the device here
+            self._table = self._biases(range(1, len(images) + 1))
+        for x, y, corrections in zip(images, labels, self._table, strict=True):
+            self._pixels.copy_(x)
             self._y.copy_(y)
             self._corrections.copy_(corrections)
             if self._graph is None:
@@ -187,6 +229,11 @@ class Fleet:
                 self._graph.replay()
         self._settle()
         return self._losses.mean() / len(images)
+
+    def _biases(self, steps: range) -> Tensor:
+        """Adam's 1/(1 − β1^t) and 1/(1 − β2^t), for each step."""
+        b1, b2 = self.optimiser.betas
+        return torch.tensor([[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in steps], device=self.device)
 
     def _settle(self) -> None:
         """Running statistics, which train in memory of their own, into the members' rows."""
@@ -202,7 +249,7 @@ class Fleet:
         if self._compiled:
             torch._dynamo.reset()  # a process may have many fleets, and compiles one function a few times only
             self._forward = torch.compile(self._loss, dynamic=False)
-        self._x.copy_(x)
+        self._pixels.copy_(x)
         self._y.copy_(y)
         self._corrections.fill_(1.0)
         aside = torch.cuda.Stream()
@@ -241,35 +288,41 @@ class Fleet:
     def _outputs(self, parameters: list[Tensor], statistics: list[Tensor], x: Tensor) -> Tensor:
         places = (*self.order.carriers, *self.order.parameters, *self.order.statistics)
         named = {place.name: t for place, t in zip(places, (*parameters, *statistics), strict=True)}
+        if self._stem is not None and x.shape[1] == _WIDE:
+            weights = named[self._stem]
+            named[self._stem] = F.pad(weights, (0, 0, 0, 0, 0, _WIDE - weights.shape[1]))
         return functional_call(self.module, named, (x,)).float()  # type: ignore[no-any-return]
 
     def _inputs(self, k: int) -> tuple[Any, ...]:
         """What the loss of a member is computed from, after its parameters and statistics."""
         return self._x[k].permute(0, 3, 1, 2), self._y[k]
 
-    def _bent(self, _k: int, lane: int) -> tuple[Tensor, Tensor]:
-        """The gradients that a member's step follows, of carriers and other parameters: those of its loss."""
-        return self._grads_low[lane], self._grads[lane]
-
     def _member(self, k: int, lane: int) -> None:
-        """One member's step: gradients into the lane's buffers, then AdamW on the member's row."""
+        """One member's step: gradients, then AdamW on the member's row."""
         parameters = self._parameters[k]
         loss = self._forward(parameters, self._statistics[k], *self._inputs(k))
         grads = torch.autograd.grad(loss, parameters)
         self._losses[k].add_(loss.detach())
         flat = [g.permute(0, 2, 3, 1).reshape(-1) if g.dim() == 4 else g.reshape(-1) for g in grads]
-        count, a, b = len(self.order.carriers), self.order.low, self.order.trained
-        torch.cat(flat[:count], out=self._grads_low[lane])
-        if b > a:
-            torch.cat(flat[count:], out=self._grads[lane])
-        carriers, others = self._bent(k, lane)
-        low = None if self._low is None else self._low[k]
-        self._adamw(self.theta[k, :a], self._m[k, :a], self._v[k, :a], carriers, low)
-        if b > a:
-            self._adamw(self.theta[k, a:b], self._m[k, a:b], self._v[k, a:b], others, None)
+        self._follow(k, lane, flat)
 
-    def _adamw(self, p: Tensor, m: Tensor, v: Tensor, g: Tensor, low: Tensor | None) -> None:
-        """A step in place; `low` becomes p in bfloat16."""
+    def _follow(self, k: int, lane: int, gradients: list[Tensor]) -> None:
+        """AdamW with a member's gradients: large ones where they are, small ones copied together in the lane's buffers,
+        so that few kernels do it."""
+        order, carriers = self.order, len(self.order.carriers)
+        few = carriers - len(order.large)
+        parts = [(place.start, place.stop, g) for place, g in zip(order.large, gradients[few:carriers], strict=True)]
+        if few:
+            parts.append((0, order.small, torch.cat(gradients[:few], out=self._grads_low[lane, : order.small])))
+        if order.trained > order.low:
+            parts.append((order.low, order.trained, torch.cat(gradients[carriers:], out=self._grads[lane])))
+        for start, stop, gradient in parts:
+            self._adamw(k, start, stop, gradient)
+
+    def _adamw(self, k: int, start: int, stop: int, g: Tensor) -> None:
+        """A step of a part of a member's row, in place; what the network computes with in bfloat16 goes along."""
+        p, m, v = (rows[k, start:stop] for rows in (self.theta, self._m, self._v))
+        low = self._low[k, start:stop] if self._low is not None and stop <= self.order.low else None
         o = self.optimiser
         if self.cuda:
             from quorumark.lab import _kernels

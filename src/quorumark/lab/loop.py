@@ -101,6 +101,8 @@ class Run:
         self.mark = None if strength is None else Mark(strength, self.layout, self.initial, self.keys, self.device)
         self.observer = None if observe is None else self._observer(observe)
         self.log: list[RoundLog] = []
+        self._open: list[tuple[RoundLog, Tensor]] = []  # rounds that the device may still be at
+        self._since = 0.0
         self.best = Best()
         self._ahead = torch.cuda.Stream(priority=-1) if self._cuda else None
         self._ready: tuple[int, Tensor, Tensor] | None = None
@@ -182,8 +184,10 @@ class Run:
         return self.fleet.train(x, y)
 
     def round(self) -> RoundLog:
-        """One round."""
-        start, number, settings = time.perf_counter(), self.round_no + 1, self.settings
+        """One round. On CUDA it may not be over, and its loss not known, before the next one that is validated."""
+        number, settings = self.round_no + 1, self.settings
+        if not self._open:
+            self._since = time.perf_counter()
         loss = self.local_models(number)
         if number < settings.rounds:
             self._prepare(number + 1)
@@ -192,7 +196,8 @@ class Run:
         if self.mark is None:
             self.model = decoded(total)
         else:
-            self.model, c = self.mark.apply(number, before, total, self.weights, self.fleet.model)
+            sums = self.fleet.update_sums if self._cuda else None
+            self.model, c = self.mark.apply(number, before, total, self.weights, self.fleet.model, sums)
         if self.observer is not None:
             own = self.observer.own(self.fleet.theta, self.weights, before, self.fleet.order.to_layout)
             added = None if self.mark is None or self.mark.added is None else self.mark.added.double() * 2.0**-40
@@ -202,9 +207,20 @@ class Run:
             accuracy = self.fleet.accuracy(self.model, *self.validation)
             if accuracy > self.best.accuracy:
                 self.best = Best(accuracy, number, self.model)
-        done = RoundLog(number, float(loss), accuracy, c, time.perf_counter() - start)
+        done = RoundLog(number, float("nan"), accuracy, c, 0.0)
         self.log.append(done)
+        self._open.append((done, loss))
+        if accuracy is not None or number == 1 or not self._cuda:
+            self.settle()
         return done
+
+    def settle(self) -> None:
+        """Waits for the device, and fills in what rounds were: their losses, and what each took of the time."""
+        losses = [float(loss) for _, loss in self._open]
+        each = (time.perf_counter() - self._since) / max(1, len(losses))
+        for (entry, _), loss in zip(self._open, losses, strict=True):
+            entry.loss, entry.seconds = loss, each
+        self._open = []
 
     def train(
         self,
@@ -222,6 +238,7 @@ class Run:
             tell(self.round())
             if checkpoint is not None and self.round_no % every == 0:
                 self.save(checkpoint)
+        self.settle()
         if checkpoint is not None:
             self.save(checkpoint)
         return self.round_no >= self.settings.rounds
@@ -230,6 +247,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """All that the rest of the run depends on; the whole file, or the old one stays."""
+        self.settle()
         body = {
             "settings": _kept(self.settings),
             "model": self.model.cpu(),

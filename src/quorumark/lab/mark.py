@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
+from itertools import islice
 from math import isqrt
 from typing import Any
 
@@ -49,6 +50,10 @@ def decoded(total: Tensor) -> Tensor:
 
 def weighted_sum(models: Tensor, weights: Sequence[Fraction]) -> Tensor:
     """Σ E(a_k·θ_k) over the rows of models."""
+    if models.is_cuda:
+        from quorumark.lab import _kernels
+
+        return _kernels.weighted_sum(models, [float(weight) * _SCALE for weight in weights])  # type: ignore[no-any-return]
     total = torch.zeros(models.shape[1], dtype=torch.int64, device=models.device)
     for row, weight in zip(models, weights, strict=True):
         total += encoded(row, float(weight))
@@ -95,6 +100,19 @@ def _axes_of(layout: ModelLayout) -> list[tuple[slice, tuple[int, int, int]]]:
     return found
 
 
+def carrying_axes(layout: ModelLayout) -> list[tuple[slice, tuple[int, int, int]]]:
+    """Those of the carriers whose rows, columns and taps have more than one weight: the others carry nothing."""
+    found = []
+    for place, shape in _axes_of(layout):
+        size = shape[0] * shape[1] * shape[2]
+        if size <= max(shape):
+            continue
+        if size // min(n for n in shape if n > 1) > 2 * _BLOCK:
+            raise InputError("a tensor", f"must have up to {2 * _BLOCK} weights in each row, column and tap", size)
+        found.append((place, shape))
+    return found
+
+
 def axis_sums(differences: Tensor, layout: ModelLayout) -> Tensor:
     """Each member's ΣD² by rows, columns and taps of the carriers that can carry, in three parts: [3, K, n + 1].
 
@@ -102,12 +120,7 @@ def axis_sums(differences: Tensor, layout: ModelLayout) -> Tensor:
     """
     products, largest = _products(differences)
     members, found = len(differences), []
-    for place, shape in _axes_of(layout):
-        size = shape[0] * shape[1] * shape[2]
-        if size <= max(shape):
-            continue  # a row, column or tap of one weight: it carries nothing
-        if size // min(n for n in shape if n > 1) > 2 * _BLOCK:
-            raise InputError("a tensor", f"must have up to {2 * _BLOCK} weights in each row, column and tap", size)
+    for place, shape in carrying_axes(layout):
         cubes = torch.stack([p[:, place].reshape(members, *shape) for p in products])
         planes = cubes.sum(4)
         found += [planes.sum(3), planes.sum(2)]
@@ -156,13 +169,8 @@ class Mark:
         self._averages: list[list[int] | None] = []
         self._worker = ThreadPoolExecutor(1)
         self._next: Future[Amplitudes] | None = None
-        self._host: Tensor | None = None  # where models arrive for the worker
+        self._host: dict[str, Tensor] = {}  # where models and sums arrive for the worker
         self.added: Tensor | None = None  # the last round's S in 2^-40, if it was marked
-
-    @property
-    def needs_updates(self) -> bool:
-        """Whether single members' updates are looked at."""
-        return self.strength.rule == "paper" or self._needs_norms
 
     @property
     def _needs_norms(self) -> bool:
@@ -175,13 +183,24 @@ class Mark:
         return self.state.rho / _ONE
 
     def apply(
-        self, round_no: int, before: Tensor, total: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]
+        self,
+        round_no: int,
+        before: Tensor,
+        total: Tensor,
+        weights: Sequence[Fraction],
+        model: Callable[[int], Tensor],
+        sums: Callable[[], Tensor] | None = None,
     ) -> tuple[Tensor, float]:
         """The round's global model, and its c. `total` is Σ E(a_k·θ_k), which gets the mark; `model(k)` is θ_k.
 
-        All in the layout's order; `before` is the global model that the members started from.
+        All in the layout's order; `before` is the global model that the members started from. `sums` is a faster way to
+        the `axis_sums` of all members, if there is one. Nothing here waits for the device (but under the rule `paper`).
         """
-        scales, norms = self._members(before, weights, model) if self.needs_updates else ([], None)
+        scales, squares = [], None
+        if self.strength.rule == "paper":
+            scales = self._scales(before, weights, model)
+        elif self._needs_norms:
+            squares = sums() if sums is not None else self._axis_sums(before, weights, model)
         self._wait()
         if self.strength.rule == "paper":
             opened = field.from_signed(np.array([sum(scales)], np.int64))
@@ -194,51 +213,64 @@ class Mark:
         if embedded is not None:
             self._add(total, embedded, weights)
         after = decoded(total)
-        self._advance(round_no, encoded(after), embedded, norms)
+        self._advance(round_no, encoded(after), embedded, squares, weights)
         return after, 0.0 if embedded is None else embedded.c / _ONE
 
-    def _members(
-        self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]
-    ) -> tuple[list[int], NDArray[np.int64] | None]:
-        """What the rule needs of each member's update: the paper's scales, or the sum of the norms."""
+    def _difference(self, before: Tensor, model: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+        """D_k over the carriers."""
         end = self.layout.carrier_size
         origin = encoded(before[:end])
+        return lambda k: encoded(model(k)[:end]) - origin
 
-        def difference(k: int) -> Tensor:
-            return encoded(model(k)[:end]) - origin
+    def _scales(self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]) -> list[int]:
+        """The paper's scale of each member."""
+        difference = self._difference(before, model)
+        return [self._scale(k, difference(k)) for k in range(len(weights))]
 
-        if self.strength.rule == "paper":
-            return [self._scale(k, difference(k)) for k in range(len(weights))], None
-        together = max(1, _TOGETHER // end)
+    def _axis_sums(self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]) -> Tensor:
+        """`axis_sums` of all members, a few at a time."""
+        difference = self._difference(before, model)
+        together = max(1, _TOGETHER // self.layout.carrier_size)
         parts = [range(len(weights))[at : at + together] for at in range(0, len(weights), together)]
-        sums = [axis_sums(torch.stack([difference(k) for k in part]), self.layout) for part in parts]
-        host = torch.cat(sums, dim=1).cpu().numpy()
-        norms = [axis_norms(host[:, k], weight) for k, weight in enumerate(weights)]
-        return [], np.sum(norms, axis=0, dtype=np.int64)
+        return torch.cat([axis_sums(torch.stack([difference(k) for k in part]), self.layout) for part in parts], dim=1)
 
     def _advance(
-        self, round_no: int, model: Tensor, embedded: Amplitudes | None, norms: NDArray[np.int64] | None
+        self,
+        round_no: int,
+        model: Tensor,
+        embedded: Amplitudes | None,
+        squares: Tensor | None,
+        weights: Sequence[Fraction],
     ) -> None:
         """The only place where the state moves on: in the worker, which also makes the next round's amplitudes.
 
-        `model` is E(θ) on the device; its copy is on its way to the host when the worker starts.
+        `model` is E(θ) on the device; it and the members' `squares` are on their way to the host when it starts.
         """
-        told: tuple[Any, ...] = () if norms is None else (norms.astype(np.uint64),)
-        on_gpu = model.is_cuda
-        host = torch.empty(model.shape, dtype=torch.int64, pin_memory=on_gpu) if self._host is None else self._host
-        self._host = host
-        host.copy_(model, non_blocking=True)
-        arrived = torch.cuda.Event() if on_gpu else None
+        arriving = self._arriving("model", model)
+        sums = None if squares is None else self._arriving("squares", squares)
+        arrived = torch.cuda.Event() if model.is_cuda else None
         if arrived is not None:
             arrived.record()
 
         def work() -> Amplitudes:
             if arrived is not None:
                 arrived.synchronize()
-            self.state.advance(round_no, field.from_signed(host.numpy()), embedded, *told)
+            told: tuple[Any, ...] = ()
+            if sums is not None:
+                norms = [axis_norms(sums[:, k].numpy(), weight) for k, weight in enumerate(weights)]
+                told = (np.sum(norms, axis=0, dtype=np.int64).astype(np.uint64),)
+            self.state.advance(round_no, field.from_signed(arriving.numpy()), embedded, *told)
             return self.state.amplitudes(round_no + 1)
 
         self._next = self._worker.submit(work)
+
+    def _arriving(self, what: str, tensor: Tensor) -> Tensor:
+        """A copy on the host, which is there when the device has come so far. Its place is used again and again."""
+        host = self._host.get(what)
+        if host is None or host.shape != tensor.shape:
+            host = self._host[what] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        host.copy_(tensor, non_blocking=True)
+        return host
 
     def _wait(self) -> None:
         if self._next is not None:
@@ -247,8 +279,12 @@ class Mark:
     def amplitude_vector(self, amplitudes: Amplitudes) -> Tensor:
         """`Amplitudes.vector` on the device: for each weight the least of its row's, column's and tap's."""
         out = torch.empty(self.layout.carrier_size, dtype=torch.int64, device=self.device)
+        parts = [np.asarray(values, np.int64) for axes in amplitudes.scales for values in axes]
+        host = torch.from_numpy(np.concatenate(parts))
+        sent = (host.pin_memory() if out.is_cuda else host).to(self.device, non_blocking=True)
+        values = iter(sent.split([len(part) for part in parts]))
         for (place, shape), axes in zip(_axes_of(self.layout), amplitudes.scales, strict=True):
-            rows, columns, *taps = (torch.tensor(values, dtype=torch.int64).to(self.device) for values in axes)
+            rows, columns, *taps = islice(values, len(axes))
             least = torch.minimum(rows[:, None], columns[None, :])[:, :, None]
             if taps:
                 least = torch.minimum(least, taps[0])

@@ -104,18 +104,17 @@ class Attackers(Fleet):
             return
         self.module.train()
         if self.active not in self._graphs:
-            self._capture(self._x.zero_(), self._y.zero_())
+            self._capture(self._pixels.zero_(), self._y.zero_())
             self._graphs[self.active] = self._graph
         self._graph = self._graphs[self.active]
 
     def epoch(self, images: Tensor, labels: Tensor, teacher: Tensor | None = None) -> None:
         """images[steps, 1 or attackers, B, H, W, C], labels[steps, 1 or attackers, B], the teacher's outputs alike."""
         self.module.train()
-        n, (b1, b2) = self.active, self.optimiser.betas
-        times = range(self._steps + 1, self._steps + len(images) + 1)
-        table = torch.tensor([[1 / (1 - b1**t), 1 / (1 - b2**t)] for t in times], device=self.device)
+        n = self.active
+        table = self._biases(range(self._steps + 1, self._steps + len(images) + 1))
         for step, corrections in enumerate(table):
-            self._x[:n].copy_(images[step].expand_as(self._x[:n]))
+            self._pixels[:n].copy_(images[step].expand_as(self._pixels[:n]))
             self._y[:n].copy_(labels[step].expand_as(self._y[:n]))
             if teacher is not None:
                 self._teacher[:n].copy_(teacher[step].expand_as(self._teacher[:n]))
@@ -149,18 +148,20 @@ class Attackers(Fleet):
         wanted = F.log_softmax(teacher / TEMPERATURE, dim=-1)
         return (1 - kappa) * loss + kappa * (given.exp() * (given - wanted)).sum(-1).mean()
 
-    def _bent(self, k: int, lane: int) -> tuple[Tensor, Tensor]:
+    def _follow(self, k: int, lane: int, gradients: list[Tensor]) -> None:
         """Towards a smaller |cos(θ, τ′)| as well; in float32, where the small part is not lost beside the large one."""
-        wide, others, alpha = self._wide[lane], self._grads[lane], self._alpha[k]
-        theta, guess = self.theta[k, : self.order.low], self._guess[k]
+        order, carriers = self.order, len(self.order.carriers)
+        theta, guess, alpha, wide = self.theta[k, : order.low], self._guess[k], self._alpha[k], self._wide[lane]
         norm = theta.norm().clamp_min(1e-30)
         cosine = (theta * guess).sum() / norm
         pull = alpha * cosine.sign() / norm
-        wide.copy_(self._grads_low[lane])
+        wide.copy_(torch.cat(gradients[:carriers], out=self._grads_low[lane]))
         wide.mul_(1 - alpha).addcmul_(guess, pull).addcmul_(theta, pull * cosine / norm, value=-1)
-        others.mul_(1 - alpha)
-        self.theta[k, : self.order.trained].mul_(self._shrink[k])  # AdamW's decay, before the rest of its step
-        return wide, others
+        self.theta[k, : order.trained].mul_(self._shrink[k])  # AdamW's decay, before the rest of its step
+        self._adamw(k, 0, order.low, wide)
+        if order.trained > order.low:
+            others = torch.cat(gradients[carriers:], out=self._grads[lane]).mul_(1 - alpha)
+            self._adamw(k, order.low, order.trained, others)
 
 
 class Feed:

@@ -6,6 +6,7 @@ scored. Abreast, each run has a thread and a stream of its own, and the others u
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,8 @@ class Series:
         def tell(entry: RoundLog) -> None:
             if self._interrupted.is_set():
                 raise KeyboardInterrupt  # of the main thread: no other gets it
-            if entry.round <= 3 or entry.round % 25 == 0 or entry.round == settings.rounds:
+            known = not math.isnan(entry.loss)  # of a round that the device is at it is not
+            if known and (entry.round <= 5 or entry.round % 25 == 0 or entry.round == settings.rounds):
                 shown = "" if entry.accuracy is None else f", validation {100 * entry.accuracy:.2f} %"
                 self.tell(f"{settings.id}: round {entry.round}, loss {entry.loss:.3f}{shown}, {entry.seconds:.2f} s")
 
