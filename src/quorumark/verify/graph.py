@@ -1114,7 +1114,7 @@ def _check(model: Any, example: Any, change: Callable[..., dict[str, Any]], what
     module = copy.deepcopy(model).double().eval()
     for part in module.modules():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-            part.eps = 0.0  # what is scaled is the variance without it
+            part.eps = 1e-300  # what is scaled is the variance without it; some versions of PyTorch refuse 0
     with torch.no_grad(), _in_doubles():
         for tensor in [*module.parameters(), *[b for b in module.buffers() if b.is_floating_point()]]:
             noise = torch.from_numpy(rng.uniform(0.5, 1.5, tuple(tensor.shape)))
