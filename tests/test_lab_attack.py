@@ -177,7 +177,7 @@ def test_what_can_be_foreseen_of_the_noise_does_not_hide_the_mark() -> None:
 
 def reference(module: Any, layout: ModelLayout, batches: Any, attacker: Attacker, teacher: Any) -> Any:
     """The same attack by PyTorch's own optimiser and autograd."""
-    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=attacker.decay)
+    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-3 * attacker.rate, weight_decay=attacker.decay)
     names = [spec.name for spec, _ in layout.spans("carrier")]
     parameters = dict(module.named_parameters())
     module.train()
@@ -198,8 +198,8 @@ def reference(module: Any, layout: ModelLayout, batches: Any, attacker: Attacker
 
 
 def test_attackers_side_by_side_do_what_each_would_do_alone() -> None:
-    """Fine-tuning, adaptive fine-tuning (a guess beside and against the weights), distillation; after others."""
-    made = [models.make("cnn", 4, 3, 16, seed) for seed in range(4)]
+    """Fine-tuning, adaptive fine-tuning (a guess beside, against the weights; slowly), distillation; after others."""
+    made = [models.make("cnn", 4, 3, 16, seed) for seed in range(5)]
     layout = ModelLayout.of(made[0])
     starts = [torch.from_numpy(layout.flatten(module)) for module in made]
     generator = torch.Generator().manual_seed(5)
@@ -209,12 +209,13 @@ def test_attackers_side_by_side_do_what_each_would_do_alone() -> None:
         Attacker(starts[1], guess, 0.7),
         Attacker(starts[2], -guess, 0.3),
         Attacker(starts[3], kappa=0.5, decay=0.0),
+        Attacker(starts[4], guess, 0.5, decay=10.0, rate=0.1),
     ]
     x = torch.randn(5, 1, 16, 16, 16, 3, generator=generator)
     y = torch.randint(0, 4, (5, 1, 16), generator=generator)
     teacher = torch.randn(5, 1, 16, 4, generator=generator)
-    fleet = Attackers(models.make("cnn", 4, 3, 16, 9), layout, 5, 4, (16, 16, 3), torch.device("cpu"), batch=16)
-    fleet.begin([Attacker(starts[3], guess, 0.9)] * 5)  # leaves nothing behind
+    fleet = Attackers(models.make("cnn", 4, 3, 16, 9), layout, 6, 4, (16, 16, 3), torch.device("cpu"), batch=16)
+    fleet.begin([Attacker(starts[3], guess, 0.9, rate=3.0)] * 6)  # leaves nothing behind
     fleet.epoch(x, y)
     fleet.begin(attackers)
     fleet.epoch(x[:2], y[:2], teacher[:2])
@@ -314,6 +315,12 @@ def test_the_plan_has_the_paper_s_budgets_first() -> None:
         (how, c) for how in ("gls", "sum", "regression") for c in (8, 16)
     }
     assert groups[0][0] == Trained("fine-tuning", 0.2)
+    gentle = [job for job in jobs if job.lr == 1e-4]
+    assert {(job.estimate, job.coalition) for job in gentle} == {
+        *(("", 0), ("sum", 0), ("gls", 0), ("regression", 0), ("gls", 8), ("gls", 16))
+    }
+    assert gentle[0].settings == {"fraction": 0.2, "lr": 1e-4}
+    assert "lr" not in groups[0][0].settings
     assert {job.estimate for group in plan((), observed=False) for job in group} == {"", "sum"}
 
 
@@ -400,6 +407,29 @@ def test_what_is_done_is_not_done_again(folder: Path) -> None:
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert "images a second" not in done.output
     assert table.read_text() == before
+
+
+def test_some_attacks_by_their_names(folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs" / RUN
+    runs.mkdir(parents=True)
+    (runs / "checkpoint.pt").write_bytes((folder / "runs" / RUN / "checkpoint.pt").read_bytes())
+    places = ["--results", str(tmp_path), "--runs", str(tmp_path / "runs"), "--device", "cpu", "--epochs", "1"]
+    for pattern, attacks, count in (
+        ("*lr=0.0001*", {"fine-tuning", "adaptive-fine-tuning"}, 11),
+        ("quantisation, scheme=static4", {"quantisation"}, 1),
+    ):
+        before = {row.key for row in read_attacked(tmp_path / "attacks").get(RUN, Attacked([], {})).rows}
+        words = ["lab", "attack", RUN, "--only", pattern, *places]
+        CliRunner().invoke(app, words, catch_exceptions=False)
+        found = read_attacked(tmp_path / "attacks")[RUN]
+        new = [row for row in found.rows if row.key not in before and row.attack != ORIGINAL]
+        assert {row.attack for row in new} == attacks
+        assert len(new) == count
+    tuned = next(row for row in found.rows if row.settings == {"fraction": 0.2, "lr": 0.0001, "epochs": 1})
+    assert abs((tuned.z or 0) - (found.original.z or 0)) < 1  # a tenth of the rate, one epoch: next to nothing moved
+    paper, ours = found.aims()[1:3]
+    assert paper[2].endswith("; 1 models")  # a tenth of the rate is not the paper's
+    assert ours[2].endswith("; 11 models")
 
 
 def test_attacks_have_a_section_of_the_page_and_figures(folder: Path) -> None:

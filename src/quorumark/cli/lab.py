@@ -116,6 +116,9 @@ def attack(
     innocents: Annotated[int, typer.Option(help="Also train so many innocent models, which must not be accused.")] = 0,
     innocent_epochs: Annotated[int, typer.Option("--innocent-rounds", help="Their epochs.")] = 5,
     epochs: Annotated[int, typer.Option(help="Of attacks that train; the paper's are 100.")] = 100,
+    only: Annotated[
+        str, typer.Option(help="Only attacks that this names with their settings, as the table does: '*lr=0.0001*'.")
+    ] = "*",
     plot: Annotated[bool, typer.Option("--plot", help="Only draw the figures, from the results.")] = False,
     figures: Annotated[Path, typer.Option(help="The folder for figures.")] = Path("docs/figures"),
     device: Device = "auto",
@@ -143,8 +146,9 @@ def attack(
     opened, images = open_run(runs / run, data, _device(device))
     left = None if seconds is None else seconds - (time.monotonic() - start)
     suite = Suite(
-        opened, images, runs / run, results / "attacks", epochs, side, streams, compiled, left, lambda t: typer.echo(t)
-    )
+        opened, images, runs / run, results / "attacks", epochs, side, streams, compiled, left,
+        lambda t: typer.echo(t), only,
+    )  # fmt: skip
     done = suite.run_all(innocents, innocent_epochs)
     suite.close()
     for text, holds, shown in Attacked(suite.rows, suite.body).aims():

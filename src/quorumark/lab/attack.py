@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor
 from quorumark.attacks import Target, chain
 from quorumark.errors import InconclusiveError, InputError
 from quorumark.lab import data, models
-from quorumark.lab.attacked import ALPHAS, DISTILLATION, EPOCHS, FORMAT, write
+from quorumark.lab.attacked import ALPHAS, DISTILLATION, EPOCHS, FORMAT, LR, write
 from quorumark.lab.config import Settings
 from quorumark.lab.loop import Run
 from quorumark.lab.results import _where, _z
@@ -41,6 +42,7 @@ from quorumark.verify.graph import derive_groups
 __all__ = ["Suite", "Trained", "open_run", "plan"]
 
 _LOGGED = (1, 2, 5, 10, 20, 50)  # epochs whose models are rows as well, beside the last
+_GENTLE = 1e-4  # the learning rate of those who mind the accuracy: with the paper's it falls at once
 _SEED = 1
 _KINDS = ("another start", "the same start", "half-trained")  # innocent models
 _SHAPELESS = ("quantisation", "pruning", "structured-pruning", "noise", "overwriting")
@@ -74,31 +76,39 @@ class Trained:
     alpha: float = 0.0
     estimate: str = ""
     coalition: int = 0
+    lr: float = LR
 
     @property
     def settings(self) -> dict[str, Any]:
         found: dict[str, Any] = {"fraction": self.fraction}
         if self.estimate:
             found |= {"alpha": self.alpha, "estimate": self.estimate}
-        return found | ({"coalition": self.coalition} if self.coalition else {})
+        found |= {"coalition": self.coalition} if self.coalition else {}
+        return found | ({"lr": self.lr} if self.lr != LR else {})
 
 
 def plan(coalitions: Sequence[int], observed: bool, side: int = 8) -> list[list[Trained]]:
     """Attacks that train side by side, the most important first. Without an observer there is the sum of deltas only.
 
-    The paper's, at every budget; stronger estimates at 20 and 5 %; the estimates of coalitions (their sizes, ascending)
-    at 5 %, and with α = 0.3 and 0.7 at 20 %.
+    The paper's, at every budget; everybody with a tenth of the paper's learning rate at 20 %; stronger estimates at 20
+    and 5 %; the estimates of coalitions (their sizes, ascending) at 5 %, and with α = 0.3 and 0.7 at 20 %.
     """
 
-    def against(fraction: float, how: str, alphas: Sequence[float] = ALPHAS, coalition: int = 0) -> list[Trained]:
-        return [Trained("adaptive-fine-tuning", fraction, a, how, coalition) for a in alphas]
+    def against(
+        fraction: float, how: str, alphas: Sequence[float] = ALPHAS, coalition: int = 0, lr: float = LR
+    ) -> list[Trained]:
+        return [Trained("adaptive-fine-tuning", fraction, a, how, coalition, lr) for a in alphas]
 
     def paper(fraction: float) -> list[Trained]:
         tuned = Trained("fine-tuning", fraction)
         return [tuned, *against(fraction, "sum"), Trained(DISTILLATION, fraction)]
 
     some = (0.3, 0.7)
-    groups = [paper(0.2), paper(0.05), paper(0.01)]
+    gentle = [Trained("fine-tuning", 0.2, lr=_GENTLE), *against(0.2, "sum", some, lr=_GENTLE)]
+    if observed:
+        gentle += [job for how in ("gls", "regression") for job in against(0.2, how, some, lr=_GENTLE)]
+        gentle += [job for c in coalitions for job in against(0.2, "gls", some, c, _GENTLE)]
+    groups = [paper(0.2), gentle, paper(0.05), paper(0.01)]
     if observed:
         groups += [against(0.2, "gls") + against(0.2, "regression")]
         groups += [[job for c in coalitions for job in against(0.05, "gls", ALPHAS, c)]]
@@ -168,6 +178,7 @@ class Suite:
     compiled: bool = True
     seconds: float | None = None
     tell: Callable[[str], None] = lambda _: None
+    only: str = "*"
     rows: list[Row] = field(default_factory=list)
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -254,6 +265,10 @@ class Suite:
     def left(self) -> float:
         """Seconds that are left."""
         return float("inf") if self.seconds is None else self.seconds - (time.monotonic() - self._start)
+
+    def _chosen(self, attack: str, settings: Mapping[str, Any]) -> bool:
+        """Whether `only` names it: a pattern for the attack with its settings, as the table has them."""
+        return fnmatchcase(f"{attack}, {Row(attack, 0.0, None, None, settings=settings).budget}", self.only)
 
     def _done(self, attack: str, settings: Mapping[str, Any]) -> bool:
         return Row(attack, 0.0, None, None, seed=_SEED, settings=settings).key in {row.key for row in self.rows}
@@ -345,7 +360,7 @@ class Suite:
         settings = dict(links[0][1]) if len(links) == 1 else {
             f"{k}.{what}": value for k, (_, more) in enumerate(links) for what, value in more.items()
         }  # fmt: skip
-        if self._done(name, settings):
+        if self._done(name, settings) or not self._chosen(name, settings):
             return
 
         def work() -> tuple[Any, ...]:
@@ -400,7 +415,7 @@ class Suite:
         if job.attack == DISTILLATION:
             return Attacker(self._student(), kappa=0.5, decay=0.0)
         guess = self.guess(job.estimate, job.coalition) if job.estimate else None
-        return Attacker(self.released, guess, job.alpha)
+        return Attacker(self.released, guess, job.alpha, rate=job.lr / LR)
 
     def _settings(self, job: Trained) -> dict[str, Any]:
         return job.settings | ({} if self.epochs == EPOCHS else {"epochs": self.epochs})
@@ -410,8 +425,9 @@ class Suite:
         return self.left > 5 and (self._speed is None or images / self._speed < self.left - 5)
 
     def _open(self, group: Sequence[Trained]) -> list[Trained]:
-        """Those of a group that are not done yet."""
-        return [job for job in group if not self._done(job.attack, self._settings(job))]
+        """Those of a group that are wanted, and not done yet."""
+        wanted = [job for job in group if self._chosen(job.attack, self._settings(job))]
+        return [job for job in wanted if not self._done(job.attack, self._settings(job))]
 
     def _prepare(self, sizes: set[int]) -> None:
         """Records every step that will be needed before anything else runs: other threads would disturb it."""

@@ -14,10 +14,11 @@ from quorumark.errors import RecordError
 from quorumark.lab.results import BALANCED, _table, replace_text
 from quorumark.outcomes import ORIGINAL, Row, parsed_rows, table_text
 
-__all__ = ["ALPHAS", "EPOCHS", "FORMAT", "FRACTIONS", "Attacked", "draw", "read_attacked", "section", "write"]
+__all__ = ["ALPHAS", "EPOCHS", "FORMAT", "FRACTIONS", "LR", "Attacked", "draw", "read_attacked", "section", "write"]
 
 FORMAT = "quorumark-lab-attacks/v1"
 EPOCHS, FRACTIONS, ALPHAS = 100, (0.01, 0.05, 0.1, 0.2), (0.1, 0.3, 0.5, 0.7)
+LR = 1e-3  # the paper's
 DISTILLATION = "distillation"
 PAPER = ("fine-tuning", "adaptive-fine-tuning", "quantisation", "pruning", "structured-pruning")
 _TUNED_Z, _LEAST_Z, _DROP, _INNOCENT = 50.0, 10.0, 0.05, 4.0
@@ -84,8 +85,8 @@ class Attacked:
 
 
 def _is_papers(row: Row) -> bool:
-    """Whether adaptive fine-tuning goes against the paper's estimate."""
-    return row.settings.get("estimate", "sum") == "sum" and not row.settings.get("coalition")
+    """Whether fine-tuning is as in the paper, and goes against the paper's estimate."""
+    return row.settings.get("estimate", "sum") == "sum" and not {"coalition", "lr"} & set(row.settings)
 
 
 def _named(row: Row) -> str:
@@ -156,9 +157,9 @@ _HEAD = f"""## Attacks on the lab's models
 
 With the paper's budgets: {EPOCHS} epochs of AdamW (10⁻³, weight decay 10⁻⁴, batches of 128) on 1, 5, 10 or 20 % of the
 training images, augmented as in training; distillation with T = 3, α = 0.5 and Adam. Adaptive fine-tuning minimises
-(1 − α)·loss + α·|cos(θ, τ′)|, over the carriers. `sum` is the paper's estimate τ′; the others and coalitions are ours
-(docs/attacks.md, "Estimates of the key"). z is balanced; *aligned* where channels were moved. What is measured on the
-way, after 1, 2, 5, 10, 20 and 50 epochs, is in the table files, and counts for the aims.
+(1 − α)·loss + α·|cos(θ, τ′)|, over the carriers. `sum` is the paper's estimate τ′; the others, coalitions and a tenth
+of the learning rate are ours (docs/attacks.md, "Estimates of the key"). z is balanced; *aligned* where channels were
+moved. What is measured on the way, after 1, 2, 5, 10, 20 and 50 epochs, is in the table files, and counts for the aims.
 """
 
 

@@ -319,6 +319,10 @@ class Fleet:
         for start, stop, gradient in parts:
             self._adamw(k, start, stop, gradient)
 
+    def _correction(self, _k: int) -> Tensor:
+        """Adam's two factors for a member in this step."""
+        return self._corrections
+
     def _adamw(self, k: int, start: int, stop: int, g: Tensor) -> None:
         """A step of a part of a member's row, in place; what the network computes with in bfloat16 goes along."""
         p, m, v = (rows[k, start:stop] for rows in (self.theta, self._m, self._v))
@@ -327,9 +331,9 @@ class Fleet:
         if self.cuda:
             from quorumark.lab import _kernels
 
-            _kernels.adamw(p, m, v, g, low, self._corrections, o.lr, o.decay, o.betas, o.eps)
+            _kernels.adamw(p, m, v, g, low, self._correction(k), o.lr, o.decay, o.betas, o.eps)
             return
-        first, second = self._corrections
+        first, second = self._correction(k)
         m.lerp_(g, 1 - o.betas[0])
         v.mul_(o.betas[1]).addcmul_(g, g, value=1 - o.betas[1])
         p.mul_(1 - o.lr * o.decay).sub_(o.lr * first * m / ((v * second).sqrt_() + o.eps))

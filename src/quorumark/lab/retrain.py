@@ -41,6 +41,7 @@ class Attacker:
     alpha: float = 0.0
     kappa: float = 0.0
     decay: float = 1e-4  # of AdamW; 0 is Adam
+    rate: float = 1.0  # of the learning rate, 10⁻³
 
 
 class Attackers(Fleet):
@@ -68,6 +69,8 @@ class Attackers(Fleet):
         self._teacher = torch.zeros(members, batch, classes, device=device)
         self._wide = _rows(len(self._grads_low), low, torch.float32, device)
         self._shrink = torch.ones(members, device=device)  # 1 − lr·decay
+        self._rates = torch.ones(members, 2, device=device)  # of the first factor, which the learning rate multiplies
+        self._own = torch.ones(members, 2, device=device)
         self._graphs: dict[int, Any] = {}
         self._steps = 0
 
@@ -84,7 +87,8 @@ class Attackers(Fleet):
             for place, target in zip(self.order.statistics, self._statistics[k], strict=True):
                 target.copy_(place.view(own))
             self._alpha[k] = attacker.alpha
-            self._shrink[k] = 1 - self.optimiser.lr * attacker.decay
+            self._shrink[k] = 1 - self.optimiser.lr * attacker.rate * attacker.decay
+            self._rates[k, 0] = attacker.rate
             self._kappa[k].fill_(attacker.kappa)
             self._guess[k].zero_()
             if attacker.guess is not None:
@@ -118,7 +122,7 @@ class Attackers(Fleet):
             self._y[:n].copy_(labels[step].expand_as(self._y[:n]))
             if teacher is not None:
                 self._teacher[:n].copy_(teacher[step].expand_as(self._teacher[:n]))
-            self._corrections.copy_(corrections)
+            torch.mul(self._rates, corrections, out=self._own)
             if self._graph is None:
                 self._step()
             else:
@@ -127,6 +131,9 @@ class Attackers(Fleet):
         self._settle()
 
     # --- a step of one attacker ---
+
+    def _correction(self, k: int) -> Tensor:
+        return self._own[k]
 
     def _inputs(self, k: int) -> tuple[Any, ...]:
         return (*super()._inputs(k), self._teacher[k], self._kappa[k])
