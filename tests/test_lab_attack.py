@@ -694,3 +694,30 @@ def test_aims_are_true_or_false_by_the_rows() -> None:
     assert verdicts([*rows[:2], replace(rows[3], accuracy=0.56)]) == [True, False, None, True]
     body["innocents"].append({"z_anchor": 4.1})
     assert verdicts([rows[0]])[-1] is False
+
+
+def test_the_docs_tables_of_a_resnet_are_what_was_measured(root: Path) -> None:
+    """docs/attacks.md, "On a ResNet-18" and "Estimates of the key": each accuracy with its z, and each cosine."""
+    found = read_attacked(root / "results" / "attacks")["cifar100-resnet18-k32-iid-rho0.05-s0"]
+    page = (root / "docs" / "attacks.md").read_text()
+    section = page.split("**On a ResNet-18**")[1].split("**On a language model**")[0]
+    pairs = {(f"{100 * row.accuracy:.2f} %", f"{row.best:.1f}".replace("-", "−")) for row in found.last}
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    shown = [
+        pair for _, accuracies, zs in lines[1:] for pair in zip(accuracies.split("; "), zs.split("; "), strict=True)
+    ]
+    assert len(shown) == 18
+    assert {(accuracy, z.strip("*")) for accuracy, z in shown} <= pairs
+    assert f"{len(found.rows) - 1} models in" in section
+    assert f"z = {found.original.z:.1f} as released" in section
+    least = min(aim[2].split(" at ")[0].removeprefix("least z = ") for aim in found.aims()[1:3])
+    assert f"within five points leaves z ≥ {least}." in section
+    trained = [row for row in found.rows if row.attack in ("fine-tuning", "adaptive-fine-tuning")]
+    assert max(row.accuracy for row in trained) < found.original.accuracy - 0.05
+    table = page.split("For the ResNet-18 above")[1].split("**What that is good for.**")[0]
+    cosines = [
+        line.strip("| ").replace("*", "").split(" | ")[1:] for line in table.splitlines() if line.startswith("| ")
+    ]
+    hows = ("sum", "last", "regression", "gls")
+    by = {(entry["coalition"], entry["estimate"]): f"{entry['cosine']:.3f}" for entry in found.body["estimates"]}
+    assert cosines[1:] == [[by[coalition, how] for how in hows] for coalition in (0, 8, 16)]
