@@ -58,6 +58,22 @@ def rescale(target: Target, seed: int, *, octaves: float = 2.0) -> tuple[Weights
     return weights, {"scalings": len(scalings)}
 
 
+def change_signs(target: Target, seed: int) -> tuple[Weights, dict[str, Any]]:
+    """Half of what may get the other sign gets it: gains of norms with what reads or writes them, gated neurons."""
+    from quorumark.verify.graph import derive_signs
+
+    rng = np.random.default_rng(seed)
+    module, weights = target.module().cpu(), target.copied()
+    signs = derive_signs(module, target.one())
+    changed = [places for places in signs if rng.integers(2)]
+    for places in changed:
+        for knob in places:
+            weights[knob.tensor].select(knob.axis, knob.index).neg_()
+    for alias, original in aliases(module).items():
+        weights[alias] = weights[original].clone()
+    return weights, {"signs": len(changed)}
+
+
 # --- other sizes ------------------------------------------------------------------------------------------
 
 
@@ -222,6 +238,7 @@ def add_decoys(target: Target, seed: int, *, noise: float = 0.3) -> tuple[Weight
 ATTACKS = (
     Attack("permutation", permute, keeps=True),
     Attack("rescaling", rescale, ({"octaves": 2.0},), keeps=True),
+    Attack("signs", change_signs, keeps=True),
     Attack("channel-removal", remove, tuple({"ratio": r} for r in (0.1, 0.3, 0.5))),
     Attack("padding", pad, ({"ratio": 0.25},), keeps=True),
     Attack("splitting", split, ({"ratio": 0.25},), keeps=True),

@@ -49,6 +49,7 @@ _SHAPELESS = ("quantisation", "pruning", "structured-pruning", "noise", "overwri
 _MOVED: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (  # measured aligned as well
     (("permutation", {}),),
     (("permutation", {}), ("rescaling", {})),
+    (("signs", {}),),
     (("channel-removal", {"ratio": 0.3}),),
     (("permutation", {}), ("rescaling", {}), ("quantisation", {"scheme": "static4"})),
     (("pruning", {"ratio": 0.5}), ("permutation", {}), ("rescaling", {})),

@@ -54,6 +54,7 @@ _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is ex
 _EVEN = 6  # octaves above the middle at which weights are cut while mixtures are looked at
 _FAR = 3  # octaves by which a column's size must be wrong to be put right before
 _OTHER_SIGNS = 16  # signs count as changed where they make more than one part in so many of the squared distance
+_NO_SIGNS, _GAINS, _ALL_SIGNS = range(3)  # which other signs are thought of
 _PLAIN = 1.5  # deviations of noise that similarities must have on average: otherwise signs are not known
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
@@ -448,6 +449,11 @@ def _taken(value: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int
     return found
 
 
+def _most(value: NDArray[np.int64]) -> int:
+    """What no assignment can take more of: each row's or column's largest."""
+    return int(value.max(axis=int(value.shape[0] <= value.shape[1])).sum())
+
+
 def _closer(energy: int, before: int, after: int) -> bool:
     """Whether a similarity that rises from one number to another takes a sixteenth of the squared distance away.
 
@@ -612,7 +618,7 @@ def align(
     if not used:
         raise InconclusiveError("none of the tensors that could be aligned is in the suspect")
     ours, theirs = _compared(suspect, anchor, {name: specs[name] for name in used}, names, progress)
-    found = _Matching(groups, shapes, ours, theirs, progress).run()
+    found = _Matching(groups, shapes, ours, theirs, progress, _gains(suspect, anchor, groups, shapes, names)).run()
     matched = found.model(suspect, names)
     blocks = groups.blocks()
     unmixed, count = {}, 0
@@ -644,6 +650,23 @@ def _compared(
         if theirs[name].ndim != ours[name].ndim:
             raise InconclusiveError(f"tensor {name!r} of the suspect has another kind of shape than the anchor's")
     return ours, theirs
+
+
+def _gains(
+    suspect: Model,
+    anchor: Model,
+    groups: Groups,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str] | None,
+) -> dict[str, tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Where gains of norms are below 0, the anchor's and the suspect's: vectors named weight, in the anchor never 0."""
+    found = {}
+    for name in sorted({slot.tensor for group in groups.groups for slot in group.slots}):
+        if len(shapes[name]) == 1 and name.split(".")[-1] == "weight" and (names is None or name in names):
+            ours, theirs = read(anchor, name), read(suspect, name if names is None else names[name])
+            if ours.shape == shapes[name] and theirs.ndim == 1 and (ours != 0).all():
+                found[name] = (ours < 0, theirs < 0)
+    return found
 
 
 # --- the stream -------------------------------------------------------------------------------------------
@@ -844,7 +867,9 @@ class _Matching:
         ours: Mapping[str, NDArray[np.int8]],
         theirs: Mapping[str, NDArray[np.int8]],
         progress: Callable[[str], None] | None,
+        gains: Mapping[str, tuple[NDArray[np.bool_], NDArray[np.bool_]]] | None = None,
     ) -> None:
+        self.gains = gains or {}
         self.all, self.ours, self.theirs, self.progress = groups, ours, theirs, progress
         self.shapes = shapes
         self.index = [g.axes() for g in groups.groups]
@@ -862,7 +887,7 @@ class _Matching:
         self.in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
         self.places: dict[Axis, Places] = {}
         self.signs: dict[Axis, Signs] = {}
-        self.with_signs = False
+        self.with_signs = _NO_SIGNS
         self.energies: dict[str, int] = {}
         self.doubtful: set[int] = set()  # groups of which more would be like the anchor if signs were others
         self.found: list[NDArray[np.int64]] = []
@@ -1111,33 +1136,81 @@ class _Matching:
     def _match_signed(self, number: int, axes: Sequence[Axis], free: Sequence[Axis]) -> None:
         """Matches elements whose weights may have the other sign on some of their axes.
 
-        Then similarities, or their sum, are below 0. So if an assignment by the sizes of similarities on each axis gets
-        far more of these than the one by their sums does, it is taken. After that, axes with many similarities
-        below 0 get signs. First all is matched without any of that, and it is only noted which groups are in doubt.
+        Then similarities, or their sum, are below 0. A norm's gains show where: an axis is taken with the signs of the
+        gains that make most of it alike. If an assignment by the sizes of similarities on each axis still gets far
+        more of these than the one by their sums does, it is taken. After that, axes with many similarities below 0
+        get signs. First all is matched without any of that, and it is only noted which groups are in doubt; then by
+        gains alone, which leave nothing to chance.
         """
         each = {axis: self._value(number, [axis]) for axis in free}
         rest = self._value(number, [axis for axis in axes if axis not in free])
+        shown: dict[Axis, Signs] = {}
+        for axis in free if self.with_signs != _NO_SIGNS else ():
+            shown[axis] = self._shown_signs(number, axis, each[axis])
+            each[axis] = each[axis] * shown[axis]
         total: NDArray[np.int64] = sum(each.values(), rest)
         sizes: NDArray[np.int64] = sum((np.abs(value) for value in each.values()), rest)
         order = assign(total)
-        most = int(sizes.max(axis=int(total.shape[0] <= total.shape[1])).sum())  # no assignment can have more
+        most = _most(sizes)
         energy = sum(self._energy(name) for name, _ in axes)
         in_doubt = _closer(energy, int(_taken(total, order).sum()), most)
-        if not self.with_signs:
+        searching = self.with_signs == _ALL_SIGNS
+        if not searching:
             (self.doubtful.add if in_doubt else self.doubtful.discard)(number)
+        if self.with_signs == _NO_SIGNS:
             self._put(number, order)
             return
-        if in_doubt:
+        if in_doubt and searching:
             by_size = assign(sizes)
             if _closer(energy, int(_taken(sizes, order).sum()), int(_taken(sizes, by_size).sum())):
                 order = by_size
         self._put(number, order)
+        writer = self._writer(number)
+        if writer is not None and writer not in each:  # it is not in order itself yet, but its signs are known now
+            shown[writer] = self._gain_signs(number)[0][1]
+            each[writer] = np.zeros_like(total)
         for axis, value in each.items():
             signs = self.signs.setdefault(axis, np.ones(self.shapes[axis[0]][axis[1]], np.int8))
             index = self.index[number][axis]
             signs[index] = 1
-            if self._has_signs(number, axis, value, order):
-                signs[index[order >= 0]] = np.where(_taken(value, order) < 0, -1, 1)[:, None]
+            there = index[order >= 0]
+            signs[there] = _taken(np.broadcast_to(shown[axis], value.shape), order)[:, None]
+            if searching and self._has_signs(number, axis, value, order):
+                signs[there] *= np.where(_taken(value, order) < 0, -1, 1).astype(np.int8)[:, None]
+
+    def _shown_signs(self, number: int, axis: Axis, value: NDArray[np.int64]) -> Signs:
+        """The signs, element by element of the suspect, that a gain of the group shows for an axis, or none.
+
+        BatchNorm's are for what writes their channels. If there are several, those that make most alike; other norms'
+        gains must make far more alike than none do, since noise has signs of its own.
+        """
+        if axis == self._writer(number):
+            return self._gain_signs(number)[0][1]
+        best, plain = np.ones((1, 1), np.int8), _most(value)
+        most = plain
+        for batch, signs in self._gain_signs(number):
+            if not batch or axis[1] == 0:
+                alike = _most(value * signs)
+                if alike > most and (batch or _closer(self._energy(axis[0]), plain, alike)):
+                    best, most = signs, alike
+        return best
+
+    def _gain_signs(self, number: int) -> list[tuple[bool, Signs]]:
+        """For each gain of a group, whether it is BatchNorm's, and ±1 for the anchor's elements by the suspect's."""
+        found = []
+        for (name, _), index in self.index[number].items():
+            at = self.theirs_at[number].get((name, 0))
+            if name in self.gains and index.shape[1] == 1 and at is not None and at.max() < len(self.gains[name][1]):
+                ours, theirs = self.gains[name]
+                signs = np.where(ours[index] != theirs[at].T, np.int8(-1), np.int8(1))
+                found.append((f"{name.removesuffix('weight')}running_var" in self.shapes, signs))
+        return found
+
+    def _writer(self, number: int) -> Axis | None:
+        """What writes a group's channels, if that is one tensor (on its first axis) with one BatchNorm behind it."""
+        writers = [axis for axis in self._compared(number) if axis[1] == 0]
+        gains = [batch for batch, _ in self._gain_signs(number)]
+        return writers[0] if len(writers) == 1 and gains == [True] else None
 
     def _has_signs(self, number: int, axis: Axis, value: NDArray[np.int64], order: NDArray[np.int64]) -> bool:
         """Whether signs were changed on an axis: similarities below 0 add much to the distance, and most are no noise.
@@ -1227,15 +1300,23 @@ class _Matching:
             stable = stable and all(np.array_equal(were.get(axis, 1), signs) for axis, signs in self.signs.items())
         return sweeps, stable
 
+    def _told_by_gains(self) -> bool:
+        """Whether some gain is below 0, which may be the trace of changed signs."""
+        return any(ours.any() or theirs.any() for ours, theirs in self.gains.values())
+
     def run(self) -> Alignment:
         sweeps, stable = self._settled()
-        if self.doubtful:  # once more, with signs: taken where much more is then like the anchor
-            plain, places, found, now = self._alike(), self.places, self.found, (sweeps, stable)
-            self.places, self.found, self.with_signs = {}, [], True
+        for self.with_signs in (_GAINS, _ALL_SIGNS):  # once more, with signs: taken where more is then like the anchor
+            if not (self._told_by_gains() if self.with_signs == _GAINS else self.doubtful):
+                continue
+            plain, places, found, signs, now = self._alike(), self.places, self.found, self.signs, (sweeps, stable)
+            doubtful = set(self.doubtful)
+            self.places, self.found, self.signs = {}, [], {}
             self._begin()
             sweeps, stable = self._settled()
             if not _closer(sum(map(self._energy, self.ours)), plain, self._alike()):
-                self.places, self.found, self.signs, (sweeps, stable) = places, found, {}, now
+                self.places, self.found, self.signs, (sweeps, stable) = places, found, signs, now
+                self.doubtful = doubtful
         sizes = tuple(
             (group.size, size, int((found >= 0).sum()))
             for group, size, found in zip(self.all.groups, self.sizes, self.found, strict=True)

@@ -32,10 +32,11 @@ import numpy as np
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.verify.align import Group, Groups, Mixing, Slot, Stream
 
-__all__ = ["Knob", "Scaling", "derive_groups", "derive_scalings"]
+__all__ = ["Knob", "Scaling", "derive_groups", "derive_scalings", "derive_signs"]
 
 Labels = Any  # a torch tensor of whole numbers, of the shape of what it labels
 _REMEDY = "verification works without groups, unaligned"
+_EXACT = 1e-6  # of the output: what a change may do that leaves the function as it is
 
 
 @dataclass(frozen=True, order=True)
@@ -74,6 +75,43 @@ def derive_scalings(model: Any, example: Any) -> tuple[Scaling, ...]:
     scalings = _traced(model, example).scales.found()
     _check(model, example, lambda state, rng: _rescaled(state, scalings, rng), "rescaled")
     return scalings
+
+
+def derive_signs(model: Any, example: Any) -> tuple[Scaling, ...]:
+    """What may get the other sign: scalings by s = −1 that are tried and leave the output as it is.
+
+    A BatchNorm gives its channel's sign back, so there its gain goes along.
+    """
+    kinds: dict[tuple[tuple[str, int, int], ...], list[Scaling]] = {}
+    for scaling in derive_scalings(model, example):
+        kinds.setdefault(tuple((k.tensor, k.axis, k.exponent) for k in scaling), []).append(scaling)
+    found: list[Scaling] = []
+    stirred = _each_tensor(example, _noise)  # of zeros, signs would change nothing
+    for alike in kinds.values():
+        for tried in (alike, [(*scaling, *_gains(scaling)) for scaling in alike]):
+            odd = [tuple(k for k in scaling if k.exponent % 2) for scaling in tried]
+            if _error(model, stirred, lambda state, rng, odd=odd: _other_signs(state, odd, rng)) < _EXACT:
+                found += odd
+                break
+    return tuple(found)
+
+
+def _gains(scaling: Scaling) -> Iterator[Knob]:
+    """Of the BatchNorms whose variances are in it."""
+    for knob in scaling:
+        layer, _, name = knob.tensor.rpartition(".")
+        if name == "running_var":
+            yield Knob(f"{layer}.weight" if layer else "weight", 0, knob.index, 1)
+
+
+def _other_signs(state: dict[str, Any], signs: Sequence[Scaling], rng: np.random.Generator) -> dict[str, Any]:
+    """Half of them, at least one."""
+    for number, scaling in enumerate(signs):
+        if number == 0 or rng.integers(2):
+            for knob in scaling:
+                if knob.tensor in state:
+                    state[knob.tensor].select(knob.axis, knob.index).neg_()
+    return state
 
 
 # --- atoms ------------------------------------------------------------------------------------------------
@@ -1108,6 +1146,16 @@ def _rescaled(state: dict[str, Any], scalings: Sequence[Scaling], rng: np.random
 
 def _check(model: Any, example: Any, change: Callable[..., dict[str, Any]], what: str) -> None:
     """On a copy with random weights in double precision, the output must stay."""
+    error = _error(model, example, change)
+    if not error < _EXACT:
+        raise LayoutError(
+            f"the channels that were found cannot be {what} without a change of the output ({error:.1e}): no groups; "
+            f"{_REMEDY}"
+        )
+
+
+def _error(model: Any, example: Any, change: Callable[..., dict[str, Any]]) -> float:
+    """How much a change of the weights changes the output, of a copy with random weights in double precision."""
     import torch
 
     rng = np.random.default_rng(0)
@@ -1124,12 +1172,7 @@ def _check(model: Any, example: Any, change: Callable[..., dict[str, Any]], what
         state = {name: t.clone() for name, t in module.state_dict().items()}
         module.load_state_dict(change(state, rng))
         after = _run(module, _double(example))
-    error = float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
-    if not error < 1e-6:
-        raise LayoutError(
-            f"the channels that were found cannot be {what} without a change of the output ({error:.1e}): no groups; "
-            f"{_REMEDY}"
-        )
+    return float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
 
 
 def _in_doubles() -> Any:
@@ -1154,10 +1197,21 @@ def _in_doubles() -> Any:
 
 
 def _double(example: Any) -> Any:
+    return _each_tensor(example, lambda x: x.double())
+
+
+def _noise(x: Any) -> Any:
+    import torch
+
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+
+
+def _each_tensor(example: Any, change: Callable[[Any], Any]) -> Any:
+    """An example with its tensors of real numbers changed."""
     import torch
 
     if isinstance(example, Mapping):
-        return {name: _double(x) for name, x in example.items()}
+        return {name: _each_tensor(x, change) for name, x in example.items()}
     if isinstance(example, (list, tuple)):
-        return type(example)(_double(x) for x in example)
-    return example.double() if isinstance(example, torch.Tensor) and example.is_floating_point() else example
+        return type(example)(_each_tensor(x, change) for x in example)
+    return change(example) if isinstance(example, torch.Tensor) and example.is_floating_point() else example
