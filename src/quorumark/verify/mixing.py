@@ -139,7 +139,9 @@ def unmixed(
     copies, size, columns = suspect.shape[1:]
     theirs, ours = (x.swapaxes(1, 2).reshape(-1, size, copies * columns) for x in (suspect, anchor))
     found, fitted = _projected_in_turns(theirs, ours, scales)
-    alone, _ = _projected_in_turns(*(x.reshape(-1, 1, copies * columns) for x in (theirs, ours)), scales)
+    alone, _ = _projected_in_turns(
+        theirs.reshape(-1, 1, copies * columns), ours.reshape(-1, 1, copies * columns), scales
+    )
     exact, _ = whole(ours)
     energy = _units((exact * exact).sum(axis=-1))
     after, before = (_distance(exact, fit) for fit in (found, alone.reshape(ours.shape)))
