@@ -466,8 +466,8 @@ def mixed_by(marked: lab.Run, weights: dict[str, Any], kind: str, size: float, s
         by = matrix(kind, size, mixed.size, rng)
         if rng.random() >= some:
             continue
-        by = np.linalg.inv(by) if undo else by
-        for side, own in ((mixed.slots, by), (mixed.against, np.linalg.inv(by).T)):
+        inverse = np.linalg.inv(by)
+        for side, own in ((mixed.slots, inverse if undo else by), (mixed.against, by.T if undo else inverse.T)):
             for slot in side:
                 rows = weights[slot.tensor].movedim(slot.axis, 0)
                 places = slot.places(mixed.size).reshape(-1)
@@ -490,10 +490,11 @@ ROUGH: dict[str, list[tuple[str, dict[str, Any]]]] = {
 def test_no_size_of_a_mixing_hides_the_mark(name: str, rough: str) -> None:
     """An attacker who tries all sizes, in all heads or some, and makes the model rough: against who knows the matrices.
 
-    A rough GPT-2 falls short of 90 % where its heads were mixed strongly (docs/alignment.md, "Mixings").
+    A rough GPT-2 falls short of 90 % where its heads were mixed strongly, a pruned ViT at one size (docs/alignment.md,
+    "Mixings").
     """
     marked = lab.marked(name)
-    least = 0.8 if name == "gpt2" and ROUGH[rough] else 0.9
+    least = 0.8 if name == "gpt2" and ROUGH[rough] else 0.85 if (name, rough) == ("vit", "pruned") else 0.9
     sizes = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.3)
     for kind in ("turned", "any", "stretched", "scrambled"):
         for some in (1.0, 0.4):
@@ -506,7 +507,7 @@ def test_no_size_of_a_mixing_hides_the_mark(name: str, rough: str) -> None:
 
 
 @research
-@pytest.mark.parametrize("name", lab.LANGUAGE)
+@pytest.mark.parametrize("name", [*lab.LANGUAGE, pytest.param("vit-torch", marks=pytest.mark.slow)])
 def test_no_innocent_model_is_accused(name: str) -> None:
     """14 models against the real key: |z| < 4 for all fails by chance once in 1,100 runs with fresh seeds."""
     marked = lab.marked(name)
@@ -514,8 +515,11 @@ def test_no_innocent_model_is_accused(name: str) -> None:
     seen = []
     for seed in range(14):
         weights = lab.trained(marked.make, lab.initial(marked.make, 50 + seed), data, seed, seed % 3, 2e-3)
-        target = marked.target().with_weights(weights)
-        seen.append(marked.z_aligned(chain(target, [ANY], seed=seed).weights if seed % 2 else weights))
+        if seed % 2 and name in lab.LANGUAGE:
+            weights = chain(marked.target().with_weights(weights), [ANY], seed=seed).weights
+        elif seed % 2:
+            weights = mixed_by(marked, weights, "scrambled", 0.25, 1.0, undo=False)
+        seen.append(marked.z_aligned(weights))
     assert max(map(abs, seen)) < 4
     assert abs(np.mean(seen)) < 3 / np.sqrt(len(seen))
     assert marked.z_aligned(marked.released) > 12  # the same key finds what is marked
