@@ -91,6 +91,65 @@ def test_pairs_are_turned_back() -> None:
     assert not mixing.turned(np.zeros((2, 30)), np.zeros((2, 30)), anchor[:2]).any()
 
 
+# --- whether a block was mixed ----------------------------------------------------------------------------
+
+MANY, HIGH, WIDE = 6, 16, 96  # blocks, their rows, the columns
+
+
+def matrix(kind: str, size: float, rows: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """From 1 at size 0 to a random rotation, any invertible matrix, or one that is stretched by up to 2^±4·size.
+
+    What is scrambled is stretched between two random rotations, which are there at size 0, too.
+    """
+    noise = rng.standard_normal((rows, rows)) / np.sqrt(rows)
+    if kind in ("stretched", "scrambled"):
+        turned = np.linalg.qr(noise)[0]
+        other = turned if kind == "stretched" else np.linalg.qr(rng.standard_normal((rows, rows)))[0]
+        stretched: NDArray[np.float64] = (turned * np.exp2(rng.uniform(-4 * size, 4 * size, rows))) @ other.T
+        return stretched
+    noise = noise - noise.T if kind == "turned" else noise
+    found, power = np.eye(rows), np.eye(rows)
+    for k in range(1, 40):  # Taylor's series of exp(size·noise)
+        power = power @ noise * (size / k)
+        found = found + power
+    return found
+
+
+def z_both_ways(kind: str, size: float, moved: float, seed: int) -> tuple[float, float, float, float]:
+    """z of blocks as they are, all put back, as decided; and the part that was. `moved` is what training did."""
+    rng = np.random.default_rng(seed)
+    anchor = {"v": rng.standard_normal((MANY * HIGH, WIDE)).astype(np.float32)}
+    layout = ModelLayout.of(anchor)
+    key = rng.choice(np.array([-1, 1]), layout.coordinates)
+    rows = anchor["v"] + moved * rng.standard_normal(anchor["v"].shape) + 0.15 * moved * key.reshape(anchor["v"].shape)
+    rows = np.concatenate([matrix(kind, size, HIGH, rng) @ block for block in rows.reshape(MANY, HIGH, WIDE)])
+    slots = [Slot("v", 0, HIGH * k, 1, 1, 1) for k in range(MANY)]
+    suspect = TensorsInMemory({"v": rows.astype(np.float32)})
+    found = align(suspect, TensorsInMemory(anchor), layout, Groups((), tuple(Mixing(HIGH, (s,)) for s in slots)))
+    stacked = (MANY, 1, HIGH, WIDE)
+    every, _, _ = mixing.unmixed(rows.reshape(stacked), anchor["v"].reshape(stacked).astype(np.float64), np.ones(WIDE))
+
+    def z(model: Any) -> float:
+        x = canonical_form("balanced-anchor/v1", layout, model, TensorsInMemory(anchor)).x.astype(np.int64)
+        return float(x @ key / np.sqrt(x @ x))
+
+    put_back = TensorsInMemory({"v": every.reshape(rows.shape).astype(np.float32)})
+    return z(suspect), z(put_back), z(found.model(suspect)), found.blocks / MANY
+
+
+@pytest.mark.parametrize("moved", [0.1, 0.5, 1.0, 1.5], ids=lambda moved: f"moved {moved}")
+@pytest.mark.parametrize("kind", ["turned", "any", "stretched"])
+def test_what_is_chosen_has_nearly_the_larger_z(kind: str, moved: float) -> None:
+    """Whatever the size of a mixing is, and however much training did: there is none to hide behind a choice."""
+    parts = []
+    for size in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0, 1.5):
+        as_it_is, put_back, chosen, part = np.mean([z_both_ways(kind, size, moved, seed) for seed in range(3)], axis=0)
+        assert chosen >= 0.95 * max(as_it_is, put_back), (size, as_it_is, put_back, part)
+        parts.append(part)
+    assert parts[0] == 0  # only noise lies between these and the anchor
+    assert parts[-1] == 1
+
+
 def small() -> tuple[dict[str, NDArray[np.float32]], Groups]:
     """Two heads: values of three channels and outputs, and queries of two pairs each."""
     heads = Group(2, (Slot("o", 1, 0, 3, 3, 1), Slot("q", 0, 0, 4, 4, 1), Slot("v", 0, 0, 3, 3, 1)))
@@ -101,16 +160,22 @@ def small() -> tuple[dict[str, NDArray[np.float32]], Groups]:
 
 
 def test_the_bytes_are_pinned() -> None:
-    """An unrelated suspect: the same projections and angles on every machine."""
+    """An unrelated suspect, and one with a mixed head: the same projections and angles on every machine."""
     anchor, groups = small()
     layout = ModelLayout.of(anchor)
     groups.check(layout)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
     assert groups.digest() == "717e3be4e5787d054aa60585b1d1d6d277cb0580d5f363c5e15affa50e3d0df5"
-    assert found.digest() == "0df34eae9c66f6da12b1252feca563a4ca13b020afeb5e2651afc83f90ad18f1"
+    assert found.digest() == "d88db980309901546bf288c90af73a63fc51a7a59251159f52d5d7f4f32c9b5a"
     assert found.as_dict()["procedure"] == "anchor-assignment/v2"
     assert set(found.unmixed) == {"o", "q"}  # the rows of v are as near as noise comes
+    by = np.array([[1, 2, 0], [0, 1, 3], [2, 0, 1]], np.float32)  # sums of three products of 16 bits and 2 are exact
+    suspect = {name: tensor + suspect[name] / np.float32(16) for name, tensor in anchor.items()}
+    suspect["v"][:3] = by @ suspect["v"][:3]
+    found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
+    assert found.digest() == "ec96b1222044d952bbf31b0be4be49e61ae5dcbbeb9335600a7ae76687f26434"
+    assert set(found.unmixed) == {"q", "v"}  # pairs are turned in any case
 
 
 def test_other_kernels_and_threads_give_the_same_bytes() -> None:
@@ -393,8 +458,56 @@ def test_a_small_mixing_is_worth_nothing_either(name: str) -> None:
         assert marked.z_aligned(mixed_a_little(marked, marked.released, size)) >= 0.93 * marked.z(marked.released)
 
 
+def mixed_by(marked: lab.Run, weights: dict[str, Any], kind: str, size: float, some: float, *, undo: bool) -> Any:
+    """Every head, or some of them, by a matrix of its own; or what somebody who knows these does to undo it."""
+    rng = np.random.default_rng(SEED)
+    weights = {name: w.clone() for name, w in weights.items()}
+    for mixed in (m for m in marked.groups.mixings if not m.turns):
+        by = matrix(kind, size, mixed.size, rng)
+        if rng.random() >= some:
+            continue
+        inverse = np.linalg.inv(by)
+        for side, own in ((mixed.slots, inverse if undo else by), (mixed.against, by.T if undo else inverse.T)):
+            for slot in side:
+                rows = weights[slot.tensor].movedim(slot.axis, 0)
+                places = slot.places(mixed.size).reshape(-1)
+                put = torch.from_numpy(own) @ rows[places].double().reshape(mixed.size, -1)
+                rows[places] = put.view(rows[places].shape).float()
+    return weights
+
+
+ROUGH: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "as it is": [],
+    "pruned": [("pruning", {"ratio": 0.5})],
+    "4 bits": [("quantisation", {"scheme": "static4"})],
+}
+
+
 @research
-@pytest.mark.parametrize("name", lab.LANGUAGE)
+@pytest.mark.slow
+@pytest.mark.parametrize("rough", list(ROUGH))
+@pytest.mark.parametrize("name", [*lab.LANGUAGE, "vit", "vit-torch"])
+def test_no_size_of_a_mixing_hides_the_mark(name: str, rough: str) -> None:
+    """An attacker who tries all sizes, in all heads or some, and makes the model rough: against who knows the matrices.
+
+    A rough GPT-2 falls short of 90 % where its heads were mixed strongly, a pruned ViT at one size (docs/alignment.md,
+    "Mixings").
+    """
+    marked = lab.marked(name)
+    least = 0.8 if name == "gpt2" and ROUGH[rough] else 0.85 if (name, rough) == ("vit", "pruned") else 0.9
+    sizes = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.3)
+    for kind in ("turned", "any", "stretched", "scrambled"):
+        for some in (1.0, 0.4):
+            for size in sizes if kind != "scrambled" else (0.0, 0.5, 1.0):
+                weights = mixed_by(marked, marked.released, kind, size, some, undo=False)
+                if ROUGH[rough]:
+                    weights = chain(marked.target().with_weights(weights), ROUGH[rough], seed=SEED).weights
+                known = marked.z(mixed_by(marked, weights, kind, size, some, undo=True))
+                assert marked.z_aligned(weights) >= least * known, (kind, some, size)
+
+
+@research
+@pytest.mark.parametrize("name", [*lab.LANGUAGE, pytest.param("vit-torch", marks=pytest.mark.slow)])
 def test_no_innocent_model_is_accused(name: str) -> None:
     """14 models against the real key: |z| < 4 for all fails by chance once in 1,100 runs with fresh seeds."""
     marked = lab.marked(name)
@@ -402,8 +515,11 @@ def test_no_innocent_model_is_accused(name: str) -> None:
     seen = []
     for seed in range(14):
         weights = lab.trained(marked.make, lab.initial(marked.make, 50 + seed), data, seed, seed % 3, 2e-3)
-        target = marked.target().with_weights(weights)
-        seen.append(marked.z_aligned(chain(target, [ANY], seed=seed).weights if seed % 2 else weights))
+        if seed % 2 and name in lab.LANGUAGE:
+            weights = chain(marked.target().with_weights(weights), [ANY], seed=seed).weights
+        elif seed % 2:
+            weights = mixed_by(marked, weights, "scrambled", 0.25, 1.0, undo=False)
+        seen.append(marked.z_aligned(weights))
     assert max(map(abs, seen)) < 4
     assert abs(np.mean(seen)) < 3 / np.sqrt(len(seen))
     assert marked.z_aligned(marked.released) > 12  # the same key finds what is marked

@@ -30,6 +30,7 @@ _NEAR = 8.0  # in units of 2^-25: orthonormal to that is as near as rounding let
 _TURNS = 12  # between columns' scales and the blocks of all heads, at most
 _SETTLED = 2.0**-10  # scales that change by less have settled
 _LARGEST_SCALE = 16.0
+_GAIN = 5, 4  # z² of a block that is put back, as it is estimated, to that of the block as it is
 
 
 def whole(rows: Rows, *, pairs: bool = False) -> tuple[Rows, NDArray[np.float64]]:
@@ -133,14 +134,26 @@ def unmixed(
     """Blocks of a tensor (n × copies × h × columns) put back: the same matrix mixed all copies of a block.
 
     `scales` of columns are what to begin with; they are improved along with the blocks, in turns. Returns what is put
-    back, in the anchor's scales; which blocks were mixed at all; and the scales that bring other rows there.
-
-    A projection comes nearer to the anchor in any case: if nothing but noise was in between, the squared distance
-    falls to 1 − h/features. A block was mixed where it falls to less than 7/8 of that. So a mixing that is too small
-    to be seen adds at most a seventh to the squared distance.
+    back, in the anchor's scales; which blocks are to be replaced by that; and the scales that bring other rows there.
     """
     copies, size, columns = suspect.shape[1:]
     theirs, ours = (x.swapaxes(1, 2).reshape(-1, size, copies * columns) for x in (suspect, anchor))
+    found, fitted = _projected_in_turns(theirs, ours, scales)
+    alone, _ = _projected_in_turns(
+        theirs.reshape(-1, 1, copies * columns), ours.reshape(-1, 1, copies * columns), scales
+    )
+    exact, _ = whole(ours)
+    energy = _units((exact * exact).sum(axis=-1))
+    after, before = (_distance(exact, fit) for fit in (found, alone.reshape(ours.shape)))
+    each = zip(after.tolist(), before.tolist(), energy.tolist(), strict=True)
+    mixed = [_is_mixed(int(p), int(u), int(e), size, copies * columns) for p, u, e in each]
+    return found.reshape(-1, size, copies, columns).swapaxes(1, 2), np.array(mixed, np.bool_), fitted
+
+
+def _projected_in_turns(theirs: Rows, ours: Rows, scales: NDArray[np.float64]) -> tuple[Rows, NDArray[np.float64]]:
+    """The anchor's blocks (n × h × copies·columns) projected on the suspect's spans, and the scales of columns."""
+    columns = scales.size
+    copies = theirs.shape[-1] // columns
     exact, power = whole(ours)
     a = _coarse(exact, columns)
     basis = orthonormal(theirs * np.tile(scales, copies))
@@ -152,18 +165,41 @@ def unmixed(
             break
         scales = scales * change
         basis = orthonormal(basis * np.tile(change, copies))  # the same span, and nearly orthonormal already
-    mixed = 8 * ours.shape[-1] * _distance(exact, found) < 7 * (ours.shape[-1] - size) * _distance(
-        exact, theirs * np.tile(scales, copies)
-    )
-    return found.reshape(-1, size, copies, columns).swapaxes(1, 2), mixed, scales
+    return found, scales
+
+
+def _is_mixed(after: int, before: int, energy: int, size: int, features: int) -> bool:
+    """Whether z has more of a block that is put back than of its rows as they are (docs/alignment.md, "Mixings").
+
+    Two fits to the anchor's block, of the squared length `energy`, leave a squared distance: `after` if each row is one
+    of h = `size` mixed ones, `before` if rows were only scaled. Of noise, n = `features` numbers in a row, a fit of k
+    parameters leaves 1 − k/n. So with P and U, the distances as parts of the energy, what is more than noise gives is
+    C_p = 1 − P·n/(n − h) and C_u = 1 − U·n/(n − 1), the cos² to the anchor of rows without the mixing and with it.
+
+        z² as they are     ∝ (C_u/C_p)/U                           a mixture has that part of its own row's mark
+        z² if put back     ∝ (1 − h/n)²·(C_p/(1 − P))/P            the fit takes h/n of the mark, and adds noise
+
+    Both are estimates: rows are replaced where the second is larger by a quarter.
+    """
+    left = (features - size) * energy - features * after  # C_p, times (n − h)·energy
+    if left <= 0:  # as far as any span is
+        return False
+    above, below = _GAIN
+    put_back = before * left * left * (features - 1)
+    as_it_is = after * (energy - after) * ((features - 1) * energy - features * before) * features * features
+    return below * put_back > above * as_it_is
 
 
 def _distance(anchor: Rows, rows: Rows) -> NDArray[np.float64]:
     """Σ over the rows of a block of ‖a‖² − ⟨a, s⟩²/‖s‖²: as near as each comes by a scale; in units of 2^20."""
     s, _ = whole(rows)
     along, size = (anchor * s).sum(axis=-1), np.maximum((s * s).sum(axis=-1), 1.0)
-    each = np.rint(((anchor * anchor).sum(axis=-1) - along * along / size) / float(1 << 20))
-    found: NDArray[np.float64] = np.maximum(each, 0.0).sum(axis=-1)
+    return _units((anchor * anchor).sum(axis=-1) - along * along / size)
+
+
+def _units(lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ over the rows of a block of squared lengths, in units of 2^20."""
+    found: NDArray[np.float64] = np.maximum(np.rint(lengths / float(1 << 20)), 0.0).sum(axis=-1)
     return found
 
 
