@@ -151,7 +151,7 @@ def draw(attacked: Attacked, folder: Path, threshold: float = 6.0) -> list[Path]
 # --- the page ---------------------------------------------------------------------------------------------
 
 _SHOWN = {
-    "pareto": "Accuracy against z for every attacked model; lines are what an attacker with as much data cannot better",
+    "pareto": "Accuracy against z for every attacked model; the lines are the best found for each share of the data",
     "adaptive-fine-tuning": "Adaptive fine-tuning to its end: z and accuracy by α, share of the data and estimate",
 }
 _HEAD = f"""## Attacks on the lab's models
