@@ -448,7 +448,8 @@ def test_attacks_have_a_section_of_the_page_and_figures(folder: Path) -> None:
     assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)  # the figure is there now
     CliRunner().invoke(app, words, catch_exceptions=False)
     text = page.read_text()
-    assert f"(figures/attacks-{RUN}-pareto.svg)" in text
+    assert f"(figures/attacks-{RUN}-pareto.svg)\n\n*Accuracy against z for every attacked model" in text
+    assert f"(figures/attacks-{RUN}-adaptive-fine-tuning.svg)" in text
     assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
     found = read_attacked(results / "attacks")[RUN]
     row = next(r for r in found.last if r.attack == "quantisation")

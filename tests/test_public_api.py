@@ -74,7 +74,7 @@ PUBLIC = {
     attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
     plan: "BUILT_IN Job Plan Step known_only read_plan",
     suite: "Subject classifier key_of_members load_weights read_results read_subject run",
-    attack_report: "COLUMNS ORIGINAL Row attacks_page figures read_rows write_report write_rows",
+    attack_report: "COLUMNS ORIGINAL Row attacks_page figures read_rows standalone write_report write_rows",
     usercode: "example_inputs load_function told_by",
     secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +14,18 @@ import numpy as np
 import pytest
 
 from quorumark.errors import InputError, RecordError
-from quorumark.report.attacks import Row, _frontier, _interval, attacks_page, figures, read_rows, write_rows
+from quorumark.report.attacks import (
+    _KINDS,
+    Row,
+    _frontier,
+    _interval,
+    _kind,
+    attacks_page,
+    figures,
+    read_rows,
+    standalone,
+    write_rows,
+)
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -239,6 +253,124 @@ def test_one_page_with_everything() -> None:
     assert "currentColor" in drawn["pareto"]
     with pytest.raises(RecordError, match="lack the model as it was released"):
         figures(rows[1:], 6.0)
+
+
+def adaptive() -> list[Row]:
+    """Three shares of the data, four estimates, and coalitions at one of the shares."""
+    rows = [Row("none", 0.7, 250.0, None)]
+    for fraction, alpha in itertools.product((0.01, 0.05, 0.2), (0.1, 0.3, 0.7)):
+        for estimate, coalition in itertools.product(("sum", "last", "regression", "gls"), (None, 8, 16)):
+            if coalition is None or fraction == 0.05:
+                more = {} if coalition is None else {"coalition": coalition}
+                settings = {"fraction": fraction, "alpha": alpha, "estimate": estimate, **more}
+                z = 200 - 300 * alpha * len(estimate) / 10 - (coalition or 0)
+                rows.append(Row("adaptive-fine-tuning", 0.6, z, None, settings=settings))
+    return rows
+
+
+def words_of(svg: str) -> dict[str, list[float]]:
+    """Every text of a figure, and how far to the right it begins (or is centred)."""
+    found: dict[str, list[float]] = {}
+    for place, text in re.findall(r"<text ([^>]*)>([^<]*)</text>", svg):
+        at = re.search(r'(?:translate\(|x=")(-?[\d.]+)', place)
+        assert at is not None
+        found.setdefault(text, []).append(float(at[1]))
+    return found
+
+
+def panels_of(svg: str) -> set[tuple[float, float]]:
+    """Where the panels begin and end, from left to right."""
+    rects = re.findall(r'<clipPath id="[^"]*">\s*<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', svg)
+    return {(float(x), float(x) + float(width)) for x, width in rects}
+
+
+def lines_of(svg: str) -> set[str]:
+    """The colours of lines."""
+    return set(re.findall(r"fill: none; stroke: (#[0-9a-f]{6})", svg))
+
+
+def test_a_panel_for_each_share_of_the_data() -> None:
+    svg = figures(adaptive(), 6.0)["adaptive-fine-tuning"]
+    words, panels = words_of(svg), panels_of(svg)
+    assert "None" not in svg
+    assert len(panels) == 3
+    titles = [words[title] for title in ("1 % of the data", "5 % of the data", "20 % of the data")]
+    assert all(low < at < high for [at], (low, high) in zip(titles, sorted(panels), strict=True))
+    beside = ("estimate", "sum", "last", "regression", "gls", "who", "anybody", "8 members", "16 members", "z* = 6")
+    for word in beside:  # each once, right of all data
+        assert len(words[word]) == 1
+        assert words[word][0] > max(end for _, end in panels)
+    assert len(lines_of(svg)) == 5  # four estimates and the released model
+    alone = figures([row for row in adaptive() if row.fraction in (0.0, 0.01)], 6.0)["adaptive-fine-tuning"]
+    assert len(panels_of(alone)) == 2  # z and accuracy
+    assert "% of the data" not in alone
+    assert "anybody" not in alone
+
+
+def test_no_colour_is_used_twice() -> None:
+    rows = [Row("none", 0.7, 250.0, None)]
+    for k in range(1, 10):
+        for ratio in (0.3, 0.5):
+            rows.append(Row("pruning", 0.5 + ratio / 10, 100 * ratio + k, None, settings={"ratio": ratio, "part": k}))
+            tuned = {"fraction": k / 100, "epochs": 1}
+            rows.append(Row("fine-tuning", 0.5 + ratio / 10, 100 * ratio + k, None, settings=tuned))
+    drawn = figures(rows, 6.0)
+    assert len(lines_of(drawn["pruning"])) == 9 + 1  # the released model's, too
+    assert len(lines_of(drawn["pareto"])) == 9 + 1  # no data
+
+
+def test_markers_of_the_pareto_plot() -> None:
+    assert {name for name in ATTACKS if _kind(name)[1] != name} == set()  # who adds an attack says its kind
+    assert _kind("permutation + rescaling") == _kind("pruning + noise") != _kind("pruning")
+    assert _kind("magic") == ("<", "other")
+    names = [name for names in _KINDS.values() for name in names]
+    assert len(names) == len(set(names))
+    rows = [*adaptive(), Row("permutation + rescaling", 0.7, 1.0, 250.0), Row("permutation + noise", 0.7, 1.0, 240.0)]
+    svg = figures([*rows, Row("noise", 0.6, 99.0, None), Row("merging", 0.6, 98.0, None)], 6.0)["pareto"]
+    words = words_of(svg)
+    [(_, end)] = panels_of(svg)
+    for word in ("chain of attacks", "noise, merging", "adaptive-fine-tuning", "none, as released", "no data"):
+        assert len(words[word]) == 1
+        assert words[word][0] > end
+    assert "z* = 6" in words
+    assert "permutation" not in svg
+    assert "fewer epochs" not in svg
+    assert "fewer epochs" in figures([*rows, Row("noise", 0.6, 9.0, None, settings={"epoch": 1})], 6.0)["pareto"]
+
+
+def test_z_is_drawn_twice_only_where_alignment_changes_it() -> None:
+    def drawn(z: float | None, aligned: float | None) -> str:
+        rows = [Row("pruning", 0.9, z, aligned, settings={"ratio": ratio}) for ratio in (0.3, 0.5)]
+        return figures([Row("none", 0.9, 20.0, 20.0), *rows], 6.0)["pruning"]
+
+    assert "as it is" in drawn(1.0, 19.0)
+    assert "as it is" not in drawn(19.0, 19.01)
+    assert "as it is" not in drawn(19.0, None)
+    assert "z, aligned" in drawn(None, 19.0)
+
+
+def test_figures_are_the_same_bytes_in_another_process(tmp_path: Path, environment: dict[str, str]) -> None:
+    many = [dict.fromkeys(("part", "text", "epochs", "batch", "decay"), k) | {"ratio": k / 10} for k in (1, 2, 3)]
+    rows = [*adaptive(), *(Row("pruning", 0.6, 99.0, None, settings=settings) for settings in many)]
+    write_rows(tmp_path / "results.csv", rows)
+    code = (
+        "import pathlib, sys; from quorumark.report.attacks import figures, read_rows;"
+        "print(*figures(read_rows(pathlib.Path(sys.argv[1])), 6.0).values())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "results.csv")]
+    first, second = (
+        subprocess.run(words, env=environment | {"PYTHONHASHSEED": seed}, check=True, capture_output=True).stdout
+        for seed in ("1", "2")
+    )
+    assert first == second
+    assert b"<svg" in first
+
+
+def test_a_figure_as_a_file_is_on_white() -> None:
+    svg = figures(made_up(), 6.0)["pareto"]
+    assert standalone(svg).startswith('<?xml version="1.0" encoding="utf-8"?>\n<svg style="background: #fff" ')
+    assert "style=" not in svg[: svg.index(">")]  # one attribute of a name: XML takes no second
+    assert "background" not in svg  # a page has its own
 
 
 def test_rows_are_read_back(tmp_path: Path) -> None:

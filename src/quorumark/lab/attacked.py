@@ -138,19 +138,23 @@ def read_attacked(folder: Path) -> dict[str, Attacked]:
 
 def draw(attacked: Attacked, folder: Path, threshold: float = 6.0) -> list[Path]:
     """The paper's Pareto plot over all epochs, and a figure for each attack: attacks-ID-NAME.svg."""
-    from quorumark.report.attacks import figures
+    from quorumark.report.attacks import figures, standalone
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, svg in figures(attacked.rows, threshold).items():
         path = folder / f"attacks-{attacked.body['id']}-{name}.svg"
-        replace_text(path, '<?xml version="1.0" encoding="utf-8"?>\n' + svg)
+        replace_text(path, standalone(svg))
         written.append(path)
     return written
 
 
 # --- the page ---------------------------------------------------------------------------------------------
 
+_SHOWN = {
+    "pareto": "Accuracy against z for every attacked model; the lines are the best found for each share of the data",
+    "adaptive-fine-tuning": "Adaptive fine-tuning to its end: z and accuracy by α, share of the data and estimate",
+}
 _HEAD = f"""## Attacks on the lab's models
 
 `quorumark lab attack RUN`
@@ -183,9 +187,10 @@ def _of_run(attacked: Attacked, figures: Path) -> str:
     parts.append(
         _table(["aim", "holds", "figure"], [[text, verdicts[ok], shown] for text, ok, shown in attacked.aims()])
     )
-    name = f"attacks-{body['id']}-pareto.svg"
-    if (figures / name).exists():
-        parts.append(f"![Accuracy against z for every attacked model]({figures.name}/{name})\n")
+    for figure, text in _SHOWN.items():
+        name = f"attacks-{body['id']}-{figure}.svg"
+        if (figures / name).exists():
+            parts.append(f"![{text}]({figures.name}/{name})\n\n*{text}.*\n")
     cosines = [
         [e["estimate"], f"{e['coalition']} members" if e["coalition"] else "anybody", f"{e['cosine']:.4f}"]
         for e in body["estimates"]

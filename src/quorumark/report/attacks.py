@@ -14,6 +14,7 @@ import io
 import json
 import re
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,12 +25,35 @@ from quorumark.home import read_file
 from quorumark.keystore import write_shared
 from quorumark.outcomes import COLUMNS, ORIGINAL, Row, parsed_rows, table_text
 
-__all__ = ["COLUMNS", "ORIGINAL", "Row", "attacks_page", "figures", "read_rows", "write_report", "write_rows"]
+__all__ = [
+    "COLUMNS",
+    "ORIGINAL",
+    "Row",
+    "attacks_page",
+    "figures",
+    "read_rows",
+    "standalone",
+    "write_report",
+    "write_rows",
+]
 
 _INK = "#010203"  # becomes the page's own colour of text
-_COLOURS = ("#888888", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")  # Okabe and Ito's
-_MARKERS: tuple[Any, ...] = (*"osD^v<>PXphdH8", (4, 1, 45), (3, 0, 30), (6, 1, 0), (3, 1, 0))  # all can be hollow
+_RELEASED, _NO_DATA = "#D55E00", "#888888"
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")  # Okabe and Ito's, but the released model's
 _DIALS = ("alpha", "fraction", "ratio", "scheme", "strength", "share", "octaves", "noise")
+_NAMES = {"alpha": "α", "fraction": "share of the data"}
+_LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "v"), (":", "P"), ("-.", "X"))
+_CHAIN, _OTHER = "chain of attacks", "other"
+_KINDS: dict[str, tuple[str, ...]] = {  # by the Pareto plot's markers: few, so that eyes can tell them apart
+    "o": ("fine-tuning",),
+    "s": ("adaptive-fine-tuning",),
+    "D": ("distillation",),
+    "^": ("pruning", "structured-pruning", "channel-removal"),
+    "v": ("quantisation", "noise", "overwriting", "averaging", "merging"),
+    "X": ("permutation", "rescaling", "rotation", "residual-rotation", "padding", "splitting", "decoys"),
+    "P": (_CHAIN,),
+    "<": (_OTHER,),
+}
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 95 %, 1 to 9 degrees of freedom
 
 
@@ -57,7 +81,10 @@ def _original(rows: Iterable[Row]) -> Row:
 
 
 def figures(rows: Sequence[Row], threshold: float) -> dict[str, str]:
-    """SVG by name: `pareto` first, one for each attack with something to vary, and `fixed` for all others."""
+    """SVG by name: `pareto` first, one for each attack with something to vary, and `fixed` for all others.
+
+    They are for a page, whose colour of text they take; `standalone` makes files of them.
+    """
     original = _original(rows)
     attacked = [row for row in rows if row.attack != ORIGINAL]
     found = {"pareto": _drawn("pareto", (8.6, 4.8), lambda f: _pareto(f, original, attacked, threshold))}
@@ -74,7 +101,7 @@ def figures(rows: Sequence[Row], threshold: float) -> dict[str, str]:
         def draw(figure: Any, mine: list[Row] = mine, dial: str = dial) -> None:
             _over(figure, mine, dial, original, threshold)
 
-        found[file] = _drawn(file, (8.6, 3.4), draw)
+        found[file] = _drawn(file, (8.6, 3.0), draw)
     if fixed:
         kinds = len({(row.attack, row.budget) for row in fixed})
         found["fixed"] = _drawn("fixed", (8.6, 1.3 + 0.32 * kinds), lambda f: _fixed(f, fixed, original, threshold))
@@ -93,7 +120,8 @@ def _drawn(name: str, size: tuple[float, float], draw: Callable[[Any], None]) ->
     )
     style |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "axes.facecolor": "none"}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size)
+        figure.set_layout_engine("constrained", w_pad=0.07, h_pad=0.07)
         draw(figure)
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
@@ -105,35 +133,84 @@ def _drawn(name: str, size: tuple[float, float], draw: Callable[[Any], None]) ->
     return re.sub(r'<g id="[^"]*"', "<g", text)  # several figures share a page, and ids must not
 
 
+def standalone(svg: str) -> str:
+    """A figure as a file of its own: on white, as whoever shows it may have a dark page."""
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace("<svg ", '<svg style="background: #fff" ', 1)
+
+
+def _colours(count: int) -> Sequence[str]:
+    """So many colours, no two alike: Okabe and Ito's, and if they do not suffice, steps of cividis."""
+    if count <= len(_COLOURS):
+        return _COLOURS[:count]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(colormaps["cividis"](i / (count - 1))) for i in range(count)]
+
+
+def _key(label: str, **style: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **style)
+
+
+def _legend(figure: Any, groups: dict[str, list[Any]]) -> None:
+    """Beside the panels, where no data are: each group below its heading."""
+    keys: list[Any] = []
+    for heading, members in groups.items():
+        keys += [_key(text, linestyle="none") for text in ([" ", heading] if keys else [heading])] + members
+    if keys:
+        legend = figure.legend(handles=keys, loc="outside right upper", frameon=False, fontsize=8, labelcolor=_INK)
+        for text in legend.get_texts():
+            if text.get_text() in groups:
+                text.set_fontweight("bold")
+
+
+def _of_data(fraction: float) -> str:
+    return f"{100 * fraction:g} % of the data" if fraction else "no data"
+
+
+def _kind(attack: str) -> tuple[str, str]:
+    """The marker, and the name that the legend has."""
+    name = _CHAIN if " + " in attack else attack
+    return next(((marker, name) for marker, names in _KINDS.items() if name in names), ("<", _OTHER))
+
+
 def _pareto(figure: Any, original: Row, rows: Sequence[Row], threshold: float) -> None:
     axes = figure.subplots()
     tested = [row for row in rows if row.best is not None]
     budgets = sorted({row.fraction for row in tested})
-    colours = {budget: _COLOURS[i % len(_COLOURS)] for i, budget in enumerate(budgets)}
-    names = list(dict.fromkeys(row.attack for row in tested))
-    markers = {name: _MARKERS[i % len(_MARKERS)] for i, name in enumerate(names)}
+    colours = dict(zip((b for b in budgets if b), _colours(sum(map(bool, budgets))), strict=True)) | {0.0: _NO_DATA}
+    points: dict[tuple[bool, str, str, bool], list[Row]] = defaultdict(list)
     for row in tested:
-        colour = colours[row.fraction]
+        points["epoch" not in row.settings, _kind(row.attack)[0], colours[row.fraction], row.surplus > 0].append(row)
+    for (last, marker, colour, hollow), mine in points.items():
         axes.plot(
-            row.best, 100 * row.accuracy, marker=markers[row.attack], color=colour, markersize=5, linestyle="none",
-            markerfacecolor="none" if row.surplus else colour,
+            [row.best for row in mine], [100 * row.accuracy for row in mine], marker, color=colour,
+            markersize=5 if last else 3, alpha=0.7 if last else 0.4, markeredgewidth=0.8 if hollow else 0,
+            markerfacecolor="none" if hollow else colour,
         )  # fmt: skip
-    for budget in budgets:
+    widths = {budget: max(1.5, 3 - 0.4 * i) for i, budget in enumerate(reversed(budgets))}
+    for budget in widths:  # the widest first: what lies below another is seen
         line = _frontier([row for row in tested if row.fraction == budget])
-        if len(line) > 1:
-            axes.step(*zip(*line, strict=True), where="post", color=colours[budget], linewidth=1.2)
+        axes.step(*zip(*line, strict=True), where="post", color=colours[budget], linewidth=widths[budget])
     axes.axvline(threshold, color=_INK, linestyle="--", linewidth=1)
-    axes.plot(original.best, 100 * original.accuracy, "*", color="#D55E00", markersize=15, markeredgecolor=_INK)
+    axes.text(threshold, 1.01, f"z* = {threshold:g}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+    star = {"marker": "*", "color": _RELEASED, "markeredgecolor": _INK, "markeredgewidth": 0.8, "linestyle": "none"}
+    axes.plot(original.best, 100 * original.accuracy, markersize=14, zorder=5, clip_on=False, **star)
     axes.set(xlabel="z, the larger of aligned and unaligned", ylabel="accuracy in %")
-
-    def key(colour: str, label: str, **more: Any) -> Any:
-        return axes.plot([], [], color=colour, label=label, **more)[0]
-
-    handles = [key("#D55E00", "the original", marker="*", markersize=11, markeredgecolor=_INK, linestyle="none")]
-    handles.append(key(_INK, f"threshold z* = {threshold:g}", linestyle="--"))
-    handles += [key(colours[b], f"{100 * b:g} % of the data" if b else "no data") for b in budgets]
-    handles += [key(_INK, n, marker=markers[n], markersize=5, linestyle="none") for n in names]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=7.5, labelcolor=_INK)
+    frontiers = [_key(_of_data(b), color=colours[b], linewidth=widths[b]) for b in budgets]
+    kinds: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in tested:
+        marker, name = _kind(row.attack)
+        kinds[marker][name] = None
+    dot = {"color": _INK, "linestyle": "none", "markersize": 5}
+    keys = [_key(textwrap.fill(", ".join(kinds[m]), 30), marker=m, **dot) for m in _KINDS if m in kinds]
+    if any("epoch" in row.settings for row in tested):
+        keys.append(_key("small: after fewer epochs", marker="o", **dot | {"markersize": 3}))
+    if any(row.surplus for row in tested):
+        keys.append(_key("hollow: channels left over", marker="o", markerfacecolor="none", **dot))
+    _legend(figure, {"frontier with": frontiers, "attack": [_key("none, as released", markersize=10, **star), *keys]})
 
 
 def _frontier(rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -167,52 +244,119 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _over(figure: Any, rows: Sequence[Row], dial: str, original: Row, threshold: float) -> None:
-    left, right = figure.subplots(1, 2)
-    lines: dict[str, list[Row]] = defaultdict(list)
-    varied = [k for k in {k for row in rows for k in row.settings} if k != dial]
-    varied = sorted(k for k in varied if len({str(row.settings.get(k)) for row in rows}) > 1)
-    for row in rows:
-        lines[", ".join(f"{name} {row.settings.get(name)}" for name in varied)].append(row)
-    texts = any(isinstance(row.settings[dial], str) for row in rows)
-    places = sorted({row.settings[dial] for row in rows}) if not texts else list(dict.fromkeys(
-        str(row.settings[dial]) for row in rows
-    ))  # fmt: skip
-    for number, (label, mine) in enumerate(lines.items()):
-        colour = _COLOURS[(2 * number + 2) % len(_COLOURS)]
-        for axes, name, style, what in (
-            (left, "z_aligned", "o-", "aligned"),
-            (left, "z", "s:", "as it is"),
-            (right, "accuracy", "o-", ""),
-        ):
-            points = []
-            for place in places:
-                here = [getattr(row, name) for row in mine if row.settings[dial] == place]
-                here = [100 * v if name == "accuracy" else v for v in here if v is not None]
-                if here:
-                    points.append((places.index(place) if texts else place, *_interval(here)))
-            if points:
-                shown = ", ".join(part for part in (label, what) if part)
-                axes.errorbar(
-                    *zip(*points, strict=True), fmt=style, color=colour, capsize=3, markersize=4, label=shown or None,
-                    linewidth=1.2,
-                )  # fmt: skip
-    left.axhline(threshold, color=_INK, linestyle="--", linewidth=1)
-    left.axhline(original.best, color="#D55E00", linewidth=0.8)
-    right.axhline(100 * original.accuracy, color="#D55E00", linewidth=0.8)
-    if dial == "fraction" and not texts:
-        for axes in (left, right):
+    """z and accuracy over the dial: a panel for each share of the data, a colour for each of the other settings, a
+    dash for each coalition.
+    """
+    shares = [] if dial == "fraction" else sorted({row.fraction for row in rows})
+    if len(shares) > 1:
+        figure.set_size_inches(max(8.6, 2 + 1.6 * len(shares)), 4.6)
+        above, below = figure.subplots(2, len(shares), sharex=True, sharey="row")
+        panels = [[row for row in rows if row.fraction == share] for share in shares]
+        for axes, share in zip(above, shares, strict=True):
+            axes.set_title(_of_data(share), fontsize=9)
+    else:
+        above, below = figure.subplots(1, 2, squeeze=False).T
+        panels = [list(rows)]
+    names = {name for row in rows for name in row.settings} - {dial, "fraction", "coalition"}
+    varied = sorted(name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1)
+
+    def hue(row: Row) -> str:
+        return ", ".join(str(row.settings.get(name, "–")) for name in varied)
+
+    def coalition(row: Row) -> int:
+        return int(row.settings.get("coalition") or 0)
+
+    hues = list(dict.fromkeys(map(hue, rows)))
+    colours = dict(zip(hues, _colours(len(hues)), strict=True))
+    sizes = sorted(set(map(coalition, rows)))
+    lines = {size: _LINES[i % len(_LINES)] for i, size in enumerate(sizes)}
+    places = list(dict.fromkeys(row.settings[dial] for row in rows))
+    texts = any(isinstance(place, str) for place in places)
+    places = places if texts else sorted(places)
+    zs = _told_apart(rows)
+    for upper, lower, mine in zip(above, below, panels, strict=True):
+        for label, size in ((label, size) for label in hues for size in sizes):
+            curve = [row for row in mine if hue(row) == label and coalition(row) == size]
+            for axes, name, hollow in (*((upper, z, z != zs[0]) for z in zs), (lower, "accuracy", False)):
+                points = []
+                for number, place in enumerate(places):
+                    here = [getattr(row, name) for row in curve if row.settings[dial] == place]
+                    here = [100 * v if name == "accuracy" else v for v in here if v is not None]
+                    if here:
+                        points.append((number if texts else place, *_interval(here)))
+                _curve(axes, points, colours[label], "none" if texts else lines[size][0], lines[size][1], hollow)
+    _frame(above, below, original, threshold)
+    for axes in (*above, *below):
+        if dial == "fraction" and not texts:
             axes.set_xscale("log")
             axes.minorticks_off()
-    for axes in (left, right):
-        axes.set_xticks(range(len(places)) if texts else places, [f"{place}" for place in places])
-    left.set(xlabel=dial, ylabel="z")
-    right.set(xlabel=dial, ylabel="accuracy in %")
-    low, high = right.get_ylim()
+        shown = [f"{100 * place:g} %" if dial == "fraction" and not texts else f"{place}" for place in places]
+        leaning = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if texts else {}
+        axes.set_xticks(range(len(places)) if texts else places, shown, **leaning)
+    for axes in below if len(shares) > 1 else (*above, *below):
+        axes.set_xlabel(_NAMES.get(dial, dial))
+    above[0].set_ylabel("z, aligned" if all(row.z is None for row in rows) else "z")
+    below[0].set_ylabel("accuracy in %")
+    dot = {"color": _INK, "linewidth": 1.3, "markersize": 4}
+    groups: dict[str, list[Any]] = {}
+    if varied:
+        groups[", ".join(varied)] = [_key(h, color=colour, linewidth=2) for h, colour in colours.items()]
+    if len(sizes) > 1:
+        groups["who"] = [
+            _key(f"{size} members" if size else "anybody", linestyle=lines[size][0], marker=lines[size][1], **dot)
+            for size in sizes
+        ]
+    if len(zs) > 1:
+        groups["z"] = [
+            _key("aligned", marker="o", linestyle="none", **dot),
+            _key("as it is", marker="o", linestyle="none", markerfacecolor="none", **dot),
+        ]
+    _legend(figure, groups)
+
+
+def _told_apart(rows: Sequence[Row]) -> list[str]:
+    """Which z there are to draw; if both are the same in every row, to the digit that tables show, only one."""
+    found = [name for name in ("z_aligned", "z") if any(getattr(row, name) is not None for row in rows)]
+    same = all(
+        (row.z is None) == (row.z_aligned is None) and abs((row.z or 0.0) - (row.z_aligned or 0.0)) < 0.05
+        for row in rows
+    )
+    return found[:1] if same else found
+
+
+def _curve(
+    axes: Any, points: list[tuple[float, float, float]], colour: str, dash: str, marker: str, hollow: bool
+) -> None:
+    """Means with their intervals, where there is more than one seed; hollow ones lie below the others."""
+    if points:
+        axes.plot(
+            [x for x, _, _ in points], [y for _, y, _ in points], linestyle=dash, marker=marker, color=colour,
+            markersize=4, linewidth=0.7 if hollow else 1.3, markerfacecolor="none" if hollow else colour,
+            zorder=2 if hollow else 3,
+        )  # fmt: skip
+    for x, y, half in points:
+        if half:
+            axes.errorbar(x, y, half, fmt="none", ecolor=colour, capsize=3, linewidth=1)
+
+
+def _frame(above: Any, below: Any, original: Row, threshold: float) -> None:
+    """The released model and the threshold, named at the right of the panels; accuracies with room around."""
+    for upper, lower in zip(above, below, strict=True):
+        upper.axhline(threshold, color=_INK, linestyle="--", linewidth=1)
+        upper.axhline(original.best, color=_RELEASED, linewidth=1)
+        lower.axhline(100 * original.accuracy, color=_RELEASED, linewidth=1)
+    for axes, y, text in (
+        (above[-1], threshold, f"z* = {threshold:g}"),
+        (above[-1], original.best, "released"),
+        (below[-1], 100 * original.accuracy, "released"),
+    ):
+        axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+    low, high = above[0].get_ylim()
+    above[0].set_ylim(min(low, -0.05 * high), high)  # with 0, where nothing is left
+    low, high = below[0].get_ylim()
     if high - low < 10:  # a point more or less is not a cliff
         low, high = (low + high) / 2 - 5, (low + high) / 2 + 5
-    right.set_ylim(low, min(high, 101))
-    if len(lines) > 1 or any(row.z is not None for row in rows):
-        left.legend(frameon=False, fontsize=7, labelcolor=_INK)
+    below[0].set_ylim(low, min(high, 100.9))  # there is no 101 %
 
 
 def _fixed(figure: Any, rows: Sequence[Row], original: Row, threshold: float) -> None:
@@ -226,16 +370,16 @@ def _fixed(figure: Any, rows: Sequence[Row], original: Row, threshold: float) ->
             values = [100 * v if name == "accuracy" else v for v in values if v is not None]
             if values:
                 mean, half = _interval(values)
-                axes.errorbar(mean, -place, xerr=half, fmt=marker, color="#0072B2", capsize=3, markersize=5)
-    left.plot([], [], "o", color="#0072B2", label="aligned")
-    left.plot([], [], "x", color="#0072B2", label="as it is")
-    left.axvline(threshold, color=_INK, linestyle="--", linewidth=1, label="z*")
-    left.axvline(original.best, color="#D55E00", linewidth=0.8, label="the original")
-    right.axvline(100 * original.accuracy, color="#D55E00", linewidth=0.8)
+                axes.errorbar(mean, -place, xerr=half or None, fmt=marker, color=_COLOURS[0], capsize=3, markersize=5)
+    left.plot([], [], "o", color=_COLOURS[0], label="aligned")
+    left.plot([], [], "x", color=_COLOURS[0], label="as it is")
+    left.axvline(threshold, color=_INK, linestyle="--", linewidth=1, label=f"z* = {threshold:g}")
+    left.axvline(original.best, color=_RELEASED, linewidth=0.8, label="as released")
+    right.axvline(100 * original.accuracy, color=_RELEASED, linewidth=0.8)
     left.set_yticks([-i for i in range(len(kinds))], [_wrapped(attack) for attack, _ in kinds])
     left.set(xlabel="z", ylim=(-len(kinds) + 0.4, 0.6))
     right.set(xlabel="accuracy in %")
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=7.5, labelcolor=_INK)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8, labelcolor=_INK)
     if len(labels) < len(kinds):
         left.tick_params(axis="y", labelsize=8)
 
@@ -304,7 +448,7 @@ def write_report(folder: Path, title: str, rows: Sequence[Row], threshold: float
     written = []
     for name, svg in figures(rows, threshold).items():
         path = folder / f"{name}.svg"
-        write_shared(path, ('<?xml version="1.0" encoding="utf-8"?>\n' + svg).encode())
+        write_shared(path, standalone(svg).encode())
         written.append(path)
     page = folder / "index.html"
     write_shared(page, attacks_page(title, rows, threshold).encode())
