@@ -718,6 +718,20 @@ def test_the_docs_tables_of_a_resnet_are_what_was_measured(root: Path) -> None:
     assert f"z = {found.original.z:.1f} as released" in section
     least = min((aim[2].split(" at ")[0].removeprefix("least z = ") for aim in found.aims()[1:3]), key=float)
     assert f"within five points leaves z ≥ {least}." in section
+    near = [row for row in found.rows if row.attack != ORIGINAL and row.accuracy >= found.original.accuracy - 0.05]
+    assert f"{len(found.last)} attacks" in section
+    assert f"Those are {len(near)} models, and none was trained." in section
+    beaten = [row for row in found.rows if row.attack != "distillation" and (row.best or 0.0) < 6]
+    assert [dict(row.settings) for row in beaten] == [{"fraction": 0.2, "alpha": 0.7, "estimate": "regression"}]
+    plain = next(row for row in found.last if row.attack == "fine-tuning" and row.fraction == 0.2)
+    student = next(row for row in found.last if row.attack == "distillation" and row.fraction == 0.2)
+    falls = [round(100 * (found.original.accuracy - row.accuracy)) for row in (*beaten, plain, student)]
+    assert falls == [14, 12, 11]  # "fourteen", "twelve" and "eleven" points, "two below plain fine-tuning"
+    readme = " ".join((root / "README.md").read_text().replace("\n>", "\n").split())
+    assert f"{len(found.last)} attacks with the paper's budgets. The {len(near)} that cost less than five" in readme
+    assert f"left z ≥ {int(float(least))}; " in readme
+    assert "removed the mark and fourteen points, twelve of which plain fine-tuning costs as well" in readme
+    assert "a distilled student, eleven points below, has no mark" in readme
     trained = [row for row in found.rows if row.attack in ("fine-tuning", "adaptive-fine-tuning")]
     assert max(row.accuracy for row in trained) < found.original.accuracy - 0.05
     table = page.split("For the ResNet-18 above")[1].split("**What that is good for.**")[0]
