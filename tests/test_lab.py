@@ -476,6 +476,7 @@ def _advanced(
 def test_a_round_waits_for_the_state_of_the_round_before(rule: str) -> None:
     """What arrives for the worker lies where the last round's did: a slow worker must not find the next round there."""
     settings = {"rule": "rho", "rho": "0.05"} if rule == "rho" else {"rule": "paper", "c": "0.025"}
+    settings["warmup_rounds"] = "1"  # the anchor is the first round's model
     module = models.make("cnn", 10, 3, 16, 0)
     layout, shares = ModelLayout.of(module), [Fraction(1, 2), Fraction(1, 2)]
     start = torch.from_numpy(layout.flatten(module))
@@ -483,16 +484,35 @@ def test_a_round_waits_for_the_state_of_the_round_before(rule: str) -> None:
     for slow in (False, True):
         mark = Mark(settings, layout, start, [SeededKey(layout.coordinates, 0)], "cpu")
         generator, model = torch.Generator().manual_seed(0), start
-        for number in (1, 2, 3):
+        for number in range(1, 6):
             rows = model + 0.01 * torch.randn(2, start.numel(), generator=generator)
             if slow:
                 mark._worker.submit(time.sleep, 0.2)
             model, _ = mark.apply(number, model, weighted_sum(rows, shares), shares, rows.__getitem__)
-        ends.append((mark.saved()["state"], mark.rho, model))
+        ends.append((mark.saved(), mark.rho, model))
         mark.close()
-    assert ends[0][:2] == ends[1][:2]
-    assert ends[0][1] > 0
+    assert ends[0][1] == ends[1][1] > 0
+    assert ends[0][0]["state"] == ends[1][0]["state"]
+    assert np.array_equal(ends[0][0]["anchor"], ends[1][0]["anchor"])
     assert torch.equal(ends[0][2], ends[1][2])
+
+
+def test_an_update_that_is_too_large_is_told_by_the_next_who_ask(tmp_path: Path) -> None:
+    """It is found in a thread, later: no checkpoint, no round and no end after it that looks as if all was well."""
+    run = Run(replace(MINI, strength="rho:0.05"), data.load("shapes"))
+    run.round()
+    run.save(tmp_path / "c.pt")
+    before = (tmp_path / "c.pt").read_bytes()
+    assert run.mark is not None
+    local = run.model.expand(4, -1).clone()
+    local[2, 0] += 17.0
+    run.mark.apply(2, run.model, weighted_sum(local, run.weights), run.weights, local.__getitem__)
+    for ask in (lambda: run.save(tmp_path / "c.pt"), run.round, run.close):
+        with pytest.raises(InputError, match="below 16"):
+            ask()
+    assert (tmp_path / "c.pt").read_bytes() == before
+    with pytest.raises(RuntimeError, match="shutdown"):
+        run.mark._worker.submit(time.sleep, 0)  # its thread has ended all the same
 
 
 def test_members_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,12 +641,16 @@ def test_rounds_that_nobody_waits_for_have_their_losses_in_the_end(tmp_path: Pat
     assert min(entry.seconds for entry in lazy.log) > 0
     stopped = Run(settings, images)
     stopped._lazy = True
-    for _ in range(5):
+    for _ in range(4):
         stopped.round()
     assert np.isnan(stopped.log[-1].loss)
     stopped.save(tmp_path / "d.pt")
     stopped.round()
     stopped.restore(tmp_path / "d.pt")
+    assert stopped._open == []  # what is forgotten takes no time of the rounds to come
+    assert [entry.loss for entry in stopped.log] == [entry.loss for entry in eager.log[:4]]
+    stopped.round()
+    assert not stopped.train(seconds=-1.0)  # the time is up
     assert [entry.loss for entry in stopped.log] == [entry.loss for entry in eager.log[:5]]
     stopped.train()
     assert [entry.loss for entry in stopped.log] == [entry.loss for entry in eager.log]
