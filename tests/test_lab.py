@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import pickle
+import time
 from dataclasses import replace
 from fractions import Fraction
 from math import isqrt
@@ -26,7 +27,7 @@ from quorumark.research import KnownKey, SeededKey, TensorsInMemory
 
 torch = pytest.importorskip("torch")
 from quorumark.lab import augment, models  # noqa: E402
-from quorumark.lab.fleet import Fleet  # noqa: E402
+from quorumark.lab.fleet import Fleet, Order  # noqa: E402
 from quorumark.lab.loop import Run  # noqa: E402
 from quorumark.lab.mark import Mark, axis_norms, axis_sums, encoded, square_sum, weighted_sum  # noqa: E402
 from quorumark.lab.scores import null_scores, z_scores  # noqa: E402
@@ -471,6 +472,84 @@ def _advanced(
     state.advance(number, codec.encode(after), embedded, *extra)
 
 
+@pytest.mark.parametrize("rule", ["rho", "paper"])
+def test_a_round_waits_for_the_state_of_the_round_before(rule: str) -> None:
+    """What arrives for the worker lies where the last round's did: a slow worker must not find the next round there."""
+    settings = {"rule": "rho", "rho": "0.05"} if rule == "rho" else {"rule": "paper", "c": "0.025"}
+    settings["warmup_rounds"] = "1"  # the anchor is the first round's model
+    module = models.make("cnn", 10, 3, 16, 0)
+    layout, shares = ModelLayout.of(module), [Fraction(1, 2), Fraction(1, 2)]
+    start = torch.from_numpy(layout.flatten(module))
+    ends = []
+    for slow in (False, True):
+        mark = Mark(settings, layout, start, [SeededKey(layout.coordinates, 0)], "cpu")
+        generator, model = torch.Generator().manual_seed(0), start
+        for number in range(1, 6):
+            rows = model + 0.01 * torch.randn(2, start.numel(), generator=generator)
+            if slow:
+                mark._worker.submit(time.sleep, 0.2)
+            model, _ = mark.apply(number, model, weighted_sum(rows, shares), shares, rows.__getitem__)
+        ends.append((mark.saved(), mark.rho, model))
+        mark.close()
+    assert ends[0][1] == ends[1][1] > 0
+    assert ends[0][0]["state"] == ends[1][0]["state"]
+    assert np.array_equal(ends[0][0]["anchor"], ends[1][0]["anchor"])
+    assert torch.equal(ends[0][2], ends[1][2])
+
+
+def test_an_update_that_is_too_large_is_told_by_the_next_who_ask(tmp_path: Path) -> None:
+    """It is found in a thread, later: no checkpoint, no round and no end after it that looks as if all was well."""
+    run = Run(replace(MINI, strength="rho:0.05"), data.load("shapes"))
+    run.round()
+    run.save(tmp_path / "c.pt")
+    before = (tmp_path / "c.pt").read_bytes()
+    assert run.mark is not None
+    local = run.model.expand(4, -1).clone()
+    local[2, 0] += 17.0
+    run.mark.apply(2, run.model, weighted_sum(local, run.weights), run.weights, local.__getitem__)
+    for ask in (lambda: run.save(tmp_path / "c.pt"), run.round, run.close):
+        with pytest.raises(InputError, match="below 16"):
+            ask()
+    assert (tmp_path / "c.pt").read_bytes() == before
+    with pytest.raises(RuntimeError, match="shutdown"):
+        run.mark._worker.submit(time.sleep, 0)  # its thread has ended all the same
+
+
+def test_members_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All together, in parts, one by one: the same state."""
+    module = models.make("cnn", 10, 3, 16, 0)
+    layout, shares = ModelLayout.of(module), [Fraction(n, 15) for n in range(1, 6)]
+    start = torch.from_numpy(layout.flatten(module))
+    rows = start + 0.01 * torch.randn(5, start.numel(), generator=torch.Generator().manual_seed(0))
+    states = []
+    for together in (5, 2, 0):
+        monkeypatch.setattr("quorumark.lab.mark._TOGETHER", together * layout.carrier_size)
+        mark = Mark({"rule": "rho", "rho": "0.05"}, layout, start, [SeededKey(layout.coordinates, 0)], "cpu")
+        mark.apply(1, start, weighted_sum(rows, shares), shares, rows.__getitem__)
+        states.append(mark.saved()["state"])
+        mark.close()
+    assert states[0] == states[1] == states[2]
+
+
+@pytest.mark.parametrize("large", [1, 100, 1 << 30])
+def test_sums_on_a_device_find_the_rows_columns_and_taps(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel looks for a row's, column's and tap's weight is where the device has it, in any order."""
+    monkeypatch.setattr("quorumark.lab.fleet._LARGE", large)
+    nn = torch.nn
+    odd = nn.Sequential(nn.Linear(7, 5), nn.Conv1d(5, 3, 4), nn.Conv2d(6, 6, (2, 3), groups=6), nn.Linear(5, 1))
+    for module in (odd, models.make("resnet18-tiny", 10, 3, 16, 0)):
+        layout = ModelLayout.of(module)
+        order = Order(module, layout, torch.device("cpu"))
+        places = [(s, place) for s, place in layout.spans("carrier") if sorted(s.shape)[-1] < s.size]
+        cubes = order.cubes(layout)
+        assert len(cubes) == len(places) > 2
+        for (first, rows, columns, taps, tap_step, column_step), (spec, place) in zip(cubes, places, strict=True):
+            assert (rows, columns, taps) == (*spec.shape[:2], spec.size // (spec.shape[0] * spec.shape[1]))
+            row, column, tap = torch.meshgrid(*map(torch.arange, (rows, columns, taps)), indexing="ij")
+            found = order.to_device[first + row * taps * columns + tap * tap_step + column * column_step]
+            assert torch.equal(found.reshape(-1), torch.arange(place.start, place.stop))
+
+
 def test_a_known_key_is_the_same_everywhere_and_hidden() -> None:
     key = SeededKey(1001, 7)
     assert np.array_equal(key.numpy(), key.signs("cpu").numpy())
@@ -529,6 +608,56 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> 
         run.close()
 
 
+def test_a_run_goes_back_to_a_checkpoint_while_its_state_is_on_the_move(tmp_path: Path) -> None:
+    settings, images = replace(MINI, strength="rho:0.05"), data.load("shapes")
+    whole, run = Run(settings, images), Run(settings, images)
+    assert whole.train()
+    run.round()
+    run.round()
+    run.save(tmp_path / "c.pt")
+    assert run.mark is not None
+    run.mark._worker.submit(time.sleep, 0.2)
+    run.round()  # its part of the state comes late
+    run.restore(tmp_path / "c.pt")
+    assert run.train()
+    assert torch.equal(run.model, whole.model)
+    assert run.mark.rho == (whole.mark and whole.mark.rho)
+    for one in (whole, run):
+        one.close()
+
+
+def test_rounds_that_nobody_waits_for_have_their_losses_in_the_end(tmp_path: Path) -> None:
+    """As on CUDA: known after the first round, after one that is validated, in a checkpoint, and at the end."""
+    settings, images = replace(MINI, rounds=8, evaluate_every=3), data.load("shapes")
+    eager, lazy = Run(settings, images), Run(settings, images)
+    lazy._lazy = True
+    told: list[float] = []
+    eager.train()
+    lazy.train(checkpoint=tmp_path / "c.pt", every=4, tell=lambda entry: told.append(entry.loss))
+    known = [not np.isnan(loss) for loss in told]
+    assert known == [True, False, True, False, False, True, False, True]
+    assert [(e.loss, e.accuracy) for e in lazy.log] == [(e.loss, e.accuracy) for e in eager.log]
+    assert len({entry.seconds for entry in lazy.log}) == 5  # rounds 2 and 3, 5 and 6, 7 and 8 share the time
+    assert min(entry.seconds for entry in lazy.log) > 0
+    stopped = Run(settings, images)
+    stopped._lazy = True
+    for _ in range(4):
+        stopped.round()
+    assert np.isnan(stopped.log[-1].loss)
+    stopped.save(tmp_path / "d.pt")
+    stopped.round()
+    stopped.restore(tmp_path / "d.pt")
+    assert stopped._open == []  # what is forgotten takes no time of the rounds to come
+    assert [entry.loss for entry in stopped.log] == [entry.loss for entry in eager.log[:4]]
+    stopped.round()
+    assert not stopped.train(seconds=-1.0)  # the time is up
+    assert [entry.loss for entry in stopped.log] == [entry.loss for entry in eager.log[:5]]
+    stopped.train()
+    assert [entry.loss for entry in stopped.log] == [entry.loss for entry in eager.log]
+    for run in (eager, lazy, stopped):
+        run.close()
+
+
 def test_the_test_images_decide_nothing() -> None:
     """What is released hangs on the validation images alone; those are never trained on."""
     images, settings = data.load("shapes"), replace(MINI, rounds=6, lr=3e-3)
@@ -583,15 +712,52 @@ def test_batches_are_an_epoch_of_each_member_s_own_images() -> None:
 def test_gradients_that_are_not_copied_together_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """All carriers large, some of them, none: the same models bit for bit."""
     ends = []
-    for large in (1, 1000, 1 << 30):
+    for large in (1, 300, 1000, 1 << 30):
         monkeypatch.setattr("quorumark.lab.fleet._LARGE", large)
         run = Run(replace(MINI, rounds=2, strength="rho:0.05"), data.load("shapes"))
         ends.append((len(run.fleet.order.large), run.train() and run.model))
         run.close()
     counts, found = zip(*ends, strict=True)
-    assert counts[0] > counts[1] > counts[2] == 0
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[2])
+    assert counts == (4, 3, 2, 0)
+    assert all(torch.equal(model, found[-1]) for model in found)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_black_channels_change_nothing(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are widened for a GPU's sake: the same losses, the same models, up to the order of sums."""
+    module = models.make("cnn", 10, channels, 16, 0)
+    layout = ModelLayout.of(module)
+    start = torch.from_numpy(layout.flatten(module))
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 2, 8, 16, 16, channels, generator=generator), torch.randint(0, 10, (3, 2, 8))
+    ends = []
+    for stem in (None, "conv1.weight"):
+        monkeypatch.setattr(Fleet, "_widened", lambda _fleet, _channels, stem=stem: stem)
+        fleet = Fleet(models.make("cnn", 10, channels, 16, 1), layout, 2, 8, (16, 16, channels), torch.device("cpu"))
+        assert fleet._x.shape[-1] == (channels if stem is None else 8)
+        fleet.load(start)
+        loss = fleet.train(x, y)
+        ends.append((loss, fleet.model(1), fleet.logits(fleet.model(0), x[0, 0])))
+    assert not torch.equal(ends[0][1], start)
+    for ours, theirs in zip(*ends, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_fleet_trains_rounds_of_any_length() -> None:
+    """A fleet serves several runs; each round begins Adam anew, however long the one before was."""
+    module = models.make("cnn", 10, 3, 16, 0)
+    layout = ModelLayout.of(module)
+    start = torch.from_numpy(layout.flatten(module))
+    x, y = torch.randn(3, 2, 8, 16, 16, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 2, 8).long()
+    ends = []
+    for lengths in ((3,), (1, 3), (3, 2, 3)):
+        fleet = Fleet(models.make("cnn", 10, 3, 16, 1), layout, 2, 8, (16, 16, 3), torch.device("cpu"))
+        for steps in lengths:
+            fleet.load(start)
+            fleet.train(x[:steps], y[:steps])
+        ends.append(fleet.model(1))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------

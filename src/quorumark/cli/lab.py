@@ -117,7 +117,8 @@ def attack(
     innocent_epochs: Annotated[int, typer.Option("--innocent-rounds", help="Their epochs.")] = 5,
     epochs: Annotated[int, typer.Option(help="Of attacks that train; the paper's are 100.")] = 100,
     only: Annotated[
-        str, typer.Option(help="Only attacks that this names with their settings, as the table does: '*lr=0.0001*'.")
+        str,
+        typer.Option(help="Only attacks that this names with their settings, as the table file does: '*lr=0.0001*'."),
     ] = "*",
     plot: Annotated[bool, typer.Option("--plot", help="Only draw the figures, from the results.")] = False,
     figures: Annotated[Path, typer.Option(help="The folder for figures.")] = Path("docs/figures"),

@@ -103,7 +103,7 @@ def _axis_sums(  # type: ignore[no-untyped-def]
     low2, both, high2 = tl.zeros([COLUMNS], tl.int64), tl.zeros([COLUMNS], tl.int64), tl.zeros([COLUMNS], tl.int64)
     largest = tl.zeros([COLUMNS], tl.int64)
     for r in range(TOGETHER):
-        row = tl.program_id(0) * TOGETHER + r
+        row = tl.program_id(0).to(tl.int64) * TOGETHER + r
         here = j < tl.where(row < rows, columns, 0)
         row_low2, row_both, row_high2 = tl.zeros_like(low2), tl.zeros_like(low2), tl.zeros_like(low2)
         for t in range(taps):

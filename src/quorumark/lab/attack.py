@@ -198,6 +198,7 @@ class Suite:
         self._original, self._anchor = self._tensors(self.released), self._tensors(self.run.initial)
         self._known = KnownKey(self.run.keys[0].numpy(), self.run.layout, TensorsInMemory(self._anchor))
         self._before = 0.0  # seconds of earlier commands
+        self._any = False  # whether `only` has named something
         self._begin()
 
     # --- state ---
@@ -268,8 +269,11 @@ class Suite:
         return float("inf") if self.seconds is None else self.seconds - (time.monotonic() - self._start)
 
     def _chosen(self, attack: str, settings: Mapping[str, Any]) -> bool:
-        """Whether `only` names it: a pattern for the attack with its settings, as the table has them."""
-        return fnmatchcase(f"{attack}, {Row(attack, 0.0, None, None, settings=settings).budget}", self.only)
+        """Whether `only` names it: a pattern for the attack with its settings, as the table file has them."""
+        name = ", ".join(filter(None, (attack, Row(attack, 0.0, None, None, settings=settings).budget)))
+        chosen = fnmatchcase(name, self.only)
+        self._any = self._any or chosen
+        return chosen
 
     def _done(self, attack: str, settings: Mapping[str, Any]) -> bool:
         return Row(attack, 0.0, None, None, seed=_SEED, settings=settings).key in {row.key for row in self.rows}
@@ -361,7 +365,7 @@ class Suite:
         settings = dict(links[0][1]) if len(links) == 1 else {
             f"{k}.{what}": value for k, (_, more) in enumerate(links) for what, value in more.items()
         }  # fmt: skip
-        if self._done(name, settings) or not self._chosen(name, settings):
+        if not self._chosen(name, settings) or self._done(name, settings):
             return
 
         def work() -> tuple[Any, ...]:
@@ -605,6 +609,8 @@ class Suite:
             for share in (0.25, 0.5):
                 self._weigh([("averaging", {"share": share})], other=other)
         self._drain(wait=True)
+        if not self._any and not innocents:
+            raise InputError("--only", "must name an attack with its settings, such as 'pruning, ratio=0.5'", self.only)
         done = not left and not self._waiting
         if innocents:
             done = done and len([e for e in self.body["innocents"] if e["kind"] != "unmarked run"]) >= innocents

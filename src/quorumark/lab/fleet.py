@@ -311,7 +311,8 @@ class Fleet:
         so that few kernels do it."""
         order, carriers = self.order, len(self.order.carriers)
         few = carriers - len(order.large)
-        parts = [(place.start, place.stop, g) for place, g in zip(order.large, gradients[few:carriers], strict=True)]
+        large = zip(order.large, gradients[few:carriers], strict=True)
+        parts = [(place.start, place.stop, g.contiguous()) for place, g in large]  # they are, but for odd shapes
         if few:
             parts.append((0, order.small, torch.cat(gradients[:few], out=self._grads_low[lane, : order.small])))
         if order.trained > order.low:

@@ -103,6 +103,8 @@ class Run:
         self.log: list[RoundLog] = []
         self._open: list[tuple[RoundLog, Tensor]] = []  # rounds that the device may still be at
         self._since = 0.0
+        self._lazy = self._cuda  # rounds are not waited for: where the CPU trains, there is nothing to gain
+        self._begun: torch.cuda.Event | None = None  # when the device begins the last round
         self.best = Best()
         self._ahead = torch.cuda.Stream(priority=-1) if self._cuda else None
         self._ready: tuple[int, Tensor, Tensor] | None = None
@@ -165,6 +167,9 @@ class Run:
         if self._ahead is not None:
             main = torch.cuda.current_stream()
             main.wait_stream(self._ahead)
+            if self._begun is not None:
+                self._begun.synchronize()  # one round ahead, not all of them: each has its images in memory
+            self._begun = main.record_event()
             x.record_stream(main)
             y.record_stream(main)
         self._ready = None
@@ -210,7 +215,7 @@ class Run:
         done = RoundLog(number, float("nan"), accuracy, c, 0.0)
         self.log.append(done)
         self._open.append((done, loss))
-        if accuracy is not None or number == 1 or not self._cuda:
+        if accuracy is not None or number == 1 or not self._lazy:
             self.settle()
         return done
 
@@ -281,7 +286,7 @@ class Run:
         self.model = body["model"].to(self.device)
         accuracy, number, best = body["best"]
         self.best = Best(accuracy, number, None if best is None else best.to(self.device))
-        self.log = [RoundLog(**entry) for entry in body["log"]]
+        self.log, self._open = [RoundLog(**entry) for entry in body["log"]], []
         if self.mark is not None:
             self.mark.restore(body["mark"], self.model)
         seen = body.get("observer")

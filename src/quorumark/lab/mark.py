@@ -12,7 +12,7 @@ The key is known here. That is for research: whoever runs the lab could remove t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fractions import Fraction
 from itertools import islice
 from math import isqrt
@@ -321,6 +321,8 @@ class Mark:
 
     def restore(self, saved: dict[str, Any], model: Tensor) -> None:
         """Goes on from a checkpoint; `model` is the last global one."""
+        if self._next is not None:
+            wait([self._next])  # it moves the state that is replaced here; whether it fails does not matter any more
         anchor = self.state.anchor if saved["anchor"] is None else field.from_signed(saved["anchor"])
         self.state = MarkState.from_bytes(
             saved["state"], self.strength, self.layout, "rademacher", _field(encoded(model)), anchor
@@ -328,8 +330,8 @@ class Mark:
         self._averages, self._next = saved["averages"], None
 
     def close(self) -> None:
-        self._wait()
         self._worker.shutdown()
+        self._wait()
 
 
 def _paper_scale(scale: PaperScale, norm: int) -> int:

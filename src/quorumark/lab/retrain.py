@@ -70,7 +70,7 @@ class Attackers(Fleet):
         self._wide = _rows(len(self._grads_low), low, torch.float32, device)
         self._shrink = torch.ones(members, device=device)  # 1 − lr·decay
         self._rates = torch.ones(members, 2, device=device)  # of the first factor, which the learning rate multiplies
-        self._own = torch.ones(members, 2, device=device)
+        self._own = _rows(members, 2, torch.float32, device)  # both factors; aligned alike, for one kernel serves all
         self._graphs: dict[int, Any] = {}
         self._steps = 0
 

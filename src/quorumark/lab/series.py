@@ -1,7 +1,7 @@
 """Runs with images, one after the other or several abreast, until the time that a command has is over.
 
-A run does not keep a GPU busy all the time: between rounds it adds models up and waits for the CPU, at its end it is
-scored. Abreast, each run has a thread and a stream of its own, and the others use what it leaves.
+A run does not keep a GPU busy all the time: at its end, and where it is validated or small, the device waits. Abreast,
+each run has a thread and a stream of its own, and the others use what it leaves: little, where networks are large.
 """
 
 from __future__ import annotations
