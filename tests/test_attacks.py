@@ -18,6 +18,7 @@ from tests import lab  # noqa: E402
 
 MEMBERS = 5
 TRANSFORMERS = {"rotation": ("gpt2", "llama"), "residual-rotation": ("llama",)}  # attacks on such models only
+NORMS = {"signs": [name for name in lab.MODELS if name not in ("mlp", "cnn")]}  # others have none to change
 
 pytestmark = pytest.mark.research
 
@@ -334,7 +335,7 @@ def test_merging_with_the_initial_model(marked: lab.Run, target: Target, strengt
         (m, name)
         for m in lab.MODELS
         for name, a in ATTACKS.items()
-        if a.keeps and m in TRANSFORMERS.get(name, lab.MODELS)
+        if a.keeps and m in (NORMS | TRANSFORMERS).get(name, lab.MODELS)
     ],
 )
 def test_what_keeps_the_function_keeps_it(name: str, attack: str) -> None:

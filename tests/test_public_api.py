@@ -70,7 +70,7 @@ PUBLIC = {
     lora: "PROCEDURE Base Factors Gauged Lora base_layout find_factors gauge gauge_suspect is_whole",
     lora_attacks: "change_rank factor_names merge refactor",
     align: "PROCEDURE AlignedModel Alignment Group Groups Mixing Slot Stream align assign",
-    graph: "Knob Scaling derive_groups derive_scalings",
+    graph: "Knob Scaling derive_groups derive_scalings derive_signs",
     attacks: "ATTACKS Attack Result Target chain estimate_key fitted public_scales run transfer_rate",
     plan: "BUILT_IN Job Plan Step known_only read_plan",
     suite: "Subject classifier key_of_members load_weights read_results read_subject run",

@@ -50,7 +50,7 @@ _KINDS: dict[str, tuple[str, ...]] = {  # by the Pareto plot's markers: few, so 
     "D": ("distillation",),
     "^": ("pruning", "structured-pruning", "channel-removal"),
     "v": ("quantisation", "noise", "overwriting", "averaging", "merging"),
-    "X": ("permutation", "rescaling", "rotation", "residual-rotation", "padding", "splitting", "decoys"),
+    "X": ("permutation", "rescaling", "signs", "rotation", "residual-rotation", "padding", "splitting", "decoys"),
     "P": (_CHAIN,),
     "<": (_OTHER,),
 }
