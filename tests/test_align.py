@@ -26,7 +26,8 @@ from quorumark.verify.statistic import canonical_form
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from quorumark.attacks import chain, run  # noqa: E402
+from quorumark.attacks import Target, chain, run  # noqa: E402
+from quorumark.lab import models  # noqa: E402
 from quorumark.verify.graph import derive_groups, derive_scalings  # noqa: E402
 from tests import lab  # noqa: E402
 
@@ -94,6 +95,27 @@ def test_signs_of_batch_norms_hide_nothing(name: str, seed: int) -> None:
         assert marked.align(weights).signs
         assert marked.z_aligned(weights) >= 0.98 * marked.z(plain)
     assert not marked.align(marked.released).signs
+
+
+@pytest.mark.parametrize("width", ["resnet18-tiny", pytest.param("resnet18", marks=pytest.mark.slow)])
+def test_signs_of_a_deep_network_are_told_by_its_norms(width: str) -> None:
+    """Eight blocks, three writers of each width's stream: whose a norm is must be known before they are in order."""
+    anchor = models.make(width, 100, 3, 32, 0)
+    layout, example = ModelLayout.of(anchor), torch.zeros(1, 3, 32, 32)
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {
+        name: t + t.std() * torch.randn(t.shape, generator=generator) if t.dim() > 1 else t.clone()
+        for name, t in anchor.state_dict().items()
+    }
+    target = Target(lambda: models.make(width, 100, 3, 32, 0), weights, example=example, layout=layout)
+    changed = chain(target, [*DISGUISE, ("signs", {})], seed=SEED).weights
+    original, groups = TensorsInMemory(anchor.state_dict()), derive_groups(anchor, example)
+    found = align(TensorsInMemory(changed), original, layout, groups).model(TensorsInMemory(changed))
+    for spec, _ in layout.spans("carrier"):  # rescaled rows are longer or shorter, and point where they did
+        ours = weights[spec.name].flatten(1).double().numpy()
+        theirs = np.asarray(found.tensor(spec.name), np.float64).reshape(ours.shape)
+        signs = np.sign((ours * theirs).sum(axis=1))
+        assert (signs > 0).mean() > 0.9
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -452,6 +453,14 @@ def _taken(value: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int
 def _most(value: NDArray[np.int64]) -> int:
     """What no assignment can take more of: each row's or column's largest."""
     return int(value.max(axis=int(value.shape[0] <= value.shape[1])).sum())
+
+
+def _common(one: str, two: str) -> int:
+    """How many characters the names of two tensors begin and end with alike, but for the last part ("weight")."""
+    first, second = (name.rpartition(".")[0] for name in (one, two))
+    alike = [a == b for a, b in zip(first, second, strict=False)]
+    behind = [a == b for a, b in zip(first[::-1], second[::-1], strict=False)]
+    return sum(takewhile(bool, alike)) + sum(takewhile(bool, behind))
 
 
 def _closer(energy: int, before: int, after: int) -> bool:
@@ -1165,10 +1174,9 @@ class _Matching:
             if _closer(energy, int(_taken(sizes, order).sum()), int(_taken(sizes, by_size).sum())):
                 order = by_size
         self._put(number, order)
-        writer = self._writer(number)
-        if writer is not None and writer not in each:  # it is not in order itself yet, but its signs are known now
-            shown[writer] = self._gain_signs(number)[0][1]
-            each[writer] = np.zeros_like(total)
+        for axis, known in self._written_signs(number).items():
+            if axis not in each:  # it is not in order itself yet, but its signs are known now
+                shown[axis], each[axis] = known, np.zeros_like(total)
         for axis, value in each.items():
             signs = self.signs.setdefault(axis, np.ones(self.shapes[axis[0]][axis[1]], np.int8))
             index = self.index[number][axis]
@@ -1181,36 +1189,48 @@ class _Matching:
     def _shown_signs(self, number: int, axis: Axis, value: NDArray[np.int64]) -> Signs:
         """The signs, element by element of the suspect, that a gain of the group shows for an axis, or none.
 
-        BatchNorm's are for what writes their channels. If there are several, those that make most alike; other norms'
-        gains must make far more alike than none do, since noise has signs of its own.
+        BatchNorm's are for what writes their channels; where it is not known which is whose, those that make most
+        alike. Other norms' gains must make far more alike than none do, since noise has signs of its own.
         """
-        if axis == self._writer(number):
-            return self._gain_signs(number)[0][1]
+        if axis in self._written_signs(number):
+            return self._written_signs(number)[axis]
         best, plain = np.ones((1, 1), np.int8), _most(value)
         most = plain
-        for batch, signs in self._gain_signs(number):
+        for name, signs in self._gain_signs(number).items():
+            batch = self._of_batch(name)
             if not batch or axis[1] == 0:
                 alike = _most(value * signs)
                 if alike > most and (batch or _closer(self._energy(axis[0]), plain, alike)):
                     best, most = signs, alike
         return best
 
-    def _gain_signs(self, number: int) -> list[tuple[bool, Signs]]:
-        """For each gain of a group, whether it is BatchNorm's, and ±1 for the anchor's elements by the suspect's."""
-        found = []
+    def _gain_signs(self, number: int) -> dict[str, Signs]:
+        """For each gain of a group ±1 for the anchor's elements by the suspect's."""
+        found = {}
         for (name, _), index in self.index[number].items():
             at = self.theirs_at[number].get((name, 0))
             if name in self.gains and index.shape[1] == 1 and at is not None and at.max() < len(self.gains[name][1]):
                 ours, theirs = self.gains[name]
-                signs = np.where(ours[index] != theirs[at].T, np.int8(-1), np.int8(1))
-                found.append((f"{name.removesuffix('weight')}running_var" in self.shapes, signs))
+                found[name] = np.where(ours[index] != theirs[at].T, np.int8(-1), np.int8(1))
         return found
 
-    def _writer(self, number: int) -> Axis | None:
-        """What writes a group's channels, if that is one tensor (on its first axis) with one BatchNorm behind it."""
+    def _of_batch(self, gain: str) -> bool:
+        """Whether it is BatchNorm's."""
+        return f"{gain.removesuffix('weight')}running_var" in self.shapes
+
+    def _written_signs(self, number: int) -> dict[Axis, Signs]:
+        """Signs of what writes a group's channels (on its first axis), if as many BatchNorms are behind that.
+
+        Which is behind which is told by the layout's names, of which a layer and its norm share most: layer2.0.conv2
+        and layer2.0.bn2. It cannot be told by likeness before the layer itself is in order.
+        """
+        signs = {name: of for name, of in self._gain_signs(number).items() if self._of_batch(name)}
         writers = [axis for axis in self._compared(number) if axis[1] == 0]
-        gains = [batch for batch, _ in self._gain_signs(number)]
-        return writers[0] if len(writers) == 1 and gains == [True] else None
+        if not signs or len(signs) != len(writers):
+            return {}
+        gains = list(signs)
+        pairs = assign(np.array([[_common(name, gain) for gain in gains] for name, _ in writers], np.int64))
+        return {axis: signs[gains[pair]] for axis, pair in zip(writers, pairs, strict=True)}
 
     def _has_signs(self, number: int, axis: Axis, value: NDArray[np.int64], order: NDArray[np.int64]) -> bool:
         """Whether signs were changed on an axis: similarities below 0 add much to the distance, and most are no noise.
