@@ -97,7 +97,7 @@ def test_signs_of_batch_norms_hide_nothing(name: str, seed: int) -> None:
     assert not marked.align(marked.released).signs
 
 
-@pytest.mark.parametrize("width", ["resnet18-tiny", pytest.param("resnet18", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", ["resnet18-tiny", "resnet18"])
 def test_signs_of_a_deep_network_are_told_by_its_norms(width: str) -> None:
     """Eight blocks, three writers of each width's stream: whose a norm is must be known before they are in order."""
     anchor = models.make(width, 100, 3, 32, 0)
