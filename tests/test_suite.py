@@ -338,6 +338,14 @@ def test_markers_of_the_pareto_plot() -> None:
     assert "fewer epochs" in figures([*rows, Row("noise", 0.6, 9.0, None, settings={"epoch": 1})], 6.0)["pareto"]
 
 
+def test_rows_that_name_no_learning_rate_have_the_usual_one() -> None:
+    named = {"fraction": 0.2, "estimate": "gls"}
+    rows = [Row("adaptive", 0.5, 9.0, None, settings={**named, "alpha": alpha}) for alpha in (0.3, 0.7)]
+    rows += [Row("adaptive", 0.6, 8.0, None, settings={**row.settings, "lr": 0.0001}) for row in rows]
+    words = words_of(figures([Row("none", 0.9, 20.0, 20.0), *rows], 6.0)["adaptive"])
+    assert {"0.001", "0.0001", "lr"} <= set(words)
+
+
 def test_z_is_drawn_twice_only_where_alignment_changes_it() -> None:
     def drawn(z: float | None, aligned: float | None) -> str:
         rows = [Row("pruning", 0.9, z, aligned, settings={"ratio": ratio}) for ratio in (0.3, 0.5)]

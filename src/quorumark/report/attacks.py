@@ -43,6 +43,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")  # Okabe and 
 _DIALS = ("alpha", "fraction", "ratio", "scheme", "strength", "share", "octaves", "noise")
 _NAMES = {"alpha": "α", "fraction": "share of the data"}
 _LINES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "v"), (":", "P"), ("-.", "X"))
+_USUAL = {"lr": 0.001}  # what rows that do not name it have: the paper's
 _CHAIN, _OTHER = "chain of attacks", "other"
 _KINDS: dict[str, tuple[str, ...]] = {  # by the Pareto plot's markers: few, so that eyes can tell them apart
     "o": ("fine-tuning",),
@@ -261,7 +262,7 @@ def _over(figure: Any, rows: Sequence[Row], dial: str, original: Row, threshold:
     varied = sorted(name for name in names if len({str(row.settings.get(name)) for row in rows}) > 1)
 
     def hue(row: Row) -> str:
-        return ", ".join(str(row.settings.get(name, "–")) for name in varied)
+        return ", ".join(str(row.settings.get(name, _USUAL.get(name, "–"))) for name in varied)
 
     def coalition(row: Row) -> int:
         return int(row.settings.get("coalition") or 0)
