@@ -97,6 +97,20 @@ def test_signs_of_batch_norms_hide_nothing(name: str, seed: int) -> None:
     assert not marked.align(marked.released).signs
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_signs_of_layer_norms_hide_little(name: str, seed: int) -> None:
+    """Gains and what reads them, neurons, queries against keys, values against outputs: the same output."""
+    marked = lab.marked(name)
+    target = marked.target()
+    pruned = chain(target, [("pruning", {"ratio": 0.5})], seed=seed).weights
+    cases = (marked.released, [], 0.93), (marked.released, DISGUISE, 0.93), (pruned, [("permutation", {})], 0.85)
+    for plain, steps, kept in cases:
+        weights = chain(target.with_weights(plain), [*steps, ("signs", {})], seed=seed).weights
+        assert abs(marked.z(weights)) < 0.35 * marked.z(plain)
+        assert marked.z_aligned(weights) >= kept * marked.z(plain)
+
+
 @pytest.mark.parametrize("width", ["resnet18-tiny", "resnet18"])
 def test_signs_of_a_deep_network_are_told_by_its_norms(width: str) -> None:
     """Eight blocks, three writers of each width's stream: whose a norm is must be known before they are in order."""

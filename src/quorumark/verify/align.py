@@ -455,12 +455,20 @@ def _most(value: NDArray[np.int64]) -> int:
     return int(value.max(axis=int(value.shape[0] <= value.shape[1])).sum())
 
 
-def _common(one: str, two: str) -> int:
-    """How many characters the names of two tensors begin and end with alike, but for the last part ("weight")."""
+def _products(rows: NDArray[np.int8]) -> NDArray[np.int64]:
+    """⟨row i, row j⟩, exactly, then in so few bits that products of two of them add up."""
+    total = np.zeros((len(rows), len(rows)), np.int64)
+    for begin in range(0, rows.shape[1], _FEATURES):
+        part = rows[:, begin : begin + _FEATURES].astype(np.float32)
+        total += (part @ part.T).astype(np.int64)
+    return total >> max(0, int(np.abs(total).max()).bit_length() - 18)
+
+
+def _common(one: str, two: str, *, behind: bool = True) -> int:
+    """How many characters the names of two tensors begin (and end) with alike, but for the last part ("weight")."""
     first, second = (name.rpartition(".")[0] for name in (one, two))
-    alike = [a == b for a, b in zip(first, second, strict=False)]
-    behind = [a == b for a, b in zip(first[::-1], second[::-1], strict=False)]
-    return sum(takewhile(bool, alike)) + sum(takewhile(bool, behind))
+    pairs = [(first, second), (first[::-1], second[::-1])][: 1 + behind]
+    return sum(sum(takewhile(bool, (a == b for a, b in zip(*pair, strict=False)))) for pair in pairs)
 
 
 def _closer(energy: int, before: int, after: int) -> bool:
@@ -897,6 +905,7 @@ class _Matching:
         self.places: dict[Axis, Places] = {}
         self.signs: dict[Axis, Signs] = {}
         self.with_signs = _NO_SIGNS
+        self.read_by: dict[Axis, str] = {}  # gains that show the signs of what reads channels
         self.energies: dict[str, int] = {}
         self.doubtful: set[int] = set()  # groups of which more would be like the anchor if signs were others
         self.found: list[NDArray[np.int64]] = []
@@ -1185,23 +1194,88 @@ class _Matching:
             signs[there] = _taken(np.broadcast_to(shown[axis], value.shape), order)[:, None]
             if searching and self._has_signs(number, axis, value, order):
                 signs[there] *= np.where(_taken(value, order) < 0, -1, 1).astype(np.int8)[:, None]
+        self._sign_readers(number)
+
+    def _sign_readers(self, number: int) -> None:
+        """Signs of what reads a group's channels behind a LayerNorm or RMSNorm, by the norm's gain.
+
+        It is the gain that makes the reader most alike, of those whose names begin most like the reader's.
+        """
+        gains = {name: of for name, of in self._gain_signs(number).items() if not self._of_batch(name)}
+        order = self.found[number]
+        there = np.flatnonzero(order >= 0)
+        for axis in self._compared(number) if gains and there.size else ():
+            index = self.index[number][axis]
+            if axis in self.blocks or index.shape[1] != 1:
+                continue
+            nearest = max(_common(axis[0], name, behind=False) for name in gains)
+            tried = {
+                name: of[there, order[there]]
+                for name, of in gains.items()
+                if _common(axis[0], name, behind=False) == nearest
+            }
+            across = [(name, a) for name, a in self.blocks if name == axis[0] and a != axis[1]]
+            self.signs.pop(axis, None)
+            self.read_by.pop(axis, None)
+            found = self._by_heads(axis, across[0], index[there], tried) if across else None
+            found = self._by_products(number, axis, there, tried) if not across else found
+            if found is not None:
+                self.read_by[axis] = found
+                self.signs[axis] = self._spread(axis, index[there], tried[found])
+
+    def _spread(self, axis: Axis, places: Places, signs: Signs) -> Signs:
+        every = np.ones(self.shapes[axis[0]][axis[1]], np.int8)
+        every[places] = signs[:, None]
+        return every
+
+    def _by_products(self, number: int, axis: Axis, there: Places, tried: Mapping[str, Signs]) -> str | None:
+        """By the products of rows, if any.
+
+        For the rows W of a reader, one for each channel, W·Wᵀ is the same whatever the order of its other axis is, and
+        signs d make it d·dᵀ ∘ W·Wᵀ. So Σ d·dᵀ ∘ (A·Aᵀ) ∘ (W·Wᵀ) with the anchor's A tells which gain it is: without its
+        diagonal that is noise for the wrong signs, of deviation √2·‖(A·Aᵀ)∘(W·Wᵀ)‖, of which it must have two.
+        """
+        ours = self._rows(*axis, self.index[number][axis][there], anchor=True)
+        theirs = self._rows(*axis, self.theirs_at[number][axis][self.found[number][there]], anchor=False)
+        both = (_products(ours) * _products(theirs)) >> 21
+        np.fill_diagonal(both, 0)
+        noise = int((both * both).sum())
+        best, most = None, int(both.sum())
+        for name, signs in tried.items():
+            alike = int(signs.astype(np.int64) @ both @ signs.astype(np.int64))
+            if alike > most and alike**2 > 8 * noise:
+                best, most = name, alike
+        return best
+
+    def _by_heads(self, axis: Axis, across: Axis, places: Places, tried: Mapping[str, Signs]) -> str | None:
+        """By what heads span, whatever was mixed within them, if that comes an eighth closer by any."""
+        heads = self._outer(across)
+        if not heads:
+            return None
+        best, most = None, 9 * _most(self._value(heads[0], [across])) // 8
+        for name, signs in tried.items():
+            self.signs[axis] = self._spread(axis, places, signs)
+            alike = _most(self._value(heads[0], [across]))
+            if alike > most:
+                best, most = name, alike
+        self.signs.pop(axis)
+        return best
 
     def _shown_signs(self, number: int, axis: Axis, value: NDArray[np.int64]) -> Signs:
         """The signs, element by element of the suspect, that a gain of the group shows for an axis, or none.
 
         BatchNorm's are for what writes their channels; where it is not known which is whose, those that make most
-        alike. Other norms' gains must make far more alike than none do, since noise has signs of its own.
+        alike. What other norms' gains show is known from `_sign_readers`.
         """
         if axis in self._written_signs(number):
             return self._written_signs(number)[axis]
-        best, plain = np.ones((1, 1), np.int8), _most(value)
-        most = plain
-        for name, signs in self._gain_signs(number).items():
-            batch = self._of_batch(name)
-            if not batch or axis[1] == 0:
-                alike = _most(value * signs)
-                if alike > most and (batch or _closer(self._energy(axis[0]), plain, alike)):
-                    best, most = signs, alike
+        gains = self._gain_signs(number)
+        if axis in self.read_by:
+            return gains[self.read_by[axis]]
+        best, most = np.ones((1, 1), np.int8), _most(value)
+        for signs in [of for name, of in gains.items() if self._of_batch(name) and axis[1] == 0]:
+            if (alike := _most(value * signs)) > most:
+                best, most = signs, alike
         return best
 
     def _gain_signs(self, number: int) -> dict[str, Signs]:
@@ -1331,7 +1405,7 @@ class _Matching:
                 continue
             plain, places, found, signs, now = self._alike(), self.places, self.found, self.signs, (sweeps, stable)
             doubtful = set(self.doubtful)
-            self.places, self.found, self.signs = {}, [], {}
+            self.places, self.found, self.signs, self.read_by = {}, [], {}, {}
             self._begin()
             sweeps, stable = self._settled()
             if not _closer(sum(map(self._energy, self.ours)), plain, self._alike()):
