@@ -104,7 +104,11 @@ def test_signs_of_layer_norms_hide_little(name: str, seed: int) -> None:
     marked = lab.marked(name)
     target = marked.target()
     pruned = chain(target, [("pruning", {"ratio": 0.5})], seed=seed).weights
-    cases = (marked.released, [], 0.93), (marked.released, DISGUISE, 0.93), (pruned, [("permutation", {})], 0.85)
+    cases: list[tuple[Any, list[tuple[str, dict[str, Any]]], float]] = [
+        (marked.released, [], 0.93),
+        (marked.released, DISGUISE, 0.93),
+        (pruned, [("permutation", {})], 0.85),
+    ]
     for plain, steps, kept in cases:
         weights = chain(target.with_weights(plain), [*steps, ("signs", {})], seed=seed).weights
         assert abs(marked.z(weights)) < 0.35 * marked.z(plain)
