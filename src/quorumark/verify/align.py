@@ -455,12 +455,18 @@ def _most(value: NDArray[np.int64]) -> int:
     return int(value.max(axis=int(value.shape[0] <= value.shape[1])).sum())
 
 
+def _inner(one: NDArray[np.int8], two: NDArray[np.int8]) -> NDArray[np.int64]:
+    """⟨row i of one, row j of two⟩, exactly."""
+    total = np.zeros((one.shape[0], two.shape[0]), np.int64)
+    for begin in range(0, one.shape[1], _FEATURES):
+        part = slice(begin, begin + _FEATURES)
+        total += (one[:, part].astype(np.float32) @ two[:, part].astype(np.float32).T).astype(np.int64)
+    return total
+
+
 def _products(rows: NDArray[np.int8]) -> NDArray[np.int64]:
     """⟨row i, row j⟩, exactly, then in so few bits that products of two of them add up."""
-    total = np.zeros((len(rows), len(rows)), np.int64)
-    for begin in range(0, rows.shape[1], _FEATURES):
-        part = rows[:, begin : begin + _FEATURES].astype(np.float32)
-        total += (part @ part.T).astype(np.int64)
+    total = _inner(rows, rows)
     return total >> max(0, int(np.abs(total).max()).bit_length() - 18)
 
 
@@ -1044,12 +1050,7 @@ class _Matching:
 
     def _similarity(self, axis: Axis, ours: Places, theirs: Places) -> NDArray[np.int64]:
         """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor."""
-        one, two = self._rows(*axis, ours, anchor=True), self._rows(*axis, theirs, anchor=False)
-        total = np.zeros((one.shape[0], two.shape[0]), np.int64)
-        for begin in range(0, one.shape[1], _FEATURES):
-            part = slice(begin, begin + _FEATURES)
-            total += (one[:, part].astype(np.float32) @ two[:, part].astype(np.float32).T).astype(np.int64)
-        return total
+        return _inner(self._rows(*axis, ours, anchor=True), self._rows(*axis, theirs, anchor=False))
 
     def _value(self, number: int, axes: Sequence[Axis]) -> NDArray[np.int64]:
         """The similarity of a group's elements to the suspect's, over some axes."""
@@ -1208,20 +1209,19 @@ class _Matching:
             index = self.index[number][axis]
             if axis in self.blocks or index.shape[1] != 1:
                 continue
-            nearest = max(_common(axis[0], name, behind=False) for name in gains)
-            tried = {
-                name: of[there, order[there]]
-                for name, of in gains.items()
-                if _common(axis[0], name, behind=False) == nearest
-            }
+            near = {name: _common(axis[0], name, behind=False) for name in gains}
+            tried = {name: gains[name][there, order[there]] for name in gains if near[name] == max(near.values())}
             across = [(name, a) for name, a in self.blocks if name == axis[0] and a != axis[1]]
-            self.signs.pop(axis, None)
-            self.read_by.pop(axis, None)
-            found = self._by_heads(axis, across[0], index[there], tried) if across else None
-            found = self._by_products(number, axis, there, tried) if not across else found
+            before, told = self.signs.pop(axis, None), self.read_by.pop(axis, None)
+            if across:
+                found = self._by_heads(axis, across[0], index[there], tried)
+            else:
+                found = self._by_products(number, axis, there, tried)
             if found is not None:
                 self.read_by[axis] = found
                 self.signs[axis] = self._spread(axis, index[there], tried[found])
+            elif before is not None and told is None:
+                self.signs[axis] = before  # what was found without gains stays
 
     def _spread(self, axis: Axis, places: Places, signs: Signs) -> Signs:
         every = np.ones(self.shapes[axis[0]][axis[1]], np.int8)
@@ -1267,9 +1267,9 @@ class _Matching:
         BatchNorm's are for what writes their channels; where it is not known which is whose, those that make most
         alike. What other norms' gains show is known from `_sign_readers`.
         """
-        if axis in self._written_signs(number):
-            return self._written_signs(number)[axis]
-        gains = self._gain_signs(number)
+        written, gains = self._written_signs(number), self._gain_signs(number)
+        if axis in written:
+            return written[axis]
         if axis in self.read_by:
             return gains[self.read_by[axis]]
         best, most = np.ones((1, 1), np.int8), _most(value)
