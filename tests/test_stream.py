@@ -180,7 +180,7 @@ def test_the_bytes_are_pinned() -> None:
     by = np.rint(256 * (np.eye(WIDTH) - np.outer(v, v) / 12)) / 256
     for label, digest in (
         ("anchor", "d37eabfadc5f27850e44a4175048ea5af84d5b5c6059a1290bd6749733282577"),
-        ("other", "cfc94823f1b80e9a857decde6adbbf07e2090115af9aad799705e2649b13889f"),
+        ("other", "f8ac4cb3df9a3e00b9924a0e24b1c243eaaa47a58ae7e359a10454cdd11274d6"),
     ):
         suspect = turned(small(label), by)
         found = aligned(suspect)
@@ -334,7 +334,7 @@ def test_vectors_that_nothing_reads_hide_nothing(size: float) -> None:
     rng = np.random.default_rng(0)
     for name, places in (("embed", slice(0, 20)), ("head", slice(30, 50)), ("gate", slice(0, 2)), ("up", slice(7, 9))):
         model[name][places] = size * rng.standard_normal(model[name][places].shape)
-    assert z_aligned(turned(model, orthogonal(WIDTH, 3)), key) > 0.78 * plain
+    assert z_aligned(turned(model, orthogonal(WIDTH, 3)), key) > 0.8 * plain
 
 
 @pytest.mark.parametrize("width", [20, 32, 60])

@@ -57,6 +57,7 @@ _FAR = 3  # octaves by which a column's size must be wrong to be put right befor
 _OTHER_SIGNS = 16  # signs count as changed where they make more than one part in so many of the squared distance
 _NO_SIGNS, _GAINS, _ALL_SIGNS = range(3)  # which other signs are thought of
 _PLAIN = 1.5  # deviations of noise that similarities must have on average: otherwise signs are not known
+_CERTAIN = 3.0  # deviations that a single row must have to count among those
 _SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
 
 Places = NDArray[np.int64]
@@ -1319,7 +1320,7 @@ class _Matching:
         two = self._rows(*axis, self.theirs_at[number][axis][order[rows]], anchor=False).astype(np.int64)
         ours, theirs = ((x * x).sum(axis=1).astype(np.float64) for x in (one, two))
         noise = np.rint(np.sqrt(ours * theirs / one.shape[1]))
-        plain = found < -_PLAIN * noise  # rows that are noise alone do not tell of signs
+        plain = found < -_CERTAIN * noise  # a row that is noise alone does not tell of signs
         gained = int(np.abs(found[plain]).sum())
         before = int(found.sum())
         return size > _PLAIN * float(noise.sum()) and _closer(self._energy(axis[0]), before, before + 2 * gained)
