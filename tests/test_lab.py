@@ -585,7 +585,7 @@ def test_z_finds_the_key_that_was_embedded_and_no_other() -> None:
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1"])
+@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1", "per-client-rho:0.05"])
 def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> None:
     settings, images = replace(MINI, strength=strength), data.load("shapes")
     whole = Run(settings, images)
@@ -684,7 +684,7 @@ def test_members_learn_and_the_mark_shows() -> None:
     run.close()
 
 
-@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1"])
+@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1", "per-client-rho:0.05"])
 def test_the_real_protocol_gives_the_same_bits(strength: str) -> None:
     pytest.importorskip("cryptography")
     from quorumark.lab.masked import compare
@@ -789,6 +789,40 @@ def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool, monkeypatch: pytes
     for k in range(3):
         assert torch.cosine_similarity(updates["cpu"][k], updates["cuda"][k], dim=0) > 0.8
     assert not torch.allclose(updates["cuda"][0], updates["cuda"][1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 8, 5, 3), (3, 70, 4, 4), (64, 64, 32, 32), (64, 512, 4, 4)])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_batch_norm_on_a_gpu_is_what_it_says(kind: Any, shape: tuple[int, ...], added: bool, cut: bool) -> None:
+    """Outputs, gradients and running statistics as PyTorch's in float64, means far from 0 among them."""
+    from quorumark.lab._norms import norm
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*sizes: int, kind: Any = torch.float32) -> Any:
+        return torch.randn(sizes, generator=generator, device="cuda").to(kind)
+
+    channels = shape[1]
+    x = (2 * drawn(*shape) + 5 * drawn(channels)[:, None, None]).to(kind).to(memory_format=torch.channels_last)
+    inputs = [x, drawn(channels), drawn(channels)] + ([drawn(*shape, kind=kind)] if added else [])
+    wanted_inputs = [t.double().requires_grad_() for t in inputs]
+    inputs = [t.requires_grad_() for t in inputs]
+    running = drawn(channels), drawn(channels) ** 2
+    wanted_running = [t.double() for t in running]
+    dy = drawn(*shape, kind=kind)
+    shortcut = inputs[3] if added else None
+    y = norm(inputs[0], shortcut, inputs[1], inputs[2], running, cut=cut, eps=1e-5)
+    z = torch.nn.functional.batch_norm(wanted_inputs[0], *wanted_running, *wanted_inputs[1:3], True, 0.1, 1e-5)
+    z = z + wanted_inputs[3] if added else z
+    z = z.relu() if cut else z
+    found = [y, *torch.autograd.grad(y, inputs, dy), *running]
+    wanted = [z, *torch.autograd.grad(z, wanted_inputs, dy.double()), *wanted_running]
+    exact, near = (2e-5, 5e-3 if cut else 2e-5) if kind == torch.float32 else (1e-2, 2e-2)  # a few are cut at 0
+    for i, (one, two) in enumerate(zip(found, wanted, strict=True)):
+        assert float((one - two).norm() / two.norm()) < (near if 0 < i < 1 + len(inputs) else exact)
 
 
 @needs_gpu

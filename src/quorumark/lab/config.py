@@ -113,14 +113,17 @@ class LanguageSettings(Settings):
 
 
 def strength_settings(text: str) -> dict[str, str] | None:
-    """A strength as docs/strength.md has it, from its short form: none, rho:0.05, paper:0.025, per-client:0.1, …"""
+    """A strength as docs/strength.md has it, from its short form: none, rho:0.05, paper:0.025, per-client:0.1, …
+
+    `per-client` is the paper's rule with a key for each member, `per-client-rho` this project's.
+    """
     rule, _, number = text.partition(":")
-    names = {"rho": "rho", "target": "z", "relative": "c", "paper": "c", "per-client": "c"}
+    names = {"rho": "rho", "target": "z", "relative": "c", "paper": "c", "per-client": "c", "per-client-rho": "rho"}
     if text == "none":
         return None
     if rule not in names or not number:
         raise InputError("strength", f"must be none or one of {', '.join(names)} with a number", repr(text))
-    return {"rule": "paper" if rule == "per-client" else rule, names[rule]: number}
+    return {"rule": {"per-client": "paper", "per-client-rho": "rho"}.get(rule, rule), names[rule]: number}
 
 
 TASKS: dict[str, type[Settings]] = {"vision": Settings, "language": LanguageSettings}
