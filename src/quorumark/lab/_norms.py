@@ -19,7 +19,7 @@ from quorumark.errors import InputError
 
 _ROWS = 64  # pixels of a tile
 _COLUMNS = 64  # channels of a tile
-_PROGRAMS = 512  # that a kernel has, if there are tiles enough
+_PROGRAMS = 256  # that a kernel has, if there are tiles enough
 _WARPS = 4
 
 
