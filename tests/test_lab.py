@@ -1080,6 +1080,18 @@ def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "a.json").read_text())["rounds"] == 3
 
 
+@pytest.mark.parametrize("name", ["clients", "strength"])
+def test_the_lab_s_figures_are_of_these_results(name: str) -> None:
+    """`quorumark lab plot` was run since results changed: what a figure shows is named in it."""
+    from quorumark.lab.plot import digest, points
+    from quorumark.lab.results import read_all
+
+    root = Path(__file__).parent.parent
+    found = points(read(name), read_all(root / "results"))
+    assert digest(found) in (root / "docs" / "figures" / f"lab-{name}.svg").read_text()
+    assert digest(found[1:]) != digest(found)
+
+
 def test_figures_and_timings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "f.svg"

@@ -202,8 +202,10 @@ def table(
 
     if not results.is_dir():
         raise InputError("--results", "must be a folder with the results of runs", str(results))
-    sections = [section(results / "attacks", out.parent / "figures"), attack_section(results / ATTACKED)]
-    text = page([read(name) for name in configurations()], read_all(results), "\n".join(filter(None, sections)))
+    figures = out.parent / "figures"
+    sections = [section(results / "attacks", figures), attack_section(results / ATTACKED)]
+    more = "\n".join(filter(None, sections))
+    text = page([read(name) for name in configurations()], read_all(results), more, figures)
     if check:
         if not out.exists() or out.read_text() != text:
             raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")

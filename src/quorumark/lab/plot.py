@@ -2,49 +2,98 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 from collections import defaultdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quorumark.errors import InputError, MissingDependencyError
 from quorumark.lab.config import Configuration
-from quorumark.lab.results import BALANCED, MEAN, best_evidence, groups
+from quorumark.lab.results import BALANCED, MEAN, best_evidence, finished, groups
 
-__all__ = ["draw"]
+__all__ = ["digest", "draw", "points"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """z of the runs of one setting, by the project's statistic and by the paper's code; `full` if they are whole."""
+
+    line: str
+    at: float
+    ours: float
+    papers: float
+    full: bool
+
+
+def points(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[Point]:
+    """What there is to draw against the number of members or the strength."""
+    if configuration.plot not in ("members", "strength"):
+        raise InputError("configuration", "must be one with a figure: clients or strength", configuration.name)
+    found = []
+    for runs in groups(configuration):
+        bodies, first = best_evidence(runs, results), runs[0]
+        if not bodies:
+            continue
+        rule, _, number = first.strength.partition(":")
+        members = configuration.plot == "members"
+        at, name = (first.members, first.strength) if members else (float(number), f"{first.dataset}, {rule}")
+        ours, papers = (statistics.fmean(b["z"]["released"][s] for b in bodies) for s in (BALANCED, MEAN))
+        found.append(Point(name, at, ours, papers, finished(bodies[0], first)))
+    return found
+
+
+def digest(found: list[Point]) -> str:
+    """Names what a figure shows: it stands in the file, so that an old figure is known for one."""
+    return hashlib.sha256(json.dumps([asdict(point) for point in found]).encode()).hexdigest()
 
 
 def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path: Path) -> int:
-    """z against the number of members or the strength, solid by our statistic, dashed by the paper's; points drawn."""
-    if configuration.plot not in ("members", "strength"):
-        raise InputError("configuration", "must be one with a figure: clients or strength", configuration.name)
+    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. Their number."""
+    found = points(configuration, results)
     try:
+        import matplotlib as mpl
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
     except ImportError:
         raise MissingDependencyError("quorumark[report]", "drawing figures") from None
-    lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for runs in groups(configuration):
-        found, first = best_evidence(runs, results), runs[0]
-        rule, _, number = first.strength.partition(":")
-        against, name = (first.members, first.strength) if configuration.plot == "members" else (float(number), rule)
-        for statistic in (BALANCED, MEAN):
-            values = [body["z"]["released"][statistic] for body in found]
-            if values:
-                lines[f"{first.dataset}, {name}", statistic].append((against, statistics.fmean(values)))
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
-    for (name, statistic), points in lines.items():
-        xs, ys = zip(*sorted(points), strict=True)
-        ours = statistic == BALANCED
-        label = name if ours else None
-        axes.plot(xs, ys, "o-" if ours else "s--", color=colours[name], label=label, alpha=1.0 if ours else 0.6)
-    axes.axhline(4, color="grey", linewidth=1)
-    axes.set(xlabel="members" if configuration.plot == "members" else "c or ρ", ylabel="z", yscale="symlog")
-    if configuration.plot == "members":
-        axes.set_xscale("log", base=2)
-    if lines:
-        axes.legend(fontsize=8)
-    axes.set_title("z: solid balanced statistic, dashed mean of the tensors' cosines; grey z = 4", fontsize=9)
-    figure.savefig(path)
-    return sum(map(len, lines.values()))
+    style: dict[Any, Any] = {"svg.hashsalt": configuration.name, "font.size": 9}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        axes = figure.subplots()
+        lines: dict[str, list[Point]] = defaultdict(list)
+        for point in found:
+            lines[point.line].append(point)
+        for number, (name, drawn) in enumerate(lines.items()):
+            drawn.sort(key=lambda point: point.at)
+            xs, colour = [point.at for point in drawn], f"C{number}"
+            axes.plot(xs, [point.ours for point in drawn], "-", color=colour, label=name)
+            axes.plot(xs, [point.papers for point in drawn], "--", color=colour, alpha=0.6)
+            for point in drawn:
+                face = colour if point.full else "white"
+                for z, mark in ((point.ours, "o"), (point.papers, "s")):
+                    axes.plot([point.at], [z], mark, color=colour, markerfacecolor=face, markersize=5)
+        axes.axhline(4, color="grey", linewidth=1)
+        zs = [z for point in found for z in (point.ours, point.papers)] or [10.0]
+        axes.set(ylabel="z", yscale="symlog", ylim=(min(0.0, 1.5 * min(zs)), 2 * max(zs)))
+        if configuration.plot == "members":
+            axes.set_xscale("log", base=2)
+            ticks = sorted({point.at for point in found}) or [1]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xlabel("members")
+        else:
+            axes.set_xlabel("c or ρ*")
+        signs = [
+            Line2D([], [], color="black", marker="o", label="balanced statistic"),
+            Line2D(
+                [], [], color="black", linestyle="--", marker="s", alpha=0.6, label="mean of cosines (paper's code)"
+            ),
+            Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="white", label="shorter runs"),
+            Line2D([], [], color="grey", linewidth=1, label="z = 4"),
+        ]
+        handles = axes.get_legend_handles_labels()[0] + signs
+        figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
+        figure.savefig(path, metadata={"Date": None, "Description": digest(found)})
+    return 2 * len(found)

@@ -49,6 +49,8 @@ ATTACKED = "attacks/language"  # where attacks on language models are, within th
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
 _NOT_RUN = "not run"
+_DEFAULT = "rho:0.05"  # the strength that a consortium has if it says nothing
+_FLAT = 20  # percent by which z may differ between numbers of members
 _AIM, _USEFUL = 20, 5  # what z should be after attacks, and the percentage of perplexity that they may cost
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
@@ -330,8 +332,13 @@ others are named below them.
 _FIRST = ("table1", "table2", "language")  # the page begins with these
 
 
-def page(configurations: Iterable[Configuration], results: dict[str, dict[str, Any]], more: str = "") -> str:
-    """docs/results.md; `more` are sections that other results make."""
+def page(
+    configurations: Iterable[Configuration],
+    results: dict[str, dict[str, Any]],
+    more: str = "",
+    figures: Path | None = None,
+) -> str:
+    """docs/results.md; `more` are sections that other results make, `figures` a folder with what `lab plot` drew."""
     parts = [_HEAD]
     places = {name: place for place, name in enumerate(_FIRST)}
     for configuration in sorted(configurations, key=lambda c: places.get(c.name, len(places))):
@@ -342,6 +349,10 @@ def page(configurations: Iterable[Configuration], results: dict[str, dict[str, A
         parts += (
             _language(configuration, results) if configuration.task == "language" else _vision(configuration, results)
         )
+        if figures is not None and (figures / f"lab-{configuration.name}.svg").exists():
+            parts.append(f"![{configuration.title}]({figures.name}/lab-{configuration.name}.svg)\n")
+        if configuration.plot == "members":
+            parts += _flat(configuration, results)
         nulls = [row for runs in groups(configuration) for row in _null_rows(runs, results)]
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
@@ -360,6 +371,22 @@ def _vision(configuration: Configuration, results: dict[str, dict[str, Any]]) ->
     heads = ["data", "K", "partition", "strength", "paper", "accuracy", "Δ", "paper's z", "z balanced", "z cosine",
              "z mean cosine", "ρ", "evidence"]  # fmt: skip
     return _with_the_rest(heads, rows, {"data": "", "K": "K = ", "partition": "", "strength": ""})
+
+
+def _flat(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
+    """How far z of the default is from being the same for all numbers of members."""
+    found = {
+        runs[0].members: statistics.fmean(body["z"]["released"][BALANCED] for body in bodies)
+        for runs in groups(configuration)
+        if runs[0].strength == _DEFAULT and (bodies := best_evidence(runs, results))
+    }
+    if len(found) < 2:
+        return []
+    low, high = min(found.values()), max(found.values())
+    apart, whole = 100 * (1 - low / high), {run.members for run in configuration.runs} == set(found)
+    holds = str(apart <= _FLAT).lower() if whole else "not all were run"
+    aim = f"Aim: z of {_DEFAULT} within {_FLAT} % from {min(found)} to {max(found)} members: {holds}"
+    return [f"{aim}; {low:.1f} is {apart:.0f} % below {high:.1f}.\n"]
 
 
 def _with_the_rest(heads: list[str], rows: list[list[str]], named: dict[str, str]) -> list[str]:
@@ -500,6 +527,8 @@ def _row(configuration: Configuration, runs: list[Settings], results: dict[str, 
     accuracies = [100 * body["accuracy"]["released"] for body in found]
     zs = {name: [body["z"]["released"][name] for body in found] for name in (BALANCED, GLOBAL, MEAN)}
     rhos = [body["rho"] for body in found if body["rho"] is not None]
+    if first.per_client:  # K marks of S/K each, with independent signs: together ‖S‖/√K, where the state counts ‖S‖
+        rhos = [rho / first.members**0.5 for rho in rhos]
     return [
         first.dataset,
         str(first.members),
