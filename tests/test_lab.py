@@ -766,8 +766,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @needs_gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_on_a_gpu_train_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to bfloat16: the same losses, and updates in the same direction; each member on its own images."""
     monkeypatch.setattr("quorumark.lab.fleet._LARGE", 1000)
     module = models.make("cnn", 10, 3, 16, 0)
@@ -780,7 +779,7 @@ def test_members_on_a_gpu_train_as_on_the_cpu(compiled: bool, monkeypatch: pytes
     updates, losses = {}, {}
     for device in ("cpu", "cuda"):
         own = models.make("cnn", 10, 3, 16, 0)
-        fleet = Fleet(own, layout, 3, 64, (16, 16, 3), torch.device(device), streams=2, compiled=compiled)
+        fleet = Fleet(own, layout, 3, 64, (16, 16, 3), torch.device(device), streams=2)
         for _ in range(2):  # the second time from the graph alone
             fleet.load(start.to(device))
             losses[device] = float(fleet.train(x.to(device, fleet.kind), y.to(device)))
@@ -873,7 +872,7 @@ def test_rounds_on_a_gpu_that_nobody_waits_for_are_the_same() -> None:
     """Validated at every round or at the end only: the same models up to the order of sums; all losses are known."""
     ends, settings = [], replace(MINI, rounds=6, strength="rho:0.05")
     for every in (1, 6):
-        run = Run(replace(settings, evaluate_every=every), data.load("shapes"), "cuda", compiled=False)
+        run = Run(replace(settings, evaluate_every=every), data.load("shapes"), "cuda")
         assert run.train()
         assert all(0 < entry.loss < 10 and entry.seconds > 0 for entry in run.log)
         assert run.log[-1].c > 0
@@ -1078,6 +1077,35 @@ def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> Non
     assert write(body, tmp_path) is not None
     assert write({"id": "a", "rounds": 2}, tmp_path) is None
     assert json.loads((tmp_path / "a.json").read_text())["rounds"] == 3
+
+
+def test_readme_says_what_the_runs_found() -> None:
+    from quorumark.lab.results import BALANCED, best_evidence, groups, read_all
+
+    root = Path(__file__).parent.parent
+    readme, results = (
+        " ".join((root / "README.md").read_text().replace("\n>", "\n").split()),
+        read_all(root / "results"),
+    )
+    found = {
+        (runs[0].members, runs[0].strength): best_evidence(runs, results)
+        for runs in (*groups(read("clients")), *groups(read("table1")))
+        if runs[0].dataset == "cifar10"
+    }
+    accuracies = [100 * body["accuracy"]["released"] for body in found[32, "rho:0.05"]]
+    assert len(accuracies) == 2
+    plain = 100 * found[32, "none"][0]["accuracy"]["released"]
+    shown = (
+        f"{np.mean(accuracies):.1f} ± {np.std(accuracies, ddof=1):.1f} % accuracy (two seeds), {plain:.1f} % without"
+    )
+    assert f"on CIFAR-10 z = {found[32, 'rho:0.05'][0]['z']['released'][BALANCED]:.0f} at {shown}" in readme
+    counts = (4, 8, 16, 32, 64, 128)
+    shared, own = (
+        [np.mean([body["z"]["released"][BALANCED] for body in found[k, strength]]) for k in counts]
+        for strength in ("rho:0.05", "per-client-rho:0.05")
+    )
+    assert f"z stays between {min(shared):.0f} and {max(shared):.0f} from 4 members to 128" in readme
+    assert f"fall from {own[0]:.0f} to {own[-1]:.0f}." in readme
 
 
 @pytest.mark.parametrize("name", ["clients", "strength"])

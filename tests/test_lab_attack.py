@@ -232,8 +232,7 @@ def test_attackers_side_by_side_do_what_each_would_do_alone() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_attackers_on_a_gpu_do_as_on_the_cpu(compiled: bool) -> None:
+def test_attackers_on_a_gpu_do_as_on_the_cpu() -> None:
     """Up to bfloat16; more of them, fewer, and more again, each number of them a graph of its own."""
     module = models.make("cnn", 4, 3, 16, 0)
     layout, start = ModelLayout.of(module), torch.from_numpy(ModelLayout.of(module).flatten(module))
@@ -250,7 +249,7 @@ def test_attackers_on_a_gpu_do_as_on_the_cpu(compiled: bool) -> None:
     for device in ("cpu", "cuda"):
         own = models.make("cnn", 4, 3, 16, 0)
         fleet = Attackers(
-            own, layout, 4, 4, (16, 16, 3), torch.device(device), batch=64, streams=2, compiled=compiled
+            own, layout, 4, 4, (16, 16, 3), torch.device(device), batch=64, streams=2
         )  # fmt: skip
         fleet.prepare([4, 1])
         for chosen in (attackers, attackers[:1], attackers):

@@ -58,8 +58,8 @@ def run(
     data: Data = Path("data"),
     results: Results = Path("results"),
     runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
-    streams: Annotated[int, typer.Option(help="Members in flight at once on a GPU.")] = 8,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
+    streams: Annotated[int, typer.Option(help="Members in flight at once on a GPU.")] = 5,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile a language model on a GPU.")] = True,
     observe: Annotated[
         str | None,
         typer.Option(help="Keep what outsiders and coalitions of these sizes (8,16) could learn about the key."),
@@ -99,9 +99,7 @@ def run(
     if attacks is not None:
         raise InputError("--attacks", "must be left out for images", attacks)
     coalitions = None if observe is None else [int(size) for size in observe.split(",") if size]
-    series = Series(
-        data, results, runs, _device(device), streams, compiled, clock, coalitions, abreast, lambda t: typer.echo(t)
-    )
+    series = Series(data, results, runs, _device(device), streams, clock, coalitions, abreast, lambda t: typer.echo(t))
     if masked:
         for settings in chosen:
             _masked(settings, series.images(settings.dataset), masked)
@@ -128,7 +126,6 @@ def attack(
     runs: Annotated[Path, typer.Option(help="The folder for checkpoints and models.")] = Path("runs/lab"),
     side: Annotated[int, typer.Option(help="Attacks that train side by side.")] = 8,
     streams: Annotated[int, typer.Option(help="Attacks in flight at once on a GPU.")] = 8,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the step on a GPU.")] = True,
 ) -> None:
     """Attack a run's released model with the paper's budgets, or go on with it; results are in RESULTS/attacks."""
     from quorumark.errors import InputError
@@ -147,7 +144,7 @@ def attack(
     opened, images = open_run(runs / run, data, _device(device))
     left = None if seconds is None else seconds - (time.monotonic() - start)
     suite = Suite(
-        opened, images, runs / run, results / "attacks", epochs, side, streams, compiled, left,
+        opened, images, runs / run, results / "attacks", epochs, side, streams, left,
         lambda t: typer.echo(t), only,
     )  # fmt: skip
     done = suite.run_all(innocents, innocent_epochs)
@@ -235,7 +232,6 @@ def plot(
 def time_(
     members: Annotated[str, typer.Option(help="Numbers of members.")] = "8,32,128",
     streams: Annotated[str, typer.Option(help="Numbers of streams.")] = "8",
-    ways: Annotated[str, typer.Option(help="compiled, plain, or both with a comma.")] = "compiled",
     strength: Annotated[str, typer.Option(help="The mark.")] = "rho:0.05",
     model: Annotated[str, typer.Option(help="The network.")] = "resnet18",
     rounds: Annotated[int, typer.Option(help="Rounds to time.")] = 4,
@@ -248,18 +244,13 @@ def time_(
 
     steps = ("crop", "flip", "autoaugment")
     settings = Settings("noise", strength, model=model, augment=steps)
-    cases = [
-        (int(k), int(s), way == "compiled")
-        for k in members.split(",")
-        for way in ways.split(",")
-        for s in streams.split(",")
-    ]
+    cases = [(int(k), int(s)) for k in members.split(",") for s in streams.split(",")]
     for t in timings(cases, settings, _device(device), rounds):
-        what = f"K={t.members} streams={t.streams} {'compiled' if t.compiled else 'plain'}"
+        what = f"K={t.members} streams={t.streams}"
         numbers = f"{t.round:.3f} s a round ({t.training:.3f} s training), first {t.first:.1f} s, {t.gigabytes:.1f} GB"
         typer.echo(f"{what}: {t.error or numbers}")
         if profile and not t.error:
-            typer.echo("\n".join(kernels(t.members, t.streams, t.compiled, settings, _device(device))))
+            typer.echo("\n".join(kernels(t.members, t.streams, settings, _device(device))))
 
 
 def _device(name: str) -> str:

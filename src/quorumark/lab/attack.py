@@ -175,8 +175,7 @@ class Suite:
     results: Path
     epochs: int = EPOCHS
     side: int = 8
-    streams: int = 8
-    compiled: bool = True
+    streams: int = 5
     seconds: float | None = None
     tell: Callable[[str], None] = lambda _: None
     only: str = "*"
@@ -393,7 +392,7 @@ class Suite:
             run = self.run
             self._fleet = Attackers(
                 run.fleet.module, run.layout, self.side, self.images.classes, self.images.image, run.device,
-                streams=self.streams, compiled=self.compiled,
+                streams=self.streams,
             )  # fmt: skip
         return self._fleet
 

@@ -131,13 +131,12 @@ class Fleet:
         device: torch.device,
         optimiser: Optimiser | None = None,
         *,
-        streams: int = 8,
-        compiled: bool = False,
+        streams: int = 5,
     ) -> None:
         self.module, self.device, self.members = module.to(device), device, members
         self.active = members  # how many of them take part in a step
         self.optimiser = optimiser or Optimiser()
-        self.made_of = (layout, members, batch, image, device, self.optimiser, streams, compiled)
+        self.made_of = (layout, members, batch, image, device, self.optimiser, streams)
         self.order = order = Order(module, layout, device)
         self.cuda = device.type == "cuda"
         self.kind = kind = torch.bfloat16 if self.cuda else torch.float32
@@ -150,7 +149,7 @@ class Fleet:
             low = row if self._low is None else self._low[k]
             views = [p.view(low) for p in order.carriers] + [p.view(row) for p in order.parameters]
             self._parameters.append([view.detach().requires_grad_() for view in views])
-            # in memory of their own: a compiled step may not change what overlaps with its other inputs
+            # in memory of their own: all aligned, as kernels want them
             self._statistics.append([torch.zeros(p.shape, device=device) for p in order.statistics])
         height, width, channels = image
         self._stem = self._widened(channels)
@@ -164,8 +163,6 @@ class Fleet:
         lanes = max(1, len(self._streams))
         self._grads_low = _rows(lanes, order.low, kind, device)
         self._grads = _rows(lanes, order.trained - order.low, torch.float32, device)
-        self._forward: Any = self._loss
-        self._compiled = compiled and self.cuda
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loaded: Tensor | None = None
         self._table = torch.zeros(0, 2, device=device)
@@ -246,9 +243,6 @@ class Fleet:
 
         Fleets of other threads may go on meanwhile, but not begin.
         """
-        if self._compiled:
-            torch._dynamo.reset()  # a process may have many fleets, and compiles one function a few times only
-            self._forward = torch.compile(self._loss, dynamic=False)
         self._pixels.copy_(x)
         self._y.copy_(y)
         self._corrections.fill_(1.0)
@@ -300,7 +294,7 @@ class Fleet:
     def _member(self, k: int, lane: int) -> None:
         """One member's step: gradients, then AdamW on the member's row."""
         parameters = self._parameters[k]
-        loss = self._forward(parameters, self._statistics[k], *self._inputs(k))
+        loss = self._loss(parameters, self._statistics[k], *self._inputs(k))
         grads = torch.autograd.grad(loss, parameters)
         self._losses[k].add_(loss.detach())
         flat = [g.permute(0, 2, 3, 1).reshape(-1) if g.dim() == 4 else g.reshape(-1) for g in grads]

@@ -65,8 +65,7 @@ class Run:
         images: data.ImageSet,
         device: str | torch.device = "cpu",
         *,
-        streams: int = 8,
-        compiled: bool = True,
+        streams: int = 5,
         fleet: Fleet | None = None,
         observe: Sequence[int] | None = None,
     ) -> None:
@@ -88,8 +87,8 @@ class Run:
         self.steps = -(-int(self._counts.max()) // self.batch)
         optimiser = Optimiser(settings.lr, settings.decay, (settings.beta1, settings.beta2))
         args = self.layout, settings.members, self.batch, images.image, self.device, optimiser
-        if fleet is None or fleet.made_of != (*args, streams, compiled):
-            fleet = Fleet(module, *args, streams=streams, compiled=compiled)
+        if fleet is None or fleet.made_of != (*args, streams):
+            fleet = Fleet(module, *args, streams=streams)
         self.fleet = fleet
         total = int(self._counts.sum())
         self.weights = [Fraction(int(n), total) for n in self._counts]

@@ -51,7 +51,7 @@ def digest(found: list[Point]) -> str:
 
 
 def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path: Path) -> int:
-    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. Their number."""
+    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. How many."""
     found = points(configuration, results)
     try:
         import matplotlib as mpl

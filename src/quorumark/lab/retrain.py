@@ -57,11 +57,10 @@ class Attackers(Fleet):
         device: torch.device,
         *,
         batch: int = BATCH,
-        streams: int = 8,
-        compiled: bool = False,
+        streams: int = 5,
     ) -> None:
         plain = Optimiser(decay=0.0)  # each attacker has its own weight decay, below
-        super().__init__(module, layout, members, batch, image, device, plain, streams=streams, compiled=compiled)
+        super().__init__(module, layout, members, batch, image, device, plain, streams=streams)
         low = self.order.low
         self._guess = _rows(members, low, torch.float32, device)  # u
         self._alpha = torch.zeros(members, device=device)

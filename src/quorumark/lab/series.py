@@ -53,7 +53,6 @@ class Series:
     runs: Path
     device: str
     streams: int
-    compiled: bool
     clock: Clock
     observe: Sequence[int] | None = None
     abreast: int = 1
@@ -100,7 +99,7 @@ class Series:
             self.tell(f"{settings.id}: no time left")
         else:
             with self._building:
-                made: dict[str, Any] = {"streams": self.streams, "compiled": self.compiled, "observe": self.observe}
+                made: dict[str, Any] = {"streams": self.streams, "observe": self.observe}
                 run = Run(settings, self.images(settings.dataset), self.device, fleet=fleet, **made)
             self._made(run, self.runs / settings.id)
             return run.fleet

@@ -23,7 +23,6 @@ class Timing:
 
     members: int
     streams: int
-    compiled: bool
     first: float = 0.0
     round: float = 0.0
     training: float = 0.0
@@ -31,26 +30,24 @@ class Timing:
     error: str = ""
 
 
-def timings(
-    cases: Iterable[tuple[int, int, bool]], settings: Settings, device: str, rounds: int = 4
-) -> Iterator[Timing]:
-    """Each case is (members, streams, compiled); images are noise of CIFAR's size and number."""
+def timings(cases: Iterable[tuple[int, int]], settings: Settings, device: str, rounds: int = 4) -> Iterator[Timing]:
+    """Each case is (members, streams); images are noise of CIFAR's size and number."""
     noise = _noise(device)
-    for members, streams, compiled in cases:
+    for members, streams in cases:
         try:
-            yield _timed(noise, settings, members, streams, compiled, device, rounds)
+            yield _timed(noise, settings, members, streams, device, rounds)
         except (RuntimeError, QuorumarkError) as error:  # out of memory, a capture that fails: the others go on
-            yield Timing(members, streams, compiled, error=f"{type(error).__name__}: {str(error)[:200]}")
+            yield Timing(members, streams, error=f"{type(error).__name__}: {str(error)[:200]}")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def kernels(members: int, streams: int, compiled: bool, settings: Settings, device: str, most: int = 30) -> list[str]:
+def kernels(members: int, streams: int, settings: Settings, device: str, most: int = 30) -> list[str]:
     """Where training spends its time on the device: the longest kernels, in microseconds per member and step."""
     from torch.profiler import ProfilerActivity, profile
 
     changed = Settings(**{**settings.asdict(), "members": members, "rounds": 2})
-    run = Run(changed, _noise(device), device, streams=streams, compiled=compiled)
+    run = Run(changed, _noise(device), device, streams=streams)
     run.round()
     x, y = run.batches(2)
     activity = ProfilerActivity.CUDA if run.device.type == "cuda" else ProfilerActivity.CPU
@@ -74,9 +71,7 @@ def _noise(device: str) -> ImageSet:
     return ImageSet("noise", images, labels, images[:10_000], labels[:10_000])
 
 
-def _timed(
-    images: ImageSet, settings: Settings, members: int, streams: int, compiled: bool, device: str, rounds: int
-) -> Timing:
+def _timed(images: ImageSet, settings: Settings, members: int, streams: int, device: str, rounds: int) -> Timing:
     changed = Settings(**{**settings.asdict(), "members": members, "rounds": rounds + 1})
     cuda = torch.device(device).type == "cuda"
 
@@ -88,7 +83,7 @@ def _timed(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     start = synchronised()
-    run = Run(changed, images, device, streams=streams, compiled=compiled)
+    run = Run(changed, images, device, streams=streams)
     run.round()
     first = synchronised() - start
     start = synchronised()
@@ -100,4 +95,4 @@ def _timed(
     run.fleet.train(x, y)
     training = synchronised() - start
     memory = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
-    return Timing(members, streams, compiled, first, each, training, memory)
+    return Timing(members, streams, first, each, training, memory)
