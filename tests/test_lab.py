@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from quorumark import codec, embed, field
 from quorumark.cli import app
-from quorumark.errors import InputError, RecordError
+from quorumark.errors import InputError, RecordError, RoundError
 from quorumark.lab import data
 from quorumark.lab.config import Settings, configurations, read
 from quorumark.layout import ModelLayout, read_safetensors
@@ -1068,6 +1068,32 @@ def test_only_chooses_runs_and_their_order(tmp_path: Path) -> None:
     assert ends == ["shapes-mlp-k2-iid-rho0.05-s1", "shapes-mlp-k2-iid-none-s1"]
     with pytest.raises(InputError, match="must leave some"):
         CliRunner().invoke(app, [*words, "--only", "cifar*"], catch_exceptions=False)
+
+
+def test_a_run_that_diverges_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    """Its round is named, nothing is recorded of it, and the command fails in the end."""
+    text = """
+        title = "one of two diverges"
+        [run]
+        dataset = "shapes"
+        model = "mlp"
+        global_batch = 64
+        members = 2
+        rounds = 3
+        [[grid]]
+        strength = "none"
+        lr = 1e30
+        [[grid]]
+        strength = "rho:0.05"
+    """
+    (tmp_path / "two.toml").write_text(text)
+    words = ["lab", "run", str(tmp_path / "two.toml"), "--results", str(tmp_path / "r"), "--runs", str(tmp_path / "c")]
+    done = CliRunner().invoke(app, [*words, "--device", "cpu"])
+    assert isinstance(done.exception, RoundError)
+    assert str(done.exception) == "diverged, and not recorded: shapes-mlp-k2-iid-none-s0"
+    assert "shapes-mlp-k2-iid-none-s0: round " in done.output
+    assert ", the run has diverged; try a smaller learning rate" in done.output
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["shapes-mlp-k2-iid-rho0.05-s0.json"]
 
 
 def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> None:

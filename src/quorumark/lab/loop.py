@@ -13,6 +13,7 @@ A member's last batch of a round is filled up from the beginning of its order, s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quorumark.errors import RecordError
+from quorumark.errors import RecordError, RoundError
 from quorumark.lab import augment, data, models
 from quorumark.lab.config import Settings, strength_settings
 from quorumark.lab.fleet import Fleet, Optimiser
@@ -33,7 +34,7 @@ from quorumark.lab.observer import Observer
 from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.research import SeededKey
 
-__all__ = ["RoundLog", "Run"]
+__all__ = ["RoundLog", "Run", "check_loss"]
 
 
 @dataclass
@@ -193,6 +194,8 @@ class Run:
         if not self._open:
             self._since = time.perf_counter()
         loss = self.local_models(number)
+        if not self._lazy:
+            check_loss(number, float(loss))
         if number < settings.rounds:
             self._prepare(number + 1)
         total = weighted_sum(self.fleet.theta, self.weights)[self.fleet.order.to_layout]
@@ -223,6 +226,7 @@ class Run:
         losses = [float(loss) for _, loss in self._open]
         each = (time.perf_counter() - self._since) / max(1, len(losses))
         for (entry, _), loss in zip(self._open, losses, strict=True):
+            check_loss(entry.round, loss)
             entry.loss, entry.seconds = loss, each
         self._open = []
 
@@ -294,6 +298,14 @@ class Run:
             self.observer.restore(seen)
         elif self.observer is not None and self.log:
             raise RecordError(f"{str(path)!r} is of a run that was not observed from its first round: begin it again")
+
+
+def check_loss(round_no: int, loss: float) -> None:
+    """What is no number stays none: a run that has diverged ends here."""
+    if not math.isfinite(loss):
+        raise RoundError(
+            f"round {round_no}: the loss is {loss}, the run has diverged; try a smaller learning rate or mark"
+        )
 
 
 def _kept(settings: Settings) -> dict[str, Any]:

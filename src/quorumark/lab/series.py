@@ -6,7 +6,6 @@ each run has a thread and a stream of its own, and the others use what it leaves
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from quorumark.errors import RoundError
 from quorumark.lab.config import Settings
 from quorumark.lab.data import ImageSet, load
 from quorumark.lab.fleet import Fleet
@@ -62,9 +62,18 @@ class Series:
         self._building = threading.Lock()  # a network's first weights are drawn with what all threads share
         self._interrupted = threading.Event()
         self._loaded: dict[str, ImageSet] = {}
+        self._diverged: list[str] = []
 
     def do(self, chosen: Sequence[Settings]) -> None:
-        """Makes these runs, or the rest of them, in their order; those that are done are left out."""
+        """Makes these runs, or the rest of them, in their order; those that are done are left out.
+
+        One that diverges ends there, the others go on, and in the end it is an error.
+        """
+        self._work(chosen)
+        if self._diverged:
+            raise RoundError(f"diverged, and not recorded: {', '.join(self._diverged)}")
+
+    def _work(self, chosen: Sequence[Settings]) -> None:
         waiting, taking = iter(chosen), threading.Lock()
 
         def work() -> None:
@@ -101,7 +110,12 @@ class Series:
             with self._building:
                 made: dict[str, Any] = {"streams": self.streams, "observe": self.observe}
                 run = Run(settings, self.images(settings.dataset), self.device, fleet=fleet, **made)
-            self._made(run, self.runs / settings.id)
+            try:
+                self._made(run, self.runs / settings.id)
+            except RoundError as error:
+                self.tell(f"{settings.id}: {error}")
+                self._diverged.append(settings.id)
+                run.close()
             return run.fleet
         return fleet
 
@@ -114,7 +128,7 @@ class Series:
         def tell(entry: RoundLog) -> None:
             if self._interrupted.is_set():
                 raise KeyboardInterrupt  # of the main thread: no other gets it
-            known = not math.isnan(entry.loss)  # of a round that the device is at it is not
+            known = entry.seconds > 0  # of a round that the device is at it is not
             if known and (entry.round <= 5 or entry.round % 25 == 0 or entry.round == settings.rounds):
                 shown = "" if entry.accuracy is None else f", validation {100 * entry.accuracy:.2f} %"
                 self.tell(f"{settings.id}: round {entry.round}, loss {entry.loss:.3f}{shown}, {entry.seconds:.2f} s")

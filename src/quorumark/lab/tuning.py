@@ -27,7 +27,7 @@ from quorumark.lab import data, text
 from quorumark.lab.config import LanguageSettings, strength_settings
 from quorumark.lab.fleet import Optimiser
 from quorumark.lab.language import LanguageModel
-from quorumark.lab.loop import _kept, _mixed
+from quorumark.lab.loop import _kept, _mixed, check_loss
 from quorumark.lab.mark import Mark, decoded, weighted_sum
 from quorumark.layout import write_safetensors
 from quorumark.research import SeededKey
@@ -131,6 +131,7 @@ class LanguageRun:
         """One round."""
         start, number, settings = time.perf_counter(), self.round_no + 1, self.settings
         loss = self.local_models(number)
+        check_loss(number, float(loss))
         total = weighted_sum(self.theta, self.weights)
         c = 0.0
         if self.mark is None:
