@@ -26,6 +26,7 @@ _DISGUISES = (
     ("permutation", "rescaling", "rotation"),
     ("residual-rotation",),
     ("permutation", "rescaling", "rotation", "residual-rotation"),
+    ("permutation", "rescaling", "rotation", "signs"),
 )
 
 
