@@ -147,7 +147,12 @@ def check(
         list[Path] | None, typer.Option(help="After a resharing: the members' archive.bin; may be repeated.")
     ] = None,
     earlier: Annotated[
-        list[Path] | None, typer.Option(help="Challenges of earlier audits, which burnt leaves; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Challenges of earlier audits, which burnt leaves; their seeds are charged for; repeatable."),
+    ] = None,
+    vouched: Annotated[
+        list[Path] | None,
+        typer.Option(help="Such challenges whose seeds you drew, or confirmed with whoever did; may be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -172,6 +177,7 @@ def check(
         [read_file(path, "an opening") for path in openings],
         archives=archive or (),
         earlier=[read_as(path, "a challenge", Challenge.from_bytes) for path in earlier or ()],
+        vouched=[read_as(path, "a challenge", Challenge.from_bytes) for path in vouched or ()],
     )
     if json:
         typer.echo(jsonlib.dumps(result.as_dict()))
