@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,7 +41,9 @@ from quorumark.home import Home
 from quorumark.identity import Header, open_message
 from quorumark.keystore import Unlock, write_private
 from quorumark.layout import read_safetensors, write_safetensors
-from quorumark.records import canonical
+from quorumark.records import Manifest, canonical
+from quorumark.setup.amend import propose
+from quorumark.setup.amend import sign as amend
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
 from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
@@ -804,6 +807,41 @@ def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path:
         assert (len(set(said)) == 1) == (not _recipient(name)), name
     for home, unlock in map(world.home, relay.nodes):
         home.only_consortium().verify_share(unlock)
+
+
+def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_rounds(tmp_path: Path) -> None:
+    """After an amendment there is no memory of the new group yet, and after a loss none at all. A turn of a ceremony
+    that is long over must not make one that begins at 0: the same round would be summed twice."""
+    from quorumark.engine.server import RoundServer
+
+    world = Consortium.make(tmp_path)
+    assert world.manifest is not None
+    relay = Relay(world)
+    model = {MODEL + name: tensor for name, tensor in world.model.items()}
+    result = {RESULT + name: tensor for name, tensor in train(world.model, 0.01, 1, 1.0).items()}
+
+    def join(manifest: Manifest, after: int) -> None:
+        offer, arrays = RoundServer(manifest, world.layout, world.model, run="7", after=after).offer(world.model)
+        relay.nodes[1].handle("join", offer, {**arrays, **model})
+        relay.nodes[1].handle("ready", {**offer, "examples": 101, "node": "1"}, result)
+
+    join(world.manifest, 4)
+    terms = propose(world.manifest.terms, examples={2: 90})
+    for x in (*relay.nodes, *relay.nodes):  # all sign, then all take the manifest
+        home, unlock = world.home(x)
+        amended, _ = amend(home, unlock, terms, tmp_path / "amendment", home.only_consortium())
+    assert "manifest" in relay.turn(1, "0" * 32)
+    for after in (0, 4):
+        with pytest.raises(
+            RoundError, match=f"round {after + 1} is over for 'Hospital 1', which last took part in round"
+        ):
+            join(amended, after)
+    join(amended, 5)
+    # one whose memory is gone waits for its operator, who knows the last round
+    shutil.rmtree(world.home(1)[0].only_consortium().path / "rounds")
+    assert "manifest" in relay.turn(1, "1" * 32)
+    with pytest.raises(KeystoreError, match="has no memory of rounds: create it with the last round"):
+        join(amended, 0)
 
 
 @pytest.mark.parametrize("session", ["0" * 32, "1" * 32])
