@@ -100,6 +100,7 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open use --record-only: what others opened is public, and must not be answered about again.
     """
+    from quorumark.errors import EvidenceError
     from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_challenge, open_leaves
@@ -108,7 +109,8 @@ def open_(
     member = Home(home)
     place = member.only_consortium(consortium)
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
-    query = _certified(certificate, place.chain(), asked).query
+    finding = _certified(certificate, place.chain(), asked)
+    query = finding.query
     ledger = Ledger.open(place, place.manifest())
     if record_only:
         check_challenge(asked, query, place.manifest())
@@ -118,6 +120,11 @@ def open_(
         else:
             typer.echo(f"{len(asked.leaves)} leaves are recorded as burnt; nothing was opened")
         return
+    if finding.corroboration == "uncorroborated" and finding.members > finding.quorum:
+        raise EvidenceError(
+            "the certificate rests on t answers, of which one could have set its number: let another member answer, "
+            "combine again, and audit that"
+        )
     opened = unlock(key_file, passphrase_file)
     with ledger.exclusive():
         answered = query.x in ledger.answered()
