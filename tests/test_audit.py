@@ -1008,11 +1008,20 @@ def test_a_second_audit_leaves_out_what_the_first_one_opened(
     asked = audit.challenge(query, young.manifest, z, bytes(32), source="beacon 4711")
     assert not set(asked.leaves) & set(burnt)
     again = [young.opening(name, asked, query, Memory(burnt)) for name in young.members]
-    result = check_audit(asked, query, x, young.chain, again, earlier=[made.asked])
+    result = check_audit(asked, query, x, young.chain, again, vouched=[made.asked])
     assert (result.verdict, result.charge) == ("PASSED", "0.00")
     said = " ".join(result.reasons)
-    assert f"{len(burnt)} of them by earlier challenges, drawn by seeds of 'challenger'; 0 are not explained" in said
+    assert (
+        f"{len(burnt)} of them by earlier challenges that you vouch for, drawn by seeds of 'challenger'; 0 by" in said
+    )
+    assert "and 0 are not explained" in said
     assert "a seed of 'beacon 4711'" in said
+    # whoever does not know where the first seed is from allows for all that could have been tried; once, however often
+    for count in (1, 3):
+        result = check_audit(asked, query, x, young.chain, again, earlier=[made.asked] * count)
+        assert float(result.charge) == pytest.approx(log10(LEAVES * 2**80), abs=0.01)
+        assert f"0 of them by earlier challenges that you vouch for; {len(burnt)} by others" in " ".join(result.reasons)
+    assert check_audit(asked, query, x, young.chain, again, earlier=[made.asked], vouched=[made.asked]).charge == "0.00"
     # without the first challenge the choice of burnt leaves could be anything, and too much is charged
     result = check_audit(asked, query, x, young.chain, again)
     assert result.verdict == "INCONCLUSIVE"
@@ -1021,6 +1030,11 @@ def test_a_second_audit_leaves_out_what_the_first_one_opened(
     for change, text in (({"genesis": "11" * 32}, "another genesis"), ({"seed": "11" * 32}, "than its seed draws")):
         with pytest.raises(RecordError, match=f"earlier challenge 1 .*{text}"):
             check_audit(asked, query, x, young.chain, again, earlier=[replace(made.asked, **change)])
+        with pytest.raises(RecordError, match=f"earlier challenge 1 .*{text}"):
+            check_audit(asked, query, x, young.chain, again, vouched=[replace(made.asked, **change)])
+    # one that opened what the query still rests on is none of those before it
+    with pytest.raises(RecordError, match=r"opened \d+ leaves that the query does not leave out"):
+        check_audit(asked, query, x, young.chain, again, vouched=[made.asked, asked])
 
 
 def test_leaves_called_burnt_to_get_rid_of_them() -> None:
@@ -1039,5 +1053,66 @@ def test_leaves_called_burnt_to_get_rid_of_them() -> None:
     query = query_of(x, liars.manifest, burnt)
     asked = audit.challenge(query, liars.manifest, z, SEED)
     result = check_audit(asked, query, x, [liars.manifest], liars.openings(asked))
+    assert float(result.z) > 12  # so much would have been a proof
+    assert (result.verdict, result.log10_bound) == ("INCONCLUSIVE", "0.00")
+
+
+def _made_up(like: Challenge, leaves: int, wanted: Sequence[int]) -> list[Challenge]:
+    """Challenges that nobody was ever asked, and that draw almost exactly these leaves: each leaves out all others."""
+    left, made = set(wanted), []
+    while len(left) >= 4:
+        others = tuple(sorted(set(range(leaves)) - left))
+        forged = replace(like, query="00" * 32, z="999999999999", burnt=others, leaves=(0,))
+        forged = replace(forged, leaves=forged.drawn(leaves))
+        left -= set(forged.leaves)
+        made.append(forged)
+    return made
+
+
+def _until_they_fit(like: Challenge, leaves: int, wanted: Sequence[int], tries: int) -> list[Challenge]:
+    """Challenges that leave out nothing, of two leaves each, whose seeds were drawn until both were wanted."""
+    made, missing = [], set(wanted)
+    for seed in range(tries):
+        forged = replace(like, query="00" * 32, z="999999999999", seed=f"{seed:064x}", burnt=(), leaves=(0,))
+        forged = replace(forged, leaves=forged.drawn(leaves))
+        if set(forged.leaves) <= set(wanted) and set(forged.leaves) & missing:
+            missing -= set(forged.leaves)
+            made.append(forged)
+    return made
+
+
+@pytest.mark.parametrize("how", ["made up", "until they fit"])
+def test_earlier_challenges_that_explain_what_liars_leave_out(how: str) -> None:
+    """Members who know the key leave out the leaves that speak against an innocent model, and show challenges that
+    explain it. z on what is opened would be a proof, if those challenges were believed."""
+    rng = np.random.default_rng(22)
+    raw = rng.choice([-1, 1], D).astype(np.int64)
+    liars = Liars(shared(raw), leaf=16)
+    tau = raw * signs(liars.manifest.genesis, D)
+    x = vector(rng)
+    gains = np.add.reduceat(x.astype(np.int64) * tau, np.arange(0, D, 16))
+    worst = [int(i) for i in np.argsort(gains)[: 3 * gains.size // 4]]
+    like = audit.challenge(query_of(x, liars.manifest), liars.manifest, "100", SEED)
+    if how == "made up":
+        earlier = _made_up(like, gains.size, worst)
+        assert len(earlier) > 100
+    else:
+        earlier = _until_they_fit(like, gains.size, worst, 8000)
+    burnt = tuple(sorted({leaf for one in earlier for leaf in one.leaves}))
+    assert set(burnt) <= set(worst)
+    x = _without(x, burnt, 16)
+    z = score(x, tau)
+    assert float(z) > 30
+    query = query_of(x, liars.manifest, burnt)
+    asked = audit.challenge(query, liars.manifest, z, SEED)
+    openings = liars.openings(asked)
+    if how == "made up":
+        text = "leaves out .* leaves that no challenge before it opened: show those challenges too"
+        with pytest.raises(RecordError, match=text):
+            check_audit(asked, query, x, [liars.manifest], openings, earlier=earlier)
+        with pytest.raises(RecordError, match=text):
+            check_audit(asked, query, x, [liars.manifest], openings, vouched=earlier)
+        return
+    result = check_audit(asked, query, x, [liars.manifest], openings, earlier=earlier)
     assert float(result.z) > 12  # so much would have been a proof
     assert (result.verdict, result.log10_bound) == ("INCONCLUSIVE", "0.00")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -232,6 +235,29 @@ def test_unreadable_messages_are_named(five: Consortium) -> None:
     path.mkdir()
     step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
     assert "'Cedar' for step 'dkg/commit' cannot be read" in five.run(*step, fails=QuorumarkError)
+
+
+def test_messages_without_end_are_named_and_not_read(five: Consortium) -> None:
+    """Whoever writes to the folder puts a device there, or a file that is all hole: neither fills this machine."""
+    for i in range(5):
+        five.step(i)
+    path = five.folder / "1-commit" / "3.msg"
+    step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
+    path.unlink()
+    path.symlink_to("/dev/full")  # gives zeros without end
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))"
+    run = [sys.executable, "-c", f"{code}; from quorumark.cli import app; app({step!r})"]
+
+    def said() -> str:
+        return subprocess.run(run, capture_output=True, text=True, timeout=120, check=False).stderr
+
+    assert "MemoryError" not in said()
+    assert "cannot be read" in five.run(*step, fails=QuorumarkError)
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 36)
+    assert "MemoryError" not in said()
+    assert "too large to be a message" in five.run(*step, fails=QuorumarkError)
 
 
 # --- with a dealer ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,7 +41,9 @@ from quorumark.home import Home
 from quorumark.identity import Header, open_message
 from quorumark.keystore import Unlock, write_private
 from quorumark.layout import read_safetensors, write_safetensors
-from quorumark.records import canonical
+from quorumark.records import Manifest, canonical
+from quorumark.setup.amend import propose
+from quorumark.setup.amend import sign as amend
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
 from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
@@ -540,6 +543,73 @@ def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> Non
     assert not list(world.folder.rglob("result.safetensors"))
 
 
+def test_a_server_that_lies_about_the_model_reads_the_key(tmp_path: Path) -> None:
+    """A limit, not a defence (docs/threat-model.md, "The server that trains"): members train honestly, on data of their
+    own, and the server tells them all the same: a history that never was, and a model most of whose units are dead for
+    inputs that are not negative. What did not move shows S ⊙ τ. Two such rounds give the whole key."""
+    from quorumark.embed import norm_count
+    from quorumark.engine.server import RoundServer
+    from quorumark.records import DEFAULT_STRENGTH
+    from quorumark.research import KnownKey
+
+    units, rng = 48, np.random.default_rng(3)
+    true = {
+        "a.weight": (rng.standard_normal((units, 64)) / 8).astype(np.float32),
+        "b.weight": (rng.standard_normal((10, units)) / 8).astype(np.float32),
+    }
+    world = Consortium.make(tmp_path, model=true, strength=dict(DEFAULT_STRENGTH))
+    assert world.manifest is not None
+    nodes = {x: MemberNode(*world.home(x)) for x in range(1, 6)}
+    guess = {name: np.zeros(tensor.shape) for name, tensor in true.items()}
+    for after, alive in ((3, slice(0, 12)), (6, slice(12, 24))):
+        dead = np.delete(np.arange(units), alive)
+        chosen = {**true, "a.weight": true["a.weight"].copy()}
+        chosen["a.weight"][dead] = -np.abs(chosen["a.weight"][dead])
+        server = RoundServer(world.manifest, world.layout, true, run=f"run {after}", after=after)
+        norms = np.full(norm_count(world.layout), 1 << 40, np.uint64)
+        before = {n: t + np.float32(1e-4) * rng.standard_normal(t.shape).astype(np.float32) for n, t in chosen.items()}
+        for round_no, model in ((after - 1, before), (after, chosen)):
+            server.history.accept(round_no, world.layout.encode(model), None, norms)
+        offer, arrays = server.offer(chosen)
+        told = {**arrays, "anchor": server.anchor, **{MODEL + name: tensor for name, tensor in chosen.items()}}
+        for x, node in nodes.items():
+            node.handle("join", offer, told)
+            result = {RESULT + name: tensor for name, tensor in _two_layers(chosen, x).items()}
+            ready, _ = node.handle("ready", {**offer, "examples": 100 + x, "node": "1"}, result)
+            server.take_ready(x, ready["ready"])
+        announced = {"round": offer["round"], "announcement": server.announce()}
+        for x, node in nodes.items():
+            head, vector = node.handle("upload", announced, {})
+            server.take_upload(x, head["head"], vector["vector"])
+        for x, node in nodes.items():
+            server.take_answer(x, node.handle("unmask", {"request": server.request(x)}, {})[0]["answer"])
+        opened = server.finish()
+        guess["a.weight"][dead] = np.sign(opened["a.weight"] - chosen["a.weight"])[dead]
+        guess["b.weight"][:, dead] = np.sign(opened["b.weight"] - chosen["b.weight"])[:, dead]
+    shares = {
+        x: home.only_consortium().share(unlock).vector() for x, (home, unlock) in enumerate(map(world.home, nodes), 1)
+    }
+    known = KnownKey.from_shares(world.manifest, shares, world.layout, Reference.read(world.path).anchor)
+    for spec, place in world.layout.spans("carrier"):
+        assert (guess[spec.name].reshape(-1) == known.key[place]).all()
+
+
+def _two_layers(model: Model, point: int) -> Model:
+    """Plain gradient descent on a member's own data, inputs from 0 to 1: softmax(b·relu(a·x))."""
+    rng = np.random.default_rng(1000 + point)
+    labels = rng.integers(0, 10, 600)
+    data = np.clip(np.random.default_rng(4).random((10, 64))[labels] + 0.3 * rng.standard_normal((600, 64)), 0, 1)
+    a, b = model["a.weight"].astype(np.float64), model["b.weight"].astype(np.float64)
+    for _ in range(40):
+        some = rng.integers(0, 600, 32)
+        before = data[some] @ a.T
+        hidden = np.maximum(before, 0)
+        odds = np.exp(hidden @ b.T)
+        error = (odds / odds.sum(1, keepdims=True) - np.eye(10)[labels[some]]) / 32
+        a, b = a - 0.05 * ((error @ b) * (before > 0)).T @ data[some], b - 0.05 * error.T @ hidden
+    return {"a.weight": a.astype(np.float32), "b.weight": b.astype(np.float32)}
+
+
 def test_a_node_gives_a_plain_strategy_nothing(world: Consortium) -> None:
     """With the mod in the app and no wrapper at the server the models would be sent as they are."""
     grid = LocalGrid(app_for(world.folder), 5)
@@ -804,6 +874,41 @@ def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path:
         assert (len(set(said)) == 1) == (not _recipient(name)), name
     for home, unlock in map(world.home, relay.nodes):
         home.only_consortium().verify_share(unlock)
+
+
+def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_rounds(tmp_path: Path) -> None:
+    """After an amendment there is no memory of the new group yet, and after a loss none at all. A turn of a ceremony
+    that is long over must not make one that begins at 0: the same round would be summed twice."""
+    from quorumark.engine.server import RoundServer
+
+    world = Consortium.make(tmp_path)
+    assert world.manifest is not None
+    relay = Relay(world)
+    model = {MODEL + name: tensor for name, tensor in world.model.items()}
+    result = {RESULT + name: tensor for name, tensor in train(world.model, 0.01, 1, 1.0).items()}
+
+    def join(manifest: Manifest, after: int) -> None:
+        offer, arrays = RoundServer(manifest, world.layout, world.model, run="7", after=after).offer(world.model)
+        relay.nodes[1].handle("join", offer, {**arrays, **model})
+        relay.nodes[1].handle("ready", {**offer, "examples": 101, "node": "1"}, result)
+
+    join(world.manifest, 4)
+    terms = propose(world.manifest.terms, examples={2: 90})
+    for x in (*relay.nodes, *relay.nodes):  # all sign, then all take the manifest
+        home, unlock = world.home(x)
+        amended, _ = amend(home, unlock, terms, tmp_path / "amendment", home.only_consortium())
+    assert "manifest" in relay.turn(1, "0" * 32)
+    for after in (0, 4):
+        with pytest.raises(
+            RoundError, match=f"round {after + 1} is over for 'Hospital 1', which last took part in round"
+        ):
+            join(amended, after)
+    join(amended, 5)
+    # one whose memory is gone waits for its operator, who knows the last round
+    shutil.rmtree(world.home(1)[0].only_consortium().path / "rounds")
+    assert "manifest" in relay.turn(1, "1" * 32)
+    with pytest.raises(KeystoreError, match="has no memory of rounds: create it with the last round"):
+        join(amended, 0)
 
 
 @pytest.mark.parametrize("session", ["0" * 32, "1" * 32])

@@ -917,3 +917,36 @@ def test_a_residual_that_rounding_hides_reads_no_sign(tmp_path: Path, count: int
 
     with pytest.raises(GuardError, match="read off signs of the key"):
         ask_all()
+
+
+def test_whoever_is_refused_without_end_does_not_fill_the_ledger(member: Member) -> None:
+    """A server may ask as often as it likes, each time at another time. A ledger that is too large to be read would end
+    all answers of this member."""
+    x = vector(1)
+    ledger = member.ledger()
+    with ledger.exclusive():
+        for i in range(1100):
+            query = member.query(x, created=f"2026-01-31T12:{i // 60:02d}:{i % 60:02d}Z")
+            ledger.record_refusal(query, f"all these leaves are burnt: {list(range(2000))}")
+    again = member.ledger()
+    assert len(again.entries) == 1000
+    assert member.place.ledger_path.stat().st_size < 1000 * 700
+    assert again.entries[0]["reason"].startswith("all these leaves are burnt: [0, 1, 2")
+    member.answer(x)
+    assert member.ledger().answered() == {query.x}
+
+
+def test_a_full_ledger_still_takes_answers_and_nothing_else(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quorumark.verify.ledger._MOST_LINES", 3)
+    member.answer(vector(1))
+    x = member.query(vector(1)).x
+    ledger = member.ledger()
+    for i in range(9):  # the same query, combined again and again with other thresholds
+        ledger.record_outcome(x, ("passed", "failed")[i % 2], f"{i:064x}")
+        ledger.learn({f"{i:064x}": "failed"})
+        ledger.record_refusal(member.query(vector(2)), f"reason {i}")
+    assert [entry["kind"] for entry in ledger.entries] == ["answered", "outcome", "seen"]
+    member.answer(vector(3))
+    member.ledger().record_burnt([1], "ab" * 32)
+    member.ledger().record_outcome(member.query(vector(3)).x, "failed", "cd" * 32)
+    assert [entry["kind"] for entry in member.ledger().entries[3:]] == ["answered", "burnt", "outcome"]

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,25 @@ def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:
     suspect = read_suspect(path)
     write_safetensors({n: t * 2 if t.dtype == np.float32 else t for n, t in model().items()}, path)
     os.utime(path, ns=(1, 1))
+    for use in (lambda: suspect.rows("head.weight", 0, 1), suspect.digest):
+        with pytest.raises(LayoutError, match="changed while they were read"):
+            use()
+
+
+@pytest.mark.parametrize("how", ["written over", "replaced"])
+def test_a_file_that_changes_and_hides_it_is_refused(tmp_path: Path, how: str) -> None:
+    """Who may write to the folder lets a member read one model and hash another of the same size, and sets the time
+    back."""
+    path = as_safetensors(tmp_path)
+    suspect, before, content = read_suspect(path), path.stat(), path.read_bytes()
+    suspect.rows("head.weight", 0, 1)
+    time.sleep(0.02)  # file systems tell times apart that are some milliseconds apart
+    if how == "replaced":
+        path.unlink()
+    path.write_bytes(content[:-8] + bytes(8))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
     for use in (lambda: suspect.rows("head.weight", 0, 1), suspect.digest):
         with pytest.raises(LayoutError, match="changed while they were read"):
             use()

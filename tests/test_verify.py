@@ -26,7 +26,7 @@ from quorumark.errors import (
 )
 from quorumark.field import P
 from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.records import Manifest, anchor_digest
+from quorumark.records import Manifest, anchor_digest, canonical
 from quorumark.research import KnownKey, TensorsInMemory
 from quorumark.setup.local import deal_key
 from quorumark.shares import ShareInfo, ShareWriter
@@ -377,6 +377,7 @@ def test_the_largest_number_that_signs_can_give(world: World, asked: tuple[Query
 def test_queries_that_contradict_themselves_are_refused(asked: tuple[Query, list[Partial]]) -> None:
     for change, text in (
         ({"covered": asked[0].carriers + 1}, "coverage must not exceed the carriers"),
+        ({"covered": 0, "carriers": 0}, "carriers must be at least 1"),
         ({"burnt": (2, 1)}, "burnt leaves must be whole numbers in order"),
         ({"burnt": (1, 1)}, "burnt leaves must be whole numbers in order"),
     ):
@@ -478,6 +479,32 @@ def test_a_low_z_of_half_a_model_is_inconclusive(tmp_path: Path) -> None:
         assert combine(world.manifest, asked, zeros).verdict == verdict
 
 
+def test_leaves_that_are_called_burnt_clear_nobody(tmp_path: Path) -> None:
+    """Anybody may ask about a marked model and leave out four fifths of it: its z is then less than half."""
+    world = make_world(tmp_path)
+    leaves = -(-world.manifest.terms.coordinates // world.manifest.terms.leaf)
+    query = prepare(world.reference, world.suspect, burnt=range(leaves - leaves // 5)).query
+    assert query.covered == query.carriers
+    _, partials = world.answers(world.suspect, (1, 2, 3, 4), query)
+    high = "1e-100"  # z* = 21.5; the whole model has 35, a fifth of it 16, each ± 1
+    finding = combine(world.manifest, query, partials, alpha=high)
+    assert combine(world.manifest, *world.answers(world.suspect, (1, 2, 3, 4)), alpha=high).verdict == "PASSED"
+    assert finding.verdict == "INCONCLUSIVE"
+    assert "but 16,384 of 20,400 coordinates were left out as burnt" in finding.reasons[0]
+    certificate = Certificate.of(replace(finding, verdict="FAILED"))
+    with pytest.raises(EvidenceError, match="says something else than its partials"):
+        sign(*world.homes[0], certificate)
+    # 31 leaves of 64 are 9.7 %, 32 are 10.04 %; what was not found counts besides
+    for burnt, covered, verdict in ((31, 20_400, "FAILED"), (32, 20_400, "INCONCLUSIVE"), (31, 20_343, "INCONCLUSIVE")):
+        asked = replace(query, burnt=tuple(range(burnt)), covered=covered)
+        zeros = [answer_with(home.identity(unlock), world.manifest, asked, 0) for home, unlock in world.homes]
+        assert combine(world.manifest, asked, zeros).verdict == verdict
+    beyond = replace(query, burnt=(leaves,))
+    zeros = [answer_with(home.identity(unlock), world.manifest, beyond, 0) for home, unlock in world.homes]
+    with pytest.raises(EvidenceError, match="leaves out leaves that no share has"):
+        combine(world.manifest, beyond, zeros)
+
+
 def test_a_query_by_another_statistic_or_size_is_not_combined(world: World, asked: tuple[Query, list[Partial]]) -> None:
     for change in ({"statistic": "global-cosine/v1"}, {"coordinates": 5}):
         query = replace(asked[0], **change)
@@ -520,6 +547,39 @@ def test_a_file_may_have_another_name(world: World, certificate: Certificate, tm
     query = certificate.finding.query
     partial = answer(*world.homes[0], world.reference, renamed, query, approved=True)
     assert partial.answer == next(p for p in certificate.finding.partials if p.point == 1).answer
+
+
+def test_a_file_may_not_have_another_size(world: World, certificate: Certificate) -> None:
+    query = certificate.finding.query
+    asked = replace(query, files=(replace(query.files[0], size=5),))
+    with pytest.raises(EvidenceError, match="the query does not describe this suspect: files is"):
+        answer(*world.homes[0], world.reference, world.suspect, asked, approved=True)
+    numbers = {partial.point: partial.value for partial in certificate.finding.partials}
+    made = [
+        answer_with(home.identity(unlock), world.manifest, asked, numbers[x])
+        for x, (home, unlock) in enumerate(world.homes, 1)
+    ]
+    lie = Certificate.of(combine(world.manifest, asked, made))
+    for home, unlock in world.homes:
+        lie = lie.signed_by(home.identity(unlock))
+    with pytest.raises(EvidenceError, match="the certificate's query does not follow: files is"):
+        check_certificate(lie, [world.manifest], suspect=world.suspect, reference=world.reference)
+
+
+def test_nobody_signs_what_whoever_combined_wrote_between_the_lines(
+    world: World, asked: tuple[Query, list[Partial]]
+) -> None:
+    """Readers pass over fields x-…, and no command shows them; the signature would cover them all the same."""
+    whole = json.loads(Certificate.of(combine(world.manifest, *asked)).payload)
+    deep: tuple[tuple[str, ...], ...] = ((), ("predicate",), ("predicate", "query"), ("predicate", "partials", "0"))
+    for where in deep:
+        body = json.loads(canonical(whole))
+        place = body
+        for name in where:
+            place = place[int(name) if name.isdecimal() else name]
+        place["x-licence"] = "the members give this model to Mallory"
+        with pytest.raises(EvidenceError, match="holds fields that this release does not know: do not sign it"):
+            sign(*world.homes[0], Certificate(canonical(body)))
 
 
 def test_a_certificate_that_does_not_follow_is_refused(

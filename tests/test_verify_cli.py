@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ import pytest
 from quorumark.layout import write_safetensors
 from quorumark.verify.audit import Challenge
 from quorumark.verify.certificate import Certificate
+from quorumark.verify.coalition import answer_with, combine, sign
+from quorumark.verify.ledger import Ledger
 from tests.consortium import World, anchor_model, make_world, trained_from
 from tests.test_cli import run
+from tests.test_verify import _through
 
 
 class Desk:
@@ -268,3 +272,27 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     # whoever is no member names the challenge
     done = desk("prepare", suspect, "--out", stale, "--earlier", challenge, *desk.reference, "--home", "none", "--json")
     assert json.loads(done.stdout)["burnt"] == asked["leaves"]
+
+
+def test_one_liar_does_not_have_a_quarter_of_the_key_opened(tmp_path: Path, environment: dict[str, str]) -> None:
+    """With t partials one of them sets z, here to 32 for a model without the mark; all sign what follows. An audit of
+    that would make 72 of 319 leaves public for ever."""
+    (tmp_path / "world").mkdir()
+    world = make_world(tmp_path / "world")
+    desk = Desk(world, tmp_path, environment)
+    query, partials = world.answers(world.save(trained_from(anchor_model(), 7), "innocent.safetensors"), (1, 2))
+    liar = world.homes[2][0].identity(world.homes[2][1])
+    wanted = {0: 32 * isqrt(query.norm2), **{partial.point: partial.value for partial in partials}}
+    partials.append(answer_with(liar, world.manifest, query, _through(wanted, 3)))
+    certificate = Certificate.of(combine(world.manifest, query, partials)).signed_by(liar)
+    for home, unlock in world.homes[:2]:
+        certificate = sign(home, unlock, certificate)
+    Path(desk.path("certificate.json")).write_bytes(certificate.to_bytes())
+    files = [desk.path("challenge.json"), "--certificate", desk.path("certificate.json")]
+    desk("audit", "challenge", files[2], "--manifest", world.folder / "consortium.json", "--out", files[0])
+    done = desk("audit", "open", *files, "--out", desk.path("opening.json"), *desk.home(1), code=2)
+    assert "rests on t answers, of which one could have set its number: let another member answer" in done.stderr
+    assert not Path(desk.path("opening.json")).exists()
+    assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).burnt()
+    # what others opened all the same is public, and can be recorded
+    assert "nothing was opened" in desk("audit", "open", *files, "--record-only", *desk.home(1)).stdout

@@ -52,12 +52,13 @@ _KEPT = re.compile(
 )
 
 
-def read_file(path: Path, what: str) -> bytes:
-    """A small public file."""
+def read_file(path: Path, what: str, most: int = 0) -> bytes:
+    """A small public file, or one of at most so many bytes. It may be anybody's: what has no end is not begun."""
     try:
         if not path.is_file():
-            raise RecordError(f"cannot read {what} from {str(path)!r}: there is no such file")
-        if path.stat().st_size > _LARGEST_RECORD:
+            problem = "it is no regular file" if path.exists() else "there is no such file"
+            raise RecordError(f"cannot read {what} from {str(path)!r}: {problem}")
+        if path.stat().st_size > max(_LARGEST_RECORD, most):
             raise RecordError(f"{str(path)!r} is too large to be {what}")
         return path.read_bytes()
     except OSError as error:

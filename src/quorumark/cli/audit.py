@@ -100,6 +100,7 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open use --record-only: what others opened is public, and must not be answered about again.
     """
+    from quorumark.errors import EvidenceError
     from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_challenge, open_leaves
@@ -108,7 +109,8 @@ def open_(
     member = Home(home)
     place = member.only_consortium(consortium)
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
-    query = _certified(certificate, place.chain(), asked).query
+    finding = _certified(certificate, place.chain(), asked)
+    query = finding.query
     ledger = Ledger.open(place, place.manifest())
     if record_only:
         check_challenge(asked, query, place.manifest())
@@ -118,6 +120,11 @@ def open_(
         else:
             typer.echo(f"{len(asked.leaves)} leaves are recorded as burnt; nothing was opened")
         return
+    if finding.corroboration == "uncorroborated" and finding.members > finding.quorum:
+        raise EvidenceError(
+            "the certificate rests on t answers, of which one could have set its number: let another member answer, "
+            "combine again, and audit that"
+        )
     opened = unlock(key_file, passphrase_file)
     with ledger.exclusive():
         answered = query.x in ledger.answered()
@@ -147,7 +154,12 @@ def check(
         list[Path] | None, typer.Option(help="After a resharing: the members' archive.bin; may be repeated.")
     ] = None,
     earlier: Annotated[
-        list[Path] | None, typer.Option(help="Challenges of earlier audits, which burnt leaves; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Challenges of earlier audits, which burnt leaves; their seeds are charged for; repeatable."),
+    ] = None,
+    vouched: Annotated[
+        list[Path] | None,
+        typer.Option(help="Such challenges whose seeds you drew, or confirmed with whoever did; may be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -172,6 +184,7 @@ def check(
         [read_file(path, "an opening") for path in openings],
         archives=archive or (),
         earlier=[read_as(path, "a challenge", Challenge.from_bytes) for path in earlier or ()],
+        vouched=[read_as(path, "a challenge", Challenge.from_bytes) for path in vouched or ()],
     )
     if json:
         typer.echo(jsonlib.dumps(result.as_dict()))

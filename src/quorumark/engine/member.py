@@ -216,6 +216,8 @@ class MemberNode:
                 raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
             (spool / found[1]).mkdir(mode=0o700, exist_ok=True)
             write_private(spool / name, _content(message))
+        place = self._home.consortium(terms)
+        before = place.manifest_path.exists()
         progress = advance(self._home, self._unlock, terms, spool)
         have = set(json.loads(config.get("have", "[]")))
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
@@ -230,10 +232,10 @@ class MemberNode:
         }
         if progress.manifest is not None:
             told["manifest"] = progress.manifest.to_bytes()
-            place = self._home.consortium(terms)
-            desk = _Desk(place, progress.manifest, identity)
-            if not desk.memory_path.exists():
-                create_memory(place, identity, 0)  # a new key: nobody has taken part in anything yet
+            if not before:
+                # a new key: nobody has taken part in anything yet. Later turns of the ceremony, which a server may ask
+                # for at any time, make no memory: one that begins at 0 would let rounds repeat
+                create_memory(place, identity, 0)
             if not messages:  # all of its own are on their way
                 shutil.rmtree(spool, ignore_errors=True)
         return told, messages

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from quorumark.archive import write_archive
+from quorumark.archive import leaf_count, write_archive
 from quorumark.errors import CeremonyError, MessageError, RecordError
 from quorumark.home import UNDER_WAY, ConsortiumFolder, Home, read_file
 from quorumark.identity import Header, Identity, open_message
 from quorumark.keystore import SealedReader, Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
-from quorumark.records import Manifest, Terms, canonical, check_terms_follow, digest, parse
+from quorumark.records import ARCHIVE_KEY, Manifest, Terms, canonical, check_terms_follow, digest, parse
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
 from quorumark.setup.check import CheckMember
@@ -43,6 +43,7 @@ from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 __all__ = ["Progress", "advance", "check", "discard", "reshare"]
 
 _KIND = "ceremony"
+_MOST_ARCHIVES = 1 << 12  # more first members than any consortium has
 _FINISHED = "quorumark-finished/v1"
 Note = Callable[[str], None]
 
@@ -455,12 +456,16 @@ class _Visit(Generic[Member]):
         return self._folder / f"{self.member.STEPS.index(step) + 1}-{step}" / name
 
     def _read(self, path: Path, step: str, sender: int) -> bytes:
+        """A message. The largest ones hold the key's elements and those of the archives' keys, under two polynomials;
+        who writes to the folder may also put a device there, or a file of any size."""
+        leaves = leaf_count(self._terms.coordinates, self._terms.leaf)
+        most = 16 * (self._terms.coordinates + _MOST_ARCHIVES * ARCHIVE_KEY * leaves)
         try:
-            return path.read_bytes()
-        except OSError as error:
+            return read_file(path, "a message", most)
+        except RecordError as error:
             name = self._terms.member(sender).name
             raise MessageError(
-                f"the message of {name!r} for step '{self.member.NAME}/{step}' cannot be read: {error.strerror}"
+                f"the message of {name!r} for step '{self.member.NAME}/{step}' cannot be read: {error}"
             ) from None
 
     def publish(self, step: str, message: bytes, recipient: int = 0) -> None:

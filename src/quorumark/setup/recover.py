@@ -82,7 +82,7 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
         state = place.path / f"help-{_hash(body)[:16]}.sealed"
         answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
         if not state.exists() and answer.exists():
-            check_sealed(answer.read_bytes(), terms, answered)
+            check_sealed(read_file(answer, "an answer", _most(manifest)), terms, answered)
             return name, ()  # answered, and the key for it is forgotten
         if not state.exists():
             new = X25519PrivateKey.generate().private_bytes_raw().hex()
@@ -152,12 +152,14 @@ def _read_answer(
     identity: Identity, manifest: Manifest, folder: Path, helper: int, header: Header, key: X25519PrivateKey
 ) -> field.Vector:
     name = manifest.terms.member(helper).name
-    try:
-        data = (folder / f"answer-{helper}.msg").read_bytes()  # as large as a share: no record's limit holds here
-    except OSError as error:
-        raise MessageError(f"the answer of {name!r} cannot be read: {error.strerror}") from None
+    data = read_file(folder / f"answer-{helper}.msg", f"the answer of {name!r}", _most(manifest))
     answer = identity.read(data, manifest.terms, header, private=key)
     return np.frombuffer(answer[: len(answer) // 8 * 8], "<u8").astype(np.uint64)
+
+
+def _most(manifest: Manifest) -> int:
+    """Bytes of an answer: as large as a share, with all salts and a header."""
+    return 8 * (manifest.share_length + SALT_ELEMENTS * (1 + manifest.terms.members)) + (1 << 16)
 
 
 def _hash(data: bytes) -> str:

@@ -17,8 +17,11 @@ every choice of members, so the same members must open all leaves, and the choic
 different keys can be shown by m of K members, and the bound is multiplied by that: 1 if all K open.
 
 Which leaves. x is 0 on leaves that earlier audits opened ("burnt"). Whoever could name any leaves as burnt would leave
-out those that speak against it. So burnt leaves must come from earlier challenges, which are drawn again from their
-seeds; u others among L leaves cost a factor L·C(L,u).
+out those that speak against it; u leaves that nothing explains cost a factor L·C(L,u). Earlier challenges explain
+leaves: they are drawn again from their seeds, and must leave out nothing but what challenges before them opened. But
+whoever knows the key can make up challenges, and draw seeds until they fit. So a challenge of c leaves costs a factor
+L·min(C(L,c), 2^80), for all the seeds that anybody can try, unless the reader vouches for it: it drew that seed itself,
+or asked whoever did.
 
 How many. z_sub is about z·√φ for a part φ of the leaves, with a standard deviation of s = √(1 + h²·z²/L) where the
 leaves' contributions differ by h of their mean; h = 1/2 is assumed. φ is chosen such that z·√φ = 12 + 2.4·s, so that an
@@ -41,7 +44,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
-from math import comb
+from math import comb, prod
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -90,6 +93,7 @@ _NOTHING = Decimal(6)  # a smaller z_sub is no more than a model that knows noth
 _MARGIN = Decimal("2.4")  # standard deviations; the normal tail beyond is 0.8 %
 _FAR = Decimal(5)  # standard deviations between z_sub and what the certificate's z predicts
 _LARGEST_ENTRY = 1 << 12  # of a gaussian key, in steps of 2^-8: 16 standard deviations
+_MOST_SEEDS = 1 << 80  # that anybody can try
 _MOST_SETS = 256  # of key openings that are tried where they contradict each other
 # contexts of our own: what a host program does to the default one must not change a result
 _MATH = Context(prec=60, rounding=ROUND_HALF_EVEN)
@@ -491,12 +495,14 @@ def check_audit(
     openings: Sequence[bytes],
     archives: Sequence[str | os.PathLike[str]] = (),
     earlier: Sequence[Challenge] = (),
+    vouched: Sequence[Challenge] = (),
 ) -> AuditResult:
     """Checks an audit from public files alone. `chain`: all manifests up to the query's; `x`: computed by the reader.
 
     `archives`: copies of members' archives, after a resharing. `earlier`: the challenges of the audits in which the
-    query's burnt leaves were opened. What the question itself gets wrong is an error; a member's fault is named in the
-    result, and the audit goes on without that member.
+    query's burnt leaves were opened; each is charged for, since its seed may have been chosen. `vouched`: those whose
+    seeds the reader drew, or confirmed with whoever did; they cost nothing. What the question itself gets wrong is an
+    error; a member's fault is named in the result, and the audit goes on without that member.
     """
     # 1.–3. the chain, the query under its last manifest, the challenge for that query, leaves drawn from the seed
     verify_chain(chain)
@@ -527,7 +533,8 @@ def check_audit(
     if wrong:
         return facts.result("FAILED", wrong)
     # 10. z on the opened part, under the whitening; 11. what it is worth after the charges; 12. against the certificate
-    return facts.judged(raw, _charge(facts, earlier), _about_choices(facts, earlier))
+    told = _Earlier.of(facts, earlier, vouched)
+    return facts.judged(raw, _charge(facts, told), _about_choices(facts, told))
 
 
 def _check_x(x: Integers, query: Query, terms: Terms) -> None:
@@ -787,7 +794,8 @@ def _verdict(z: Decimal, bound: Decimal, agrees: bool) -> tuple[str, list[str]]:
     if z >= PROOF:
         return "INCONCLUSIVE", [
             f"z = {z:.2f} on the opened leaves, but after the charges for choices the bound is 10^{bound:.1f}, and "
-            f"10^{_ENOUGH} is needed: let more members open, or show the challenges that burnt leaves come from"
+            f"10^{_ENOUGH} is needed: let more members open, show the challenges that burnt leaves come from, and "
+            "vouch for those whose seeds you drew, or confirmed with whoever did"
         ]
     if z < _NOTHING:
         return "FAILED", [f"z = {z:.2f} on the opened leaves is no more than a model without the mark may show"]
@@ -802,26 +810,55 @@ def _log10(value: int) -> Decimal:
     return _MATH.log10(Decimal(value))
 
 
-def _charge(facts: _Facts, earlier: Sequence[Challenge]) -> Fraction:
-    """By what the bound is multiplied: C(K,t)/C(m,t) for the members, L·C(L,u) for unexplained burnt leaves."""
+@dataclass(frozen=True)
+class _Earlier:
+    """Challenges of earlier audits and the leaves that they drew: with the reader's word for the seeds, or without."""
+
+    claimed: tuple[Challenge, ...]
+    vouched: tuple[Challenge, ...]
+    leaves: frozenset[int]
+    sure: frozenset[int]
+
+    @classmethod
+    def of(cls, facts: _Facts, earlier: Sequence[Challenge], vouched: Sequence[Challenge]) -> _Earlier:
+        """Draws them again. Each may leave out only what others here opened, or it could be made to draw anything; and
+        the query leaves out all that they opened."""
+        known = {one.digest(): one for one in vouched}
+        claimed = {one.digest(): one for one in earlier if one.digest() not in known}
+        waiting = list(enumerate((*known.values(), *claimed.values()), 1))
+        found: set[int] = set()
+        while waiting:
+            ready = [(number, one) for number, one in waiting if found.issuperset(one.burnt)]
+            for number, one in ready or waiting[:1]:
+                what = f"earlier challenge {number}"
+                require(one.genesis == facts.challenge.genesis, what, "is for another genesis")
+                require(one.leaves == one.drawn(facts.leaves), what, "asks for other leaves than its seed draws")
+                lacking = set(one.burnt) - found
+                rule = f"leaves out {len(lacking)} leaves that no challenge before it opened: show those challenges too"
+                require(not lacking, what, rule)
+                kept = set(one.leaves) - set(facts.query.burnt)
+                require(not kept, what, f"opened {len(kept)} leaves that the query does not leave out")
+            found.update(leaf for _, one in ready for leaf in one.leaves)
+            waiting = [item for item in waiting if item not in ready]
+        sure = frozenset(leaf for one in known.values() for leaf in one.leaves)
+        return cls(tuple(claimed.values()), tuple(known.values()), frozenset(found), sure)
+
+
+def _charge(facts: _Facts, earlier: _Earlier) -> Fraction:
+    """By what the bound is multiplied: C(K,t)/C(m,t) for the members; for burnt leaves that the reader does not vouch
+    for, the smaller of two counts of choices: as if nothing explained them, or by the challenges that do."""
     t, members, leaves = facts.threshold, len(facts.chain[-1].genesis.roots), facts.leaves
-    unexplained = len(set(facts.query.burnt) - _explained(facts, earlier))
-    factor = Fraction(comb(members, t), comb(len(facts.opened), t))
-    return factor * (leaves * comb(leaves, unexplained) if unexplained else 1)
+
+    def any_leaves(count: int) -> int:
+        return leaves * comb(leaves, count) if count else 1
+
+    burnt = set(facts.query.burnt)
+    seeds = prod(leaves * min(comb(leaves, len(one.leaves)), _MOST_SEEDS) for one in earlier.claimed)
+    choices = min(any_leaves(len(burnt - earlier.sure)), seeds * any_leaves(len(burnt - earlier.leaves)))
+    return Fraction(comb(members, t), comb(len(facts.opened), t)) * choices
 
 
-def _explained(facts: _Facts, earlier: Sequence[Challenge]) -> set[int]:
-    """Leaves that earlier challenges under this genesis asked for, drawn again from their seeds."""
-    found: set[int] = set()
-    for number, before in enumerate(earlier, 1):
-        what = f"earlier challenge {number}"
-        require(before.genesis == facts.challenge.genesis, what, "is for another genesis")
-        require(before.leaves == before.drawn(facts.leaves), what, "asks for other leaves than its seed draws")
-        found.update(before.leaves)
-    return found
-
-
-def _about_choices(facts: _Facts, earlier: Sequence[Challenge]) -> list[str]:
+def _about_choices(facts: _Facts, earlier: _Earlier) -> list[str]:
     """What a reader must know to believe that nobody chose what suited it."""
     source = facts.challenge.source
     said = f"the leaves were drawn by a seed of {source!r}"
@@ -833,11 +870,15 @@ def _about_choices(facts: _Facts, earlier: Sequence[Challenge]) -> list[str]:
         )
     burnt = set(facts.query.burnt)
     if burnt:
-        left = len(burnt - _explained(facts, earlier))
-        sources = sorted({repr(before.source) for before in earlier})
-        drawn = f", drawn by seeds of {', '.join(sources)}" if sources else ""
+        sure, left = len(burnt & earlier.sure), len(burnt - earlier.leaves)
         texts.append(
-            f"{len(burnt)} leaves are left out as burnt: {len(burnt) - left} of them by earlier challenges{drawn}; "
-            f"{left} are not explained, and are charged for"
+            f"{len(burnt)} leaves are left out as burnt: {sure} of them by earlier challenges that you vouch for"
+            f"{_sources(earlier.vouched)}; {len(burnt) - sure - left} by others{_sources(earlier.claimed)}, whose "
+            f"seeds may have been chosen, and {left} are not explained: both are charged for"
         )
     return texts
+
+
+def _sources(challenges: Sequence[Challenge]) -> str:
+    names = sorted({repr(one.source) for one in challenges})
+    return f", drawn by seeds of {', '.join(names)}" if names else ""

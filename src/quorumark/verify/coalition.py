@@ -338,7 +338,8 @@ def prepare_again(
     how = _how(reference.manifest.terms, query.alignment)
     made = prepare(reference, suspect, **how, burnt=query.burnt, created=query.created, progress=progress)
     if [file.sha256 for file in made.query.files] == [file.sha256 for file in query.files] and len(query.files) == 1:
-        return replace(made, query=replace(made.query, files=query.files))
+        files = (replace(made.query.files[0], name=query.files[0].name),)
+        return replace(made, query=replace(made.query, files=files))
     return made
 
 
@@ -447,6 +448,8 @@ def combine(
     if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
         raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
     _how(terms, query.alignment)
+    if any(leaf * terms.leaf >= terms.coordinates for leaf in query.burnt):
+        raise EvidenceError("the query leaves out leaves that no share has")
     # 2. every partial is a member's, signed by it, one for each
     by_point: dict[int, Partial] = {}
     for partial in partials:
@@ -497,7 +500,7 @@ def combine(
         )
     threshold = null.raised_threshold(agreed, failed)
     z, cosine = _z(manifest, query, value)
-    verdict, reasons = _verdict(query, z, threshold)
+    verdict, reasons = _verdict(terms, query, z, threshold)
     reasons += _caveats(manifest, used, wrong, corroboration, query)
     if alpha:
         reasons.append(f"the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy")
@@ -578,12 +581,20 @@ def _largest_squared(manifest: Manifest, query: Query) -> int:
     return 2 * query.norm2 * _key_energy(manifest)[0]
 
 
-def _verdict(query: Query, z: str, threshold: str) -> tuple[str, list[str]]:
+def _verdict(terms: Terms, query: Query, z: str, threshold: str) -> tuple[str, list[str]]:
     coverage = f"{100 * query.covered / query.carriers:.1f} % of the carrying weights"
     if Decimal(z) >= Decimal(threshold):
         return "PASSED", [f"z = {z} reaches the threshold {threshold}"]
     if query.covered * 100 < _FULL_COVERAGE * query.carriers:
         return "INCONCLUSIVE", [f"z = {z} is below the threshold {threshold}, but only {coverage} were found"]
+    # anybody may call leaves burnt: who leaves out enough of them gets a low z for any model
+    size = terms.coordinates
+    left_out = sum(min((leaf + 1) * terms.leaf, size) - leaf * terms.leaf for leaf in query.burnt)
+    if (query.covered * size - left_out * query.carriers) * 100 < _FULL_COVERAGE * query.carriers * size:
+        return "INCONCLUSIVE", [
+            f"z = {z} is below the threshold {threshold}, but {left_out:,} of {size:,} coordinates were left out as "
+            "burnt"
+        ]
     if query.surplus:
         return "INCONCLUSIVE", [
             f"z = {z} is below the threshold {threshold}, but {query.surplus:,} of the suspect's channels are left "
@@ -630,6 +641,9 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     finding = certificate.finding
     if _again(manifest, finding) != finding:
         raise EvidenceError("the certificate says something else than its partials: do not sign it")
+    if certificate.payload != Certificate.of(finding).payload:
+        # readers may ignore fields x-…, but whoever signs them has said what they say
+        raise EvidenceError("the certificate holds fields that this release does not know: do not sign it")
     ledger = Ledger.open(place, manifest)
     identity = home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)

@@ -95,6 +95,7 @@ class Query:
             require(is_hex(getattr(self, name), 32), f"a query's {name}", "must be 32 bytes in hex")
         for name in ("epoch", "coordinates", "carriers", "covered", "norm1", "norm2", "norm4", "surplus"):
             require(is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
+        require(self.carriers > 0, "a query's carriers", "must be at least 1")
         for name, most in (("statistic", 100), ("alignment", 200)):
             require(is_text(getattr(self, name), most), f"a query's {name}", "must be a text")
         require(self.covered <= self.carriers, "a query's coverage", "must not exceed the carriers")

@@ -77,6 +77,11 @@ _COMMON = {"format", "number", "previous", "time", "kind"}
 _ADDED = 1024  # coordinates that what a query adds must rest on
 _DISTINCT = 1e-10  # what floating point can tell: far above its 2^-52, below 1024 places in 10^9 coordinates
 _DAY = 24 * 60 * 60
+# anybody who reaches a member can be refused, and a certificate can be combined anew, as often as they like: that must
+# not make a ledger that is too large to be read
+_MOST_REFUSALS = 1000
+_MOST_LINES = 100_000  # of which the last ones are answers and burnt leaves only
+_LONGEST_REASON = 300
 _PIECE = 1 << 16  # bytes of a stored vector that are read at a time
 _FLOATS = 1 << 22  # float64 numbers in memory while residuals are computed: 32 MB
 
@@ -324,9 +329,11 @@ class Ledger:
                 self._append("answered", **asked, files=files, approved_by=approved_by)
 
     def record_refusal(self, query: Query, reason: str) -> None:
-        """A query that was refused, once for each reason."""
+        """A query that was refused, once for each reason; the first thousand of them."""
         with self.exclusive():
-            entry = {"query": query.digest(), "reason": reason}
+            entry = {"query": query.digest(), "reason": reason[:_LONGEST_REASON]}
+            if sum(e["kind"] == "refused" for e in self.entries) >= _MOST_REFUSALS or self._full:
+                return
             if not any(e["kind"] == "refused" and entry.items() <= e.items() for e in self.entries):
                 self._append("refused", **entry)
 
@@ -336,6 +343,8 @@ class Ledger:
         with self.exclusive():
             entry = {"x": _hex("x", x), "outcome": outcome, "certificate": _hex("certificate", certificate_digest)}
             told = [e for e in self.entries if e["kind"] == "outcome" and e["x"] == x]
+            if self._full and told:
+                return
             if not told or not entry.items() <= told[-1].items():
                 self._append("outcome", **entry)
 
@@ -355,7 +364,7 @@ class Ledger:
             for x, outcome in sorted(known.items()):
                 state, certified = states.get(x, (None, False))
                 worse = outcome == "failed" and state in ("open", "passed") and not certified
-                if state is None or worse:
+                if (state is None or worse) and not self._full:
                     self._append("seen", x=x, outcome=outcome, source=source)
 
     def record_burnt(self, leaves: Sequence[int], audit_digest: str) -> None:
@@ -366,6 +375,11 @@ class Ledger:
             new = sorted(set(leaves) - set(self.burnt()))
             if new:
                 self._append("burnt", leaves=new, audit=_hex("audit", audit_digest))
+
+    @property
+    def _full(self) -> bool:
+        """Whether there is room for answers only: far more queries are known then than any budget allows."""
+        return len(self.entries) >= _MOST_LINES
 
     # --- what it says ---
 

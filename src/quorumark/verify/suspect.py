@@ -184,9 +184,11 @@ class Suspect:
         per = "row" if self.tensors[scales[0]].rows > 1 else "tensor"
         return _Scale(scales[0], zeros[0] if zeros else None, 127 if scales[0] in packed else 1, per)
 
-    def _stamp(self) -> list[tuple[int, int]]:
+    def _stamp(self) -> list[tuple[int, ...]]:
+        """Which files they are, and when they were changed: st_mtime can be set back by anybody, st_ctime cannot."""
         try:
-            return [(s.st_size, s.st_mtime_ns) for s in map(os.stat, self.paths)]
+            found = map(os.stat, self.paths)
+            return [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found]
         except OSError as error:
             raise LayoutError(f"cannot read {str(error.filename)!r}: {error.strerror}") from None
 
