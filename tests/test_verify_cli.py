@@ -9,6 +9,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) 
 def test_from_the_question_to_the_report(desk: Desk) -> None:
     suspect = desk.world.suspect
     query = desk.prepare(suspect)
+    asked = Path(query).read_bytes()
+    time.sleep(1.1)  # a query says when it was made, to the second
+    assert Path(desk.prepare(suspect)).read_bytes() == asked  # asked again it stays, so that answers still fit
     partials = [desk.partial(query, suspect, point, "--approve") for point in (2, 3, 5)]
     assert all(len(Path(path).read_bytes()) < 1000 for path in partials)
+    assert "1 partial is too few" in desk.combine(query, partials[:1], code=2)
     two = desk.combine(query, partials[:2], code=2)
     assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3\n"
     found = desk.combine(query, partials)
@@ -88,6 +93,8 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
     for point in (2, 3, 5):
         said = desk("sign", certificate, *desk.home(point), "--json")
     assert json.loads(said.stdout)["signed_by"] == ["Birch", "Cedar", "Elm"]
+    # combined again, signatures are not lost
+    assert "must not be a certificate that somebody has signed" in desk.combine(query, partials, code=2)
     done = desk(*check, "--suspect", suspect, "--report", desk.path("report.html"))
     assert done.stdout.startswith("PASSED: z = ")
     assert done.stdout.count("checked: ") == 5

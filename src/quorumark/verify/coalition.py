@@ -472,7 +472,8 @@ def combine(
     # 4. there are enough of them
     points = sorted(by_point)
     if len(points) < terms.threshold:
-        raise EvidenceError(f"{len(points)} partials are too few: {terms.name!r} needs {terms.threshold}")
+        are = "partial is" if len(points) == 1 else "partials are"
+        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}")
     used = tuple(by_point[point] for point in points)
     # 5. they open one number
     value, wrong, corroboration = _open(manifest, used)
