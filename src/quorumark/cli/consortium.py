@@ -179,7 +179,7 @@ def check(
     )
 
 
-@app.command("amend")
+@app.command("amend", short_help="Write new terms that follow the present ones.")
 def amend(
     out: Annotated[Path, typer.Option(help="The file to write the new terms to; all members must agree on it.")],
     examples: Annotated[list[str] | None, typer.Option(help="POINT=NUMBER: a member's new number of examples.")] = None,

@@ -105,7 +105,7 @@ def help_other(
         typer.echo(f"answered: {name} can now read its own share, and nothing else")
 
 
-@app.command("refresh")
+@app.command("refresh", short_help="Make new shares of the same key for the same members.")
 def refresh(
     folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
     home: HomeOption = DEFAULT_HOME,
