@@ -133,6 +133,25 @@ def test_a_terminal_hears_what_is_worked_on_and_a_file_does_not(desk: Desk) -> N
     assert b"hashing the suspect's files" in shown
 
 
+def test_breaking_off_at_the_question_is_no_verdict(desk: Desk) -> None:
+    query = desk.prepare(desk.world.suspect, "asked.json")
+    out = desk.path("none.json")
+    line = ["verify", "partial", query, "--suspect", str(desk.world.suspect), "--out", out, *desk.reference]
+    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *line, *desk.home(4)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=desk.environment
+    ) as process:
+        os.close(theirs)
+        os.write(ours, b"\x04")  # the end of the input
+        shown, error = process.communicate(timeout=120)
+    os.close(ours)
+    assert b"answer this query?" in shown
+    assert error.decode().strip() == "quorumark: interrupted"
+    assert process.returncode == 130
+    assert not Path(out).exists()
+
+
 def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:
     innocent = desk.world.save(trained_from(anchor_model(), 77), "innocent.safetensors")
     query = desk.prepare(innocent, "innocent.json")

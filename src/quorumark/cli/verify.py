@@ -25,6 +25,7 @@ from quorumark.cli.options import (
     Layout,
     PassphraseFile,
     Which,
+    answered,
     file_name,
     read_certificate,
     unlock,
@@ -114,7 +115,7 @@ def prepare(
     typer.echo(f"{done} {out}; each member answers with: quorumark verify partial {out.name} --suspect …")
 
 
-@app.command("partial")
+@app.command("partial", short_help="Answer a query with this member's share: one signed number.")
 def partial(
     query: Annotated[Path, typer.Argument(help="The query that `prepare` wrote.")],
     suspect: Suspect,
@@ -223,7 +224,7 @@ def combine(
     raise typer.Exit(EXIT_CODES[finding.verdict])
 
 
-@app.command("sign")
+@app.command("sign", short_help="Add this member's signature to a certificate.")
 def sign(
     certificate: Annotated[Path, typer.Argument(help="The combined certificate; the signature is added to it.")],
     home: HomeOption = DEFAULT_HOME,
@@ -427,7 +428,8 @@ def _ask(member: Any, json: bool) -> bool:
 
     if json or not sys.stdin.isatty() or read_policy(member.policy_path).approve == "always":
         return False
-    return typer.confirm("answer this query? it is written to the ledger, and counts against the budget")
+    question = "answer this query? it is written to the ledger, and counts against the budget"
+    return answered(lambda: typer.confirm(question))
 
 
 def _progress(quiet: bool) -> Any:
