@@ -264,6 +264,7 @@ def test_unreadable_messages_are_named(five: Consortium) -> None:
 def test_a_dealer(tmp_path: Path, key: str) -> None:
     group = Consortium(tmp_path, "dealer", key, size=20_000)
     said = group.run("setup", "dealer", "--terms", str(group.terms), "--folder", str(group.folder))
+    assert said.startswith("dealt to 5 members in ")  # a bar of progress is for terminals
     assert "the key is gone" in said
     arguments = ["setup", "accept", "--folder", str(group.folder), "--terms", str(group.terms)]
     for home in group.homes[:-1]:
@@ -353,6 +354,19 @@ def test_backup_and_restore(five: Consortium) -> None:
         "member", "restore", str(five.base / "junk.tar"), "--home", str(five.base / "new"), fails=QuorumarkError
     )
     assert "is not a backup of a member's home, or is damaged" in said
+
+
+def test_a_request_under_another_manifest_says_what_to_do(five: Consortium) -> None:
+    five.finish()
+    folder = five.base / "recovery"
+    Home(five.homes[1]).only_consortium().share_path().unlink()
+    five.run("share", "recover", "--helpers", "1,3,4", "--folder", str(folder), *five.secrets(five.homes[1]))
+    request = folder / "request.msg"
+    ours = five.manifests()[0].digest().hex().encode()
+    request.write_bytes(request.read_bytes().replace(ours, b"ab" * 32))  # as from a member who is an epoch ahead
+    text = five.run("share", "help", "--folder", str(folder), *five.secrets(five.homes[0]), fails=QuorumarkError)
+    assert "under another manifest than the one in force here" in text
+    assert "quorumark consortium update" in text
 
 
 def test_masks_of_a_recovery_are_for_one_request_of_one_member(five: Consortium) -> None:
