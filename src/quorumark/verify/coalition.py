@@ -99,7 +99,9 @@ def prepare(
     if progress is not None:
         progress("hashing the suspect's files")
     if not form.norm2:
-        raise InconclusiveError("the suspect is the anchor itself, or all zeros: there is nothing in it to test")
+        raise InconclusiveError(
+            "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test"
+        )
     query = Query(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
