@@ -24,7 +24,7 @@ from quorumark.home import Home
 from quorumark.identity import Header, verify_manifest
 from quorumark.keystore import Unlock
 from quorumark.layout import write_safetensors
-from quorumark.records import Manifest
+from quorumark.records import Manifest, Terms
 from quorumark.setup import recover as recover_module
 from tests.ceremony import NAMES
 
@@ -122,6 +122,8 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
         assert sorted(p.name for p in place.path.iterdir()) == kept
         assert place.share_path().stat().st_mode & 0o777 == 0o600
         assert home.stat().st_mode & 0o777 == 0o700
+        for public in (home / "member.json", place.manifest_path):  # a copy in a public folder is for others to read
+            assert public.stat().st_mode & 0o777 == 0o644
     key = five.key()
     assert set(np.unique(key)) == {-1, 1}
     assert (five.key((4, 3, 1)) == key).all()
@@ -170,6 +172,27 @@ def test_damaged_and_foreign_files_are_refused_and_the_ceremony_goes_on(five: Co
     five.step(1)  # Birch writes it again
     five.finish()
     assert set(np.unique(five.key())) == {-1, 1}
+
+
+def test_before_the_setup_is_finished_commands_say_so(five: Consortium) -> None:
+    five.step(0)
+    for command in ("share verify", "share inspect", "verify ledger", "setup check"):
+        options = ["--home", str(five.homes[0])] if command in ("share inspect", "verify ledger") else []
+        options = options or five.secrets(five.homes[0])
+        options += ["--folder", str(five.base / "other")] if command == "setup check" else []
+        text = five.run(*command.split(), *options, fails=QuorumarkError)
+        assert "the setup of this consortium is not finished here" in text
+
+
+def test_what_a_killed_process_was_writing_is_removed(five: Consortium) -> None:
+    five.step(0)
+    place = Home(five.homes[0]).only_consortium().path
+    # as a process leaves it that is killed between writing and renaming: the seed of the ceremony, sealed
+    left = place / ".ceremony.sealed.0123456789ab.partial"
+    shutil.copy(place / "ceremony.sealed", left)
+    five.step(0)
+    assert not left.exists()
+    assert (place / "ceremony.sealed").exists()
 
 
 def test_what_was_used_must_not_change(five: Consortium) -> None:
@@ -267,6 +290,7 @@ def test_messages_without_end_are_named_and_not_read(five: Consortium) -> None:
 def test_a_dealer(tmp_path: Path, key: str) -> None:
     group = Consortium(tmp_path, "dealer", key, size=20_000)
     said = group.run("setup", "dealer", "--terms", str(group.terms), "--folder", str(group.folder))
+    assert said.startswith("dealt to 5 members in ")  # a bar of progress is for terminals
     assert "the key is gone" in said
     arguments = ["setup", "accept", "--folder", str(group.folder), "--terms", str(group.terms)]
     for home in group.homes[:-1]:
@@ -356,6 +380,19 @@ def test_backup_and_restore(five: Consortium) -> None:
         "member", "restore", str(five.base / "junk.tar"), "--home", str(five.base / "new"), fails=QuorumarkError
     )
     assert "is not a backup of a member's home, or is damaged" in said
+
+
+def test_a_request_under_another_manifest_says_what_to_do(five: Consortium) -> None:
+    five.finish()
+    folder = five.base / "recovery"
+    Home(five.homes[1]).only_consortium().share_path().unlink()
+    five.run("share", "recover", "--helpers", "1,3,4", "--folder", str(folder), *five.secrets(five.homes[1]))
+    request = folder / "request.msg"
+    ours = five.manifests()[0].digest().hex().encode()
+    request.write_bytes(request.read_bytes().replace(ours, b"ab" * 32))  # as from a member who is an epoch ahead
+    text = five.run("share", "help", "--folder", str(folder), *five.secrets(five.homes[0]), fails=QuorumarkError)
+    assert "under another manifest than the one in force here" in text
+    assert "quorumark consortium update" in text
 
 
 def test_masks_of_a_recovery_are_for_one_request_of_one_member(five: Consortium) -> None:
@@ -483,6 +520,40 @@ def test_passphrases_and_errors(tmp_path: Path) -> None:
     assert "open to others" in str(result.exception)
 
 
+def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tmp_path: Path) -> None:
+    group = Consortium(tmp_path)
+    cards = [item for home in group.homes for item in ("--member", f"{home}/member.json")]
+    create = ["consortium", "create", "--name", "x", "--threshold", "3", *cards]
+    create += ["--model", str(tmp_path / "model.safetensors"), "--out"]
+    chosen = ["--strength", "lr=cosine:24", "--strength", "rho=0.1", "--policy", "z=7", "--policy", "attempts=5"]
+    group.run(*create, str(tmp_path / "one"), *chosen, "--statistic", "global-cosine/v1")
+    terms = Terms.from_bytes((tmp_path / "one" / "terms.json").read_bytes())
+    assert terms.strength == {"rule": "rho", "rho": "0.1", "c_max": "0.03", "lr": "cosine:24"}
+    assert terms.policy == {"z": "7", "attempts": "5"}
+    assert terms.statistic == "global-cosine/v1"
+    shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))
+    assert "strength c_max=0.03 lr=cosine:24 rho=0.1 rule=rho" in shown
+    assert "policy   attempts=5 z=7" in shown
+    group.run(*create, str(tmp_path / "two"), "--strength", "rule=target", "--strength", "z=5")
+    terms = Terms.from_bytes((tmp_path / "two" / "terms.json").read_bytes())
+    assert terms.strength == {"rule": "target", "z": "5"}
+    for arguments, text in [
+        (["--strength", "warmup=3"], "under the rule 'rho' has the settings"),
+        (["--strength", "rho"], "must be like NAME=VALUE"),
+        (["--policy", "zz=7"], "must be z, budget, effective, attempts or cohort, but got 'zz'"),
+        (["--policy", "z=high"], "must be a decimal number"),
+        (["--policy", "budget=0"], "must be a whole number, at least 1"),
+        (["--statistic", "mine"], "must be one of"),
+    ]:
+        assert text in group.run(*create, str(tmp_path / "three"), *arguments, fails=QuorumarkError)
+    assert not (tmp_path / "three").exists()
+    group.finish()
+    amend = ["consortium", "amend", "--home", str(group.homes[0]), "--out", str(tmp_path / "new.json")]
+    for setting, text in [("zz=7", "but got 'zz'"), ("z=high", "a decimal number"), ("groups=00", "made of the file")]:
+        assert text in group.run(*amend, "--policy", setting, fails=QuorumarkError)
+    assert "'z': '7'" in group.run(*amend, "--policy", "z=7")
+
+
 def test_bad_consortia_are_refused(tmp_path: Path) -> None:
     group = Consortium(tmp_path)
     model = str(tmp_path / "model.safetensors")
@@ -496,6 +567,7 @@ def test_bad_consortia_are_refused(tmp_path: Path) -> None:
         ([*cards, "--threshold", "3", "--setup", "magic"], "setup must be one of dealer, dkg"),
         ([*cards, "--threshold", "3", "--key", "wooden"], "key must be one of rademacher, gaussian"),
         (["--member", model, "--threshold", "2"], "this is not a member's card"),
+        (["--member", str(group.homes[0]), "--threshold", "2"], "it is a folder"),
     ]:
         assert text in group.run(*create, *arguments, fails=QuorumarkError)
     assert not (tmp_path / "new").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -328,6 +329,16 @@ def _limited(environment: dict[str, str], most: int, *arguments: str) -> subproc
     )
     command = [sys.executable, "-B", "-c", script, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_what_is_no_file_is_not_replaced_by_one(environment: dict[str, str], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"  # as /dev/stdout and /dev/full are: to root they could be replaced
+    os.mkfifo(pipe)
+    run(environment, "member", "init", "--name", "Avon", "--home", str(tmp_path / "a"), "--key-file", f"{tmp_path}/k")
+    done = run(environment, "member", "backup", str(pipe), "--home", str(tmp_path / "a"))
+    assert done.returncode == 2
+    assert done.stderr == f"quorumark: cannot write {str(pipe)!r}: it is no regular file\n"
+    assert pipe.is_fifo()
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(environment: dict[str, str], tmp_path: Path) -> None:

@@ -1036,6 +1036,18 @@ def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str
         assert "Hospital 1 is served" in serving.stdout.readline()
         with pytest.raises(RoundError, match="lacks 'manifest'"):
             SignerClient(path).handle("join", {}, {})
+        for more, text in [
+            (options, "another process serves at"),
+            ([*options[:3], str(world.folder / "member-2.key")], "the passphrase or key file is wrong"),
+            ([*options, "--manifest", "abc"], "--manifest must be a digest of 64 hex digits"),
+        ]:
+            refused = subprocess.run(
+                [*command, "serve", "--socket", str(path), *more], env=environment, capture_output=True, text=True
+            )
+            assert refused.returncode == 2
+            assert text in refused.stderr
+        with pytest.raises(RoundError, match="lacks 'manifest'"):  # the first one still serves
+            SignerClient(path).handle("join", {}, {})
     finally:
         serving.terminate()
         assert serving.wait(20) == 0

@@ -1148,10 +1148,13 @@ def test_the_lab_s_figures_are_of_these_results(name: str) -> None:
 
 def test_figures_and_timings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / "f.svg"
-    words = ["lab", "plot", "clients", "--results", str(tmp_path), "--out", str(out)]
-    done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert "0 points" in done.output
+    out = tmp_path / "figures" / "f.svg"
+    words = ["lab", "plot", "clients", "--out", str(out), "--results"]
+    with pytest.raises(InputError, match="with results of clients"):  # from another folder, say: no empty figure
+        CliRunner().invoke(app, [*words, str(tmp_path)], catch_exceptions=False)
+    assert not out.exists()
+    done = CliRunner().invoke(app, [*words, str(Path(__file__).parent.parent / "results")], catch_exceptions=False)
+    assert f"drawn: {out}, " in done.output
     assert out.read_text().startswith("<?xml")
     words = ["lab", "time", "--members", "2", "--model", "cnn", "--rounds", "1", "--device", "cpu"]
     shown = CliRunner().invoke(app, [*words, "--profile"], catch_exceptions=False).output

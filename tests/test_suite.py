@@ -117,6 +117,7 @@ def test_a_plan_is_run_gone_on_with_and_drawn(folder: Path, environment: dict[st
     assert done.returncode == 0, done.stderr
     assert "11 attacked models" in done.stdout
     assert "could not be run: averaging: target must have other for the attack 'averaging'" in done.stderr
+    assert re.match(r"0 of \d+: \S", done.stderr), done.stderr  # how far it is, where there is no terminal
     rows = table(out / "results.csv")
     assert list(rows[0])[:6] == ["attack", "budget", "accuracy", "z", "z_aligned", "seconds"]
     by_name = {row["attack"]: row for row in rows}

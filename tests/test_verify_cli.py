@@ -9,6 +9,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -79,8 +80,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) 
 def test_from_the_question_to_the_report(desk: Desk) -> None:
     suspect = desk.world.suspect
     query = desk.prepare(suspect)
+    asked = Path(query).read_bytes()
+    time.sleep(1.1)  # a query says when it was made, to the second
+    assert Path(desk.prepare(suspect)).read_bytes() == asked  # asked again it stays, so that answers still fit
     partials = [desk.partial(query, suspect, point, "--approve") for point in (2, 3, 5)]
     assert all(len(Path(path).read_bytes()) < 1000 for path in partials)
+    assert "1 partial is too few" in desk.combine(query, partials[:1], code=2)
     two = desk.combine(query, partials[:2], code=2)
     assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3\n"
     found = desk.combine(query, partials)
@@ -92,6 +97,8 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
     for point in (2, 3, 5):
         said = desk("sign", certificate, *desk.home(point), "--json")
     assert json.loads(said.stdout)["signed_by"] == ["Birch", "Cedar", "Elm"]
+    # combined again, signatures are not lost
+    assert "must not be a certificate that somebody has signed" in desk.combine(query, partials, code=2)
     done = desk(*check, "--suspect", suspect, "--report", desk.path("report.html"))
     assert done.stdout.startswith("PASSED: z = ")
     assert done.stdout.count("checked: ") == 5
@@ -128,6 +135,25 @@ def test_a_terminal_hears_what_is_worked_on_and_a_file_does_not(desk: Desk) -> N
     assert process.returncode == 0, shown
     assert b"checking the anchor, tensor 3 of 3: fc.bias" in shown  # the last one stays until it is done
     assert b"hashing the suspect's files" in shown
+
+
+def test_breaking_off_at_the_question_is_no_verdict(desk: Desk) -> None:
+    query = desk.prepare(desk.world.suspect, "asked.json")
+    out = desk.path("none.json")
+    line = ["verify", "partial", query, "--suspect", str(desk.world.suspect), "--out", out, *desk.reference]
+    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *line, *desk.home(4)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=desk.environment
+    ) as process:
+        os.close(theirs)
+        os.write(ours, b"\x04")  # the end of the input
+        shown, error = process.communicate(timeout=120)
+    os.close(ours)
+    assert b"answer this query?" in shown
+    assert error.decode().strip() == "quorumark: interrupted"
+    assert process.returncode == 130
+    assert not Path(out).exists()
 
 
 def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:

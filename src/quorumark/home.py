@@ -56,7 +56,8 @@ def read_file(path: Path, what: str, most: int = 0) -> bytes:
     """A small public file, or one of at most so many bytes. It may be anybody's: what has no end is not begun."""
     try:
         if not path.is_file():
-            problem = "it is no regular file" if path.exists() else "there is no such file"
+            kind = "it is a folder" if path.is_dir() else "it is no regular file"
+            problem = kind if path.exists() else "there is no such file"
             raise RecordError(f"cannot read {what} from {str(path)!r}: {problem}")
         if path.stat().st_size > max(_LARGEST_RECORD, most):
             raise RecordError(f"{str(path)!r} is too large to be {what}")
@@ -91,7 +92,7 @@ class Home:
         home.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         home.path.chmod(0o700)
         write_sealed(home.path / "identity.sealed", unlock, "identity", identity.to_secret_bytes(), {"name": name})
-        write_private(home.path / "member.json", identity.card().to_bytes())
+        write_shared(home.path / "member.json", identity.card().to_bytes())  # public: copies of it can be read
         return home
 
     def card(self) -> Card:
@@ -182,7 +183,8 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
         target = folder / entry.name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = archive.extractfile(entry)
-        write_private(target, content.read() if content else b"")
+        public = target.name in ("member.json", "manifest.json")
+        (write_shared if public else write_private)(target, content.read() if content else b"")
 
 
 class ConsortiumFolder:
@@ -210,6 +212,11 @@ class ConsortiumFolder:
         return self.path / f"share-{epoch}.sealed"
 
     def _current(self) -> Manifest:
+        if not self.manifest_path.exists():
+            raise RecordError(
+                f"there is no manifest at {str(self.manifest_path)!r}: the setup of this consortium is not finished "
+                "here; run quorumark setup dkg (or accept) until it says finished"
+            )
         return read_as(self.manifest_path, "a consortium's manifest", Manifest.from_bytes)
 
     def manifest(self) -> Manifest:
@@ -229,7 +236,7 @@ class ConsortiumFolder:
         self.check_followed_by(chain)
         for manifest in chain[:-1]:
             write_shared(self.path / "history" / history_name(manifest.digest().hex()), manifest.to_bytes())
-        write_private(self.manifest_path, chain[-1].to_bytes())
+        write_shared(self.manifest_path, chain[-1].to_bytes())  # public: copies of it can be read
 
     def check_followed_by(self, chain: Sequence[Manifest]) -> None:
         """A chain must hold the manifest that is in force here: nobody is taken back, or to another branch."""
@@ -288,14 +295,18 @@ class ConsortiumFolder:
             for epoch in range(current):
                 self.share_path(epoch).unlink(missing_ok=True)
 
-    def share(self, unlock: Unlock) -> ShareFile:
+    def check_share(self) -> Path:
+        """Where the current share lies; it must be there."""
         path = self.share_path()
         if not path.exists():
             raise KeystoreError(
                 f"this member's share is not at {str(path)!r}: bring it back from a backup, or get it with quorumark "
                 "share recover"
             )
-        return ShareFile(path, unlock)
+        return path
+
+    def share(self, unlock: Unlock) -> ShareFile:
+        return ShareFile(self.check_share(), unlock)
 
     def verify_share(self, unlock: Unlock) -> ShareFile:
         """Opens the share and checks every bit of it against the manifest."""

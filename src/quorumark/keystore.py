@@ -178,10 +178,16 @@ def write_shared(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """One process at a time works on a folder; a second one is refused, not queued."""
+    """One process at a time works on a folder; a second one is refused, not queued.
+
+    Sealed files that were being written when a process was killed are removed: nobody is writing them now, and they
+    may hold what a ceremony or a round has promised to forget.
+    """
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in folder.glob(".*.sealed.*.partial"):
+            left.unlink(missing_ok=True)
         yield
     except BlockingIOError:
         raise KeystoreError(f"another command is working on {str(folder)!r}; wait until it is done") from None
@@ -193,6 +199,8 @@ def only_one(folder: Path) -> Iterator[None]:
 def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its place once it is complete and on disk."""
     partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device would be replaced by a file
+        raise KeystoreError(f"cannot write {str(path)!r}: it is no regular file")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(descriptor, mode)

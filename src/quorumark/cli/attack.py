@@ -73,11 +73,14 @@ def _run(subject: Subject, plan: Plan, out: Path, plot: bool) -> None:
     from quorumark.report.attacks import write_report
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=make_console(stderr=True), transient=True) as bar:
+    console = make_console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("attacks", total=None)
 
         def note(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name[:50])
+            if not console.is_terminal:  # it may take hours: a log says how far it is
+                typer.echo(f"{done} of {total}: {name}", err=True)
 
         rows, failed = run_plan(subject, plan, out, note)
     original = rows[0]

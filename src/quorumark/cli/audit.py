@@ -138,7 +138,7 @@ def open_(
         typer.echo(f"opened {len(asked.leaves)} leaves as {name}: {target}, {len(data):,} bytes; they are burnt now")
 
 
-@app.command("check")
+@app.command("check", short_help="Check an audit, with nobody's word for it.")
 def check(
     challenge: Annotated[Path, typer.Argument(help="The challenge.")],
     openings: Annotated[list[Path], typer.Argument(help="The members' openings.")],

@@ -43,7 +43,8 @@ def calibrate(
         if not form.x.any():
             raise InputError("MODELS", "must be trained from the anchor, not be the anchor itself", str(path))
         forms.append(form)
-    with Progress(console=make_console(stderr=True), disable=json, transient=True) as bar:
+    console = make_console(stderr=True)
+    with Progress(console=console, disable=json or not console.is_terminal, transient=True) as bar:
         task = bar.add_task("random keys", total=keys)
         found = run(
             forms, keys, seed=seed, names=[p.stem for p in models], progress=lambda n: bar.update(task, completed=n)
@@ -56,8 +57,8 @@ def calibrate(
         typer.echo(jsonlib.dumps(found.as_dict()))
         return
     typer.echo(
-        f"{len(models)} models, {keys:,} random keys each: mean {found.mean:+.4f}, deviation {found.deviation:.4f}, "
-        f"largest {float(found.z.max()):.2f}\n"
+        f"{len(models)} model{'s' * (len(models) > 1)}, {keys:,} random keys each: mean {found.mean:+.4f}, "
+        f"deviation {found.deviation:.4f}, largest {float(found.z.max()):.2f}\n"
         f"distance from the standard normal {found.distance():.4f} (Kolmogorov); so far or farther with probability "
         f"{found.p_normal():.2f}"
     )

@@ -40,6 +40,18 @@ def create(
         Path | None,
         typer.Option(help="Where the model is a LoRA adapter: the public base model, a file or a folder."),
     ] = None,
+    strength: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How strong the mark is: NAME=VALUE, like lr=cosine:50 or rho=0.1 (docs/strength.md); may be "
+            "repeated. By default rule=rho, rho=0.05, c_max=0.03."
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE: z (6 by default), budget, effective, attempts or cohort; may be repeated."),
+    ] = None,
+    statistic: Annotated[str, typer.Option(help="What a suspect is tested by.")] = "balanced-anchor/v1",
 ) -> None:
     """Write the terms that all members will sign.
 
@@ -47,11 +59,12 @@ def create(
     """
     import datetime
 
+    from quorumark.embed import Strength
     from quorumark.errors import InputError
     from quorumark.home import read_as
     from quorumark.keystore import write_shared
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
-    from quorumark.records import DEFAULT_POLICY, Member, Terms, anchor_digest
+    from quorumark.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
     from quorumark.verify.align import Groups
     from quorumark.verify.lora import base_layout
     from quorumark.verify.reference import describe_lora
@@ -74,13 +87,17 @@ def create(
     factors = None if adapted is None else describe_lora(layout, adapted)
     if factors is not None:
         factors.check_anchor(read_suspect(model))
-    policy = dict(DEFAULT_POLICY)
+    rules = dict(DEFAULT_POLICY) | _policy(policy)
     if coupled is not None:
         coupled.check(layout if adapted is None else base_layout(adapted))
-        policy["groups"] = coupled.digest()
+        rules["groups"] = coupled.digest()
     if factors is not None:
-        policy["lora"] = factors.digest()
-    digests["policy"] = policy
+        rules["lora"] = factors.digest()
+    chosen = _pairs("--strength", strength)
+    # the defaults are those of the rule rho; another rule has settings of its own
+    marked = {**(DEFAULT_STRENGTH if chosen.get("rule", "rho") == "rho" else {}), **chosen}
+    Strength.of(marked, layout.coordinates)
+    digests |= {"policy": rules, "strength": marked, "statistic": _statistic(statistic)}
     terms = Terms(
         name, threshold, tuple(roster), coordinates=layout.coordinates, created=now, key=key, setup=setup, **digests
     )
@@ -127,6 +144,9 @@ def show(
     for what in FIXED_POLICY:
         if what in terms.policy:
             console.print(f"{what:<8} {terms.policy[what]}")
+    for title, settings in (("strength", terms.strength), ("policy", terms.policy)):
+        shown = [f"{key}={value}" for key, value in settings.items() if key not in FIXED_POLICY]
+        console.print(f"{title:<8} {' '.join(shown)}")
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
     table = Table("point", "member", "examples", "signs with", "signed")
@@ -159,7 +179,7 @@ def check(
     )
 
 
-@app.command("amend")
+@app.command("amend", short_help="Write new terms that follow the present ones.")
 def amend(
     out: Annotated[Path, typer.Option(help="The file to write the new terms to; all members must agree on it.")],
     examples: Annotated[list[str] | None, typer.Option(help="POINT=NUMBER: a member's new number of examples.")] = None,
@@ -167,7 +187,9 @@ def amend(
     remove: Annotated[list[int] | None, typer.Option(help="POINT: a member who leaves.")] = None,
     add: Annotated[list[str] | None, typer.Option(help="CARD.json or CARD.json:EXAMPLES: a new member.")] = None,
     threshold: Annotated[int | None, typer.Option(help="Another threshold.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, like z=7.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, like z=7; also budget, effective, attempts, cohort.")
+    ] = None,
     anchor: Annotated[Path | None, typer.Option(help="The model after the warm-up rounds (.safetensors).")] = None,
     layout: Annotated[Path | None, typer.Option(help="layout.json, with --anchor.")] = None,
     home: HomeOption = DEFAULT_HOME,
@@ -181,10 +203,8 @@ def amend(
     from quorumark.setup.amend import changes, needs_new_shares, propose
 
     def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
-        found = dict(text.partition("=")[::2] for text in texts or ())
-        if any(not a or not b for a, b in found.items()) or (
-            option != "--policy" and not all(map(str.isdecimal, found))
-        ):
+        found = _pairs(option, texts, "POINT")
+        if not all(map(str.isdecimal, found)):
             raise InputError(option, "must be like POINT=VALUE", ", ".join(texts or ()))
         return found
 
@@ -205,7 +225,7 @@ def amend(
         },
         removed=remove or (),
         added=[_card(text) for text in add or ()],
-        policy=pairs("--policy", policy),
+        policy=_policy(policy),
         anchor=None if anchor is None else _anchor(anchor, layout, before.layout),
     )
     found = changes(terms, before)
@@ -281,6 +301,46 @@ def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
     if found.digest() != wanted:
         raise InputError("--layout", "must be the consortium's", str(layout))
     return anchor_digest(wanted, found.encode(model))
+
+
+def _pairs(option: str, texts: list[str] | None, name: str = "NAME") -> dict[str, str]:
+    """NAME=VALUE, once for each name."""
+    from quorumark.errors import InputError
+
+    found = dict(text.partition("=")[::2] for text in texts or ())
+    if any(not a or not b for a, b in found.items()) or len(found) != len(texts or ()):
+        raise InputError(option, f"must be like {name}=VALUE, once for each", ", ".join(texts or ()))
+    return found
+
+
+def _policy(texts: list[str] | None) -> dict[str, str]:
+    """Settings of a policy, checked: what is misspelt here would be in force, signed by all, and do nothing or harm."""
+    from quorumark.errors import InputError
+    from quorumark.records import FIXED_POLICY
+    from quorumark.verify.null import decimal_of
+
+    found = _pairs("--policy", texts)
+    for name, value in found.items():
+        if name in FIXED_POLICY:
+            raise InputError("--policy", f"must not have {name!r}, which is made of the file that is agreed on", value)
+        if name == "z":
+            if decimal_of("--policy z", value) <= 0:
+                raise InputError("--policy z", "must be above 0", value)
+        elif name not in ("budget", "effective", "attempts", "cohort"):
+            raise InputError("--policy", "must be z, budget, effective, attempts or cohort", repr(name))
+        elif not (value.isascii() and value.isdecimal() and len(value) <= 18 and int(value) > 0):
+            raise InputError(f"--policy {name}", "must be a whole number, at least 1", repr(value))
+    return found
+
+
+def _statistic(name: str) -> str:
+    """A statistic that members can answer with."""
+    from quorumark.errors import InputError
+    from quorumark.verify.statistic import STATISTICS
+
+    if name not in STATISTICS:
+        raise InputError("--statistic", f"must be one of {', '.join(STATISTICS)}", repr(name))
+    return name
 
 
 def _card(text: str) -> tuple[Any, int]:

@@ -12,7 +12,7 @@ from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseF
 app = typer.Typer(help="The key itself: only where it must be revealed.", no_args_is_help=True)
 
 
-@app.command("reconstruct")
+@app.command("reconstruct", short_help="Reconstruct the key from t shares, and check it.")
 def reconstruct(
     share: Annotated[list[Path], typer.Option(help="A share that another member handed over; once for each.")],
     out: Annotated[Path, typer.Option(help="Where to write the key: numpy, int32, the raw entries before whitening.")],

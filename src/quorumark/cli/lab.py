@@ -107,7 +107,7 @@ def run(
     series.do(chosen)
 
 
-@app.command("attack")
+@app.command("attack", short_help="Attack a run's released model with the paper's budgets, or go on with it.")
 def attack(
     run: Annotated[str, typer.Argument(help="A run's id: its checkpoint must be in --runs.")],
     seconds: Annotated[float | None, typer.Option(help="Stop after so long, and keep what there is.")] = None,
@@ -216,16 +216,21 @@ def table(
 def plot(
     configuration: Annotated[str, typer.Argument(help="clients or strength.")] = "clients",
     results: Results = Path("results"),
-    out: Annotated[Path | None, typer.Option(help="Where the SVG goes: docs/figures/lab-NAME.svg.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the SVG goes; by default docs/figures/lab-NAME.svg.")] = None,
 ) -> None:
     """Draw z against the number of members, or against the strength: needs the extra `report`."""
+    from quorumark.errors import InputError
     from quorumark.lab.config import read
     from quorumark.lab.plot import draw
     from quorumark.lab.results import read_all
 
     found = read(configuration)
     target = out or Path(f"docs/figures/lab-{found.name}.svg")
-    typer.echo(f"drawn: {target}, {draw(found, read_all(results), target)} points")
+    bodies = read_all(results)
+    if not any(run.id in bodies for run in found.runs):
+        raise InputError("--results", f"must be a folder with results of {found.name}", str(results))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    typer.echo(f"drawn: {target}, {draw(found, bodies, target)} points")
 
 
 @app.command("time")

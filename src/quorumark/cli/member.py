@@ -75,7 +75,7 @@ def rounds(
     typer.echo(f"{member.card().name} takes part in rounds after {after}")
 
 
-@app.command("serve")
+@app.command("serve", short_help="Hold the share in a process of its own, for an engine's node.")
 def serve(
     socket: Annotated[Path, typer.Option(help="Where the engine's node finds this member: a Unix socket.")],
     home: HomeOption = DEFAULT_HOME,
@@ -92,13 +92,19 @@ def serve(
     import signal
     import threading
 
+    from quorumark.checks import is_hex
     from quorumark.engine.member import MemberNode
     from quorumark.engine.signer import SignerServer
+    from quorumark.errors import InputError
     from quorumark.home import Home
 
-    node = MemberNode(Home(home), unlock(key_file, passphrase_file), terms=terms, manifest=manifest, consortium=which)
-    server = SignerServer(node, socket)
+    for option, digest in (("--terms", terms), ("--manifest", manifest)):
+        if digest is not None and not is_hex(digest, 32):
+            raise InputError(option, "must be a digest of 64 hex digits, as consortium show prints it", repr(digest))
+    member, opened = Home(home), unlock(key_file, passphrase_file)
+    name = member.identity(opened).name  # a wrong key is noticed now, not in a round
+    server = SignerServer(MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which), socket)
     # shutdown waits for the loop that the signal interrupts, so it must not run inside it
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
-    typer.echo(f"{Home(home).card().name} is served at {socket}")
+    typer.echo(f"{name} is served at {socket}")
     server.serve()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from quorumark.records import Manifest
     from quorumark.setup.folder import Progress
     from quorumark.verify.certificate import Certificate
+
+Answer = TypeVar("Answer")
 
 HomeOption = Annotated[Path, typer.Option("--home", help="This member's folder.", show_default=True)]
 DEFAULT_HOME = Path("~/.quorumark").expanduser()
@@ -77,7 +80,16 @@ def unlock(key_file: Path | None, passphrase_file: Path | None, *, new: bool = F
         return Unlock.passphrase_file(passphrase_file)
     if not sys.stdin.isatty():
         raise InputError("--key-file or --passphrase-file", "must be given where nobody can be asked", "neither")
-    return Unlock.passphrase(typer.prompt("passphrase", hide_input=True, confirmation_prompt=new))
+    return Unlock.passphrase(answered(lambda: typer.prompt("passphrase", hide_input=True, confirmation_prompt=new)))
+
+
+def answered(ask: Callable[[], Answer]) -> Answer:
+    """What a person answers. Who breaks off at a question interrupts the command: code 130, not 1, which is FAILED."""
+    try:
+        return ask()
+    except typer.Abort:
+        typer.echo(err=True)  # the question's line has no end yet
+        raise typer.Exit(130) from None
 
 
 EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}

@@ -105,7 +105,8 @@ def dealer(terms: TermsFile, folder: Folder) -> None:
     from quorumark.setup.dealer import deal
 
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
-    with Progress(console=make_console(), transient=True) as bar:
+    console = make_console()
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("dealing", total=agreed.coordinates)
         manifest = deal(agreed, folder, lambda done, _: bar.update(task, completed=done))
     typer.echo(

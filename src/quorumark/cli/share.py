@@ -22,13 +22,15 @@ def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Jso
     from quorumark.shares import ShareInfo
 
     place = Home(home).only_consortium(consortium)
-    info = ShareInfo.from_about(SealedReader(place.share_path(), None, "share").about, str(place.share_path()))
+    place.manifest()  # an unfinished setup says so
+    path = place.check_share()
+    info = ShareInfo.from_about(SealedReader(path, None, "share").about, str(path))
     if json:
         typer.echo(jsonlib.dumps(asdict(info)))
         return
     kind = f"compressed, blocks of {info.block:,}" if info.block else "dense"
     typer.echo(
-        f"{place.share_path()}: {place.share_path().stat().st_size:,} bytes, {kind}\n"
+        f"{path}: {path.stat().st_size:,} bytes, {kind}\n"
         f"point {info.point} of {info.members}, threshold {info.threshold}, {info.length:,} elements, "
         f"epoch {info.epoch}"
     )
@@ -103,7 +105,7 @@ def help_other(
         typer.echo(f"answered: {name} can now read its own share, and nothing else")
 
 
-@app.command("refresh")
+@app.command("refresh", short_help="Make new shares of the same key for the same members.")
 def refresh(
     folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
     home: HomeOption = DEFAULT_HOME,

@@ -25,6 +25,7 @@ from quorumark.cli.options import (
     Layout,
     PassphraseFile,
     Which,
+    answered,
     file_name,
     read_certificate,
     unlock,
@@ -98,20 +99,23 @@ def prepare(
     try:
         with _progress(json) as note:
             query = prepare_query(reference, suspect, align=align, lora=lora, burnt=burnt, progress=note).query
+            query, again = _as_asked_before(query, out)
     except InconclusiveError as error:
         if not json:
             raise
         typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", "reasons": [str(error)]}))
         raise typer.Exit(2) from None
-    write_shared(out, query.to_bytes())
+    if not again:
+        write_shared(out, query.to_bytes())
     if json:
         typer.echo(jsonlib.dumps({"query": str(out), "digest": query.digest(), **query.as_dict()}))
         return
     typer.echo(_describe(query))
-    typer.echo(f"written to {out}; each member answers with: quorumark verify partial {out.name} --suspect …")
+    done = "it was in" if again else "written to"
+    typer.echo(f"{done} {out}; each member answers with: quorumark verify partial {out.name} --suspect …")
 
 
-@app.command("partial")
+@app.command("partial", short_help="Answer a query with this member's share: one signed number.")
 def partial(
     query: Annotated[Path, typer.Argument(help="The query that `prepare` wrote.")],
     suspect: Suspect,
@@ -189,14 +193,18 @@ def combine(
     """Put partials together: z, the verdict, and a certificate for the members to sign. Needs no secrets.
 
     With more than t partials wrong ones are noticed; of every two more, one can be corrected and named.
+
+    Exits with the code of the verdict. A certificate that somebody has signed is not written over.
     """
-    from quorumark.errors import EvidenceError, QuorumarkError
+    from quorumark.errors import EvidenceError, InputError, QuorumarkError
     from quorumark.home import read_as, read_file
     from quorumark.keystore import write_shared
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.coalition import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
 
+    if _is_signed(out):
+        raise InputError("--out", "must not be a certificate that somebody has signed: name another file", str(out))
     chain = _chain(_place(home, consortium, manifest), manifest)
     asked = read_as(query, "a query", Query.from_bytes)
     answers = []
@@ -216,7 +224,7 @@ def combine(
     raise typer.Exit(EXIT_CODES[finding.verdict])
 
 
-@app.command("sign")
+@app.command("sign", short_help="Add this member's signature to a certificate.")
 def sign(
     certificate: Annotated[Path, typer.Argument(help="The combined certificate; the signature is added to it.")],
     home: HomeOption = DEFAULT_HOME,
@@ -302,15 +310,44 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
         return
     for entry in book.entries:
         shown = {k: v for k, v in entry.items() if k not in ("format", "previous", "number", "time", "kind")}
-        text = ", ".join(f"{k} {str(v)[:40]}" for k, v in shown.items())
+        text = ", ".join(f"{k} {v if k == 'reason' else str(v)[:40]}" for k, v in shown.items())
         typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
     typer.echo(
-        f"{len(known)} different queries are known here, of {most} in the consortium's life; "
-        f"{len(book.burnt())} leaves are burnt\nhead {book.head}"
+        f"different queries that are known here: {len(known)}, of {most} in the consortium's life; "
+        f"burnt leaves: {len(book.burnt())}\nhead {book.head}"
     )
 
 
 # --- what the commands share ------------------------------------------------------------------------------
+
+
+def _as_asked_before(query: Query, out: Path) -> tuple[Query, bool]:
+    """The same question in the file that it would be written to, if there is one; whether there is.
+
+    A query has its time in its digest: written anew, it would leave the answers that are on their way without one.
+    """
+    from dataclasses import replace
+
+    from quorumark.errors import QuorumarkError
+    from quorumark.home import read_as
+    from quorumark.verify.evidence import Query
+
+    try:
+        before = read_as(out, "a query", Query.from_bytes)
+    except QuorumarkError:
+        return query, False
+    same = replace(query, created=before.created) == before
+    return (before, True) if same else (query, False)
+
+
+def _is_signed(path: Path) -> bool:
+    """Whether a file is a certificate with signatures."""
+    from quorumark.errors import QuorumarkError
+
+    try:
+        return bool(read_certificate(path).signatures)
+    except QuorumarkError:
+        return False
 
 
 def _place(home: Path, consortium: str | None, manifest: Path | None) -> ConsortiumFolder | None:
@@ -391,7 +428,8 @@ def _ask(member: Any, json: bool) -> bool:
 
     if json or not sys.stdin.isatty() or read_policy(member.policy_path).approve == "always":
         return False
-    return typer.confirm("answer this query? it is written to the ledger, and counts against the budget")
+    question = "answer this query? it is written to the ledger, and counts against the budget"
+    return answered(lambda: typer.confirm(question))
 
 
 def _progress(quiet: bool) -> Any:

@@ -120,6 +120,9 @@ class SignerServer:
                     _send(self.request, *reply)
 
         if self._path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(self._path)) == 0:
+                    raise KeystoreError(f"another process serves at {str(self._path)!r}: stop it first")
             self._path.unlink()  # left behind by one that was killed
         try:
             before = os.umask(0o117)

@@ -25,7 +25,7 @@ from quorumark.errors import CeremonyError, RecordError, SignatureError
 from quorumark.field import Stream
 from quorumark.home import Home, read_as, read_file
 from quorumark.identity import verify, verify_manifest
-from quorumark.keystore import Unlock, write_private, write_shared
+from quorumark.keystore import Unlock, write_shared
 from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
 from quorumark.records import Genesis, Manifest, Terms, digest
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
@@ -156,7 +156,7 @@ def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Te
         verify_manifest(manifest)
     except SignatureError:
         return None
-    write_private(place.manifest_path, manifest.to_bytes())
+    write_shared(place.manifest_path, manifest.to_bytes())
     return manifest
 
 

@@ -122,7 +122,7 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
     visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
     visit.sign(terms.digest().hex(), unsigned, member.sign())
     manifest: Manifest = visit.use("sign", member.signed)
-    write_private(visit.place.manifest_path, manifest.to_bytes())
+    write_shared(visit.place.manifest_path, manifest.to_bytes())
     visit.forget("share and manifest kept")
     return Progress("sign", (), manifest)
 

@@ -99,7 +99,9 @@ def prepare(
     if progress is not None:
         progress("hashing the suspect's files")
     if not form.norm2:
-        raise InconclusiveError("the suspect is the anchor itself, or all zeros: there is nothing in it to test")
+        raise InconclusiveError(
+            "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test"
+        )
     query = Query(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
@@ -475,7 +477,8 @@ def combine(
     # 4. there are enough of them
     points = sorted(by_point)
     if len(points) < terms.threshold:
-        raise EvidenceError(f"{len(points)} partials are too few: {terms.name!r} needs {terms.threshold}")
+        are = "partial is" if len(points) == 1 else "partials are"
+        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}")
     used = tuple(by_point[point] for point in points)
     # 5. they open one number
     value, wrong, corroboration = _open(manifest, used)
