@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from quorumark import keystore
 from quorumark.errors import InputError, KeystoreError
-from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed
+from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed, write_shared
 
 
 @pytest.fixture
@@ -125,6 +126,34 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path, unlock: Unlock
     assert read_sealed(path, unlock, "test") == b"old"
     write_sealed(path, unlock, "test", b"new")
     assert read_sealed(path, unlock, "test") == b"new"
+
+
+def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_after(
+    tmp_path: Path, unlock: Unlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves cannot be tried here, so the calls to the operating system are watched."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        done.append("folder synced" if folder else f"{os.fstat(descriptor).st_size} bytes synced")
+        fsync(descriptor)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        done.append(f"{Path(target).name} named")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    monkeypatch.setattr(os, "rename", watched_replace)
+    write_sealed(tmp_path / "file", unlock, "test", os.urandom(CHUNK + 5))
+    size = (tmp_path / "file").stat().st_size
+    write_shared(tmp_path / "public" / "record", b"eight by")
+    assert done == [
+        f"{size} bytes synced", "file named", "folder synced",
+        "8 bytes synced", "record named", "folder synced",
+    ]  # fmt: skip
 
 
 def test_key_files_must_be_private_long_and_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -323,6 +324,31 @@ for i in range(40):
         if len(ledger.known()) < 60:  # a limit that both keep to
             ledger.learn({f"{sys.argv[3]}{i:062x}": "failed"})
 """
+
+
+def test_an_entry_is_on_disk_before_its_head_and_both_before_the_answer(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves cannot be tried here, so the calls to the operating system are watched."""
+    synced: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced.append((about.st_ino, about.st_size))
+        fsync(descriptor)
+
+    member.answer(vector(1))
+    x, place = vector(2), member.place
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", watched)
+        member.answer(x)
+    files = [path.stat() for path in (place.queries_path / f"{vector_digest(x)}.bin", place.ledger_path)]
+    whole = [synced.index((about.st_ino, about.st_size)) for about in (*files, place.ledger_head_path.stat())]
+    assert whole == sorted(whole)  # x, then the line that says it was answered, then the head that counts the line
+    folders = [[inode for inode, _ in synced].index(path.stat().st_ino) for path in (place.queries_path, place.path)]
+    assert folders[0] == whole[0] + 1  # a name is on disk before anything rests on it
+    assert folders[1] == whole[2] + 1 == len(synced) - 1
 
 
 def test_two_commands_at_once_wait_for_each_other(member: Member, tmp_path: Path) -> None:
