@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from quorumark import field, shamir
 from quorumark.errors import CeremonyError, InputError, MessageError
 from quorumark.field import P, Vector
-from quorumark.identity import Identity, verify_manifest
-from quorumark.records import Manifest, Terms
+from quorumark.identity import Header, Identity, exchange, open_message, verify_manifest
+from quorumark.records import Manifest, Terms, digest
 from quorumark.setup import dkg
 from quorumark.setup.dkg import DkgMember, neighbours, openers, relay_sum
 from quorumark.setup.paper import PaperMember
@@ -215,6 +215,40 @@ def test_dealings_are_derived_in_order() -> None:
     forward, back = a._dealt_stream(1, 2).elements(5), a._dealt_stream(2, 1).elements(5)
     assert (forward == b._dealt_stream(1, 2).elements(5)).all()
     assert not (forward == back).any()
+
+
+def test_what_members_say_is_what_the_format_says() -> None:
+    """docs/format.md, "Messages": all that others must be able to check, from what was said alone; and a pair's key."""
+    run = Run.start(5, 2, 30)
+    run.whole()
+    context, session = run.terms.digest(), bytes.fromhex(run.members[0].session)
+
+    def said(step: str) -> dict[int, bytes]:
+        bound = bytes(32) if step in ("commit", "reveal") else session
+        headers = {x: Header(context.hex(), bound.hex(), f"dkg/{step}", x) for x in run.messages[step]}
+        return {x: open_message(data, run.terms, headers[x]) for x, data in run.messages[step].items()}
+
+    def number(n: int) -> bytes:
+        return n.to_bytes(8, "big")
+
+    reveals, roots, healths = said("reveal"), said("root"), said("health")
+    assert session == digest("dkg session", context, b"".join(reveals[x] for x in sorted(reveals)))
+    assert said("commit") == {x: digest("dkg commit", context, number(x), body) for x, body in reveals.items()}
+    assert set(said("confirm").values()) == {digest("dkg squares", run.total)}
+    seen = [session, *(roots[x] for x in sorted(roots))]
+    assert said("echo") == {
+        x: digest("dkg roots", *seen) + digest("dkg answer", session, number(x), body[:16], body[16:])
+        for x, body in healths.items()
+    }
+    # the answers' masks for squares are shares of zero: what they open is public
+    rho = field.Stream(digest("dkg health", *seen), "square").elements(30)
+    squares = {x: int.from_bytes(body[8:16], "little") for x, body in healths.items()}
+    assert shamir.decode(squares, 3).value == sum(map(int, rho)) % P
+    # who reads one of the two secrets later, the lasting one or the session's, has no pair's key
+    lasting = run.people[0].exchange(run.people[1].x25519)
+    pair = field.derive_key(exchange(run.members[0]._key, reveals[2][32:].hex()) + lasting, "dkg pair", session)
+    dealt = field.Stream(pair, "dkg dealing", number(1), number(2)).elements(5)
+    assert (dealt == run.members[1]._dealt_stream(1, 2).elements(5)).all()
 
 
 def test_one_dealer_short_is_refused() -> None:

@@ -508,17 +508,17 @@ def test_somebody_approves_or_the_policy_does_a_few_times_a_day(
         member.check(vector(0), approved=False)
     assert member.check(vector(0), approved=True) == "--approve"
     member.policy = Policy("always", 2)
-    with monkeypatch.context() as clock:  # answers of long ago
-        clock.setattr(ledger_module, "now", lambda: "2026-01-31T12:00:00Z")
-        for seed in range(3):
+    with monkeypatch.context() as clock:  # two answers of long ago, and one of 23 hours ago, which still counts
+        for seed, hours in enumerate((1000, 25, 23)):
+            then = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600 * hours))
+            clock.setattr(ledger_module, "now", lambda then=then: then)
             member.answer(vector(seed))
-    for seed in range(3, 5):
-        assert member.check(vector(seed), approved=False) == "policy"
-        member.answer(vector(seed))
+    assert member.check(vector(3), approved=False) == "policy"
+    member.answer(vector(3))
     with pytest.raises(GuardError, match="approves 2 queries in 24 hours, and 2 were answered; wait"):
         member.check(vector(5), approved=False)
     assert member.check(vector(5), approved=True) == "--approve"
-    assert member.check(vector(4), approved=False) == "policy", "the same again costs nothing"
+    assert member.check(vector(3), approved=False) == "policy", "the same again costs nothing"
 
 
 # --- the guard, step by step -------------------------------------------------------------------------------
@@ -606,6 +606,11 @@ def test_queries_on_few_coordinates_are_refused_whatever_they_say(member: Member
         member.check(x)
     with pytest.raises(GuardError, match="norms are not those of its vector"):
         member.check(x, norm4=20_000)
+    x[7] = 1
+    for wrong in ("norm1", "norm2", "norm4"):  # the first bounds what partials may open, the second is z's
+        with pytest.raises(GuardError, match="norms are not those of its vector"):
+            member.check(x, **{wrong: 20_001})
+    member.check(x, norm1=20_000, norm2=20_000, norm4=20_000)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])

@@ -18,6 +18,7 @@ from quorumark.field import P, Vector
 from quorumark.identity import Identity, verify_chain
 from quorumark.merkle import SALT_ELEMENTS, salt_seed
 from quorumark.records import ARCHIVE_KEY, Genesis, Manifest, Terms, check_follows
+from quorumark.setup import ceremony
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.reshare import ReshareMember
 from quorumark.shares import share_root
@@ -123,6 +124,28 @@ def test_a_refresh_keeps_the_key_and_changes_every_share(count: int, threshold: 
     # roots are those of the new shares
     for m in again.members:
         assert share_root([_share(m)], m.salt, 1024, chain[-1].share_length).hex() == chain[-1].roots[m.point - 1]
+
+
+def test_no_part_of_a_members_own_stream_serves_two_purposes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Salts, masks, blindings and archive keys come from one stream: of two at one place each would show the other."""
+    used: dict[bytes, set[tuple[int, int]]] = {}
+
+    class Watched(field.Stream):
+        def __init__(self, secret: bytes, purpose: str, *about: bytes) -> None:
+            super().__init__(secret, purpose, *about)
+            self._places = used.setdefault(secret, set()) if purpose.endswith(" private") else set()
+
+        def elements(self, count: int, start: int = 0, out: Any = None) -> Any:
+            self._places.add((start, start + count))  # the same place for the same thing, however often a step is done
+            return super().elements(count, start, out)
+
+    monkeypatch.setattr(ceremony, "Stream", Watched)
+    run, chain, shares = founded(5, 3, 30)
+    Reshare(chain, run.terms, run.people, shares).whole()
+    # a setup: the salt, its five sharings, two masks, a blinding; a resharing has two masks, a number and keys more
+    assert sorted(len(places) for places in used.values()) == [9] * 5 + [13] * 5
+    for places in used.values():
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(sorted(places)))
 
 
 def test_three_refreshes_and_a_reshare_keep_the_key_and_the_chain() -> None:

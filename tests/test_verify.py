@@ -274,6 +274,24 @@ def test_masked_partials_open_the_sum_and_nothing_else(world: World, asked: tupl
         answer_with(people[1], world.manifest, query, 1, chosen)
 
 
+def test_masks_of_partials_are_for_one_query_and_one_set(world: World, asked: tuple[Query, list[Partial]]) -> None:
+    """The same masks again would show the difference of two answers; over several sets of members, single answers."""
+    query, partials = asked
+    people, y = [home.identity(unlock) for home, unlock in world.homes], partials[0].value
+
+    def mask(query: Query, chosen: tuple[int, ...]) -> int:
+        """What is left of the first member's masked answer without λ·y."""
+        partial = answer_with(people[0], world.manifest, query, y, chosen)
+        return (partial.value - shamir.lagrange(chosen)[0] * y) % P
+
+    assert mask(query, (1, 3, 4)) == mask(query, (1, 3, 4))  # nothing random is in them
+    later = replace(query, created="2026-03-01T08:00:01Z")
+    assert mask(later, (1, 3, 4)) != mask(query, (1, 3, 4))
+    # masks of pairs that were the same in every set would add up: (m₃+m₄) + (m₃+m₅) + (m₄+m₅) = 2·(m₃+m₄+m₅)
+    pairs = sum(mask(query, chosen) for chosen in ((1, 3, 4), (1, 3, 5), (1, 4, 5)))
+    assert pairs % P != 2 * mask(query, (1, 3, 4, 5)) % P
+
+
 def test_a_set_that_cannot_be_masked_for_costs_no_entry(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     query = prepare(world.reference, world.suspect).query
