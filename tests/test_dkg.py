@@ -251,6 +251,17 @@ def test_what_members_say_is_what_the_format_says() -> None:
     assert (dealt == run.members[1]._dealt_stream(1, 2).elements(5)).all()
 
 
+@pytest.mark.parametrize(("count", "threshold"), [(5, 2), (5, 3), (7, 2)])
+def test_no_more_numbers_are_made_than_honest_dealings_hide(count: int, threshold: int) -> None:
+    """Of K dealings t−1 colluders know theirs: K−t+1 combinations are uniform to them, and one more is a relation."""
+    run = Run.start(count, threshold, 600).until_dealt()
+    length = -(-600 // (count - threshold + 1))
+    for m in run.members:
+        sizes = [len(m.read("deal", x, run.deals[x][m.point])) // 8 for x in run.deals if x != m.point]
+        # t of the others have it generated
+        assert sorted(sizes) == [7] * threshold + [7 + length] * (count - 1 - threshold)
+
+
 def test_one_dealer_short_is_refused() -> None:
     run = Run.start(5, 3, 20).until_dealt()
     deals = {x: run.deals[x][1] for x in (2, 3, 4)}
@@ -383,6 +394,35 @@ def test_messages_of_another_session_step_or_sender_are_refused() -> None:
         with pytest.raises(MessageError, match=text):
             member.receive({**good, 2: wrong})
     member.receive(good)  # and with the right one it goes on
+
+
+def test_numbers_outside_the_field_are_refused_by_name() -> None:
+    """p itself is the smallest: sums of it are right by accident, and hashes of it are not."""
+    run = Run.start(3, 2, 20).until_dealt()
+    first, cheat = run.members[0], run.members[1]
+
+    def spoiled(body: bytes) -> bytes:
+        return P.to_bytes(8, "little") + body[8:]
+
+    right = run.deals[2][1]
+    run.deals[2][1] = cheat._say("deal", spoiled(first.read("deal", 2, right)), 1)
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/deal' holds no field elements"):
+        run.received()
+    run.deals[2][1] = right
+    run.received().opened()
+    wrong = {**run.messages["open"], 2: cheat._say("open", spoiled(first.read("open", 2, run.messages["open"][2])))}
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/open' holds no field elements"):
+        relay_sum(run.terms, first.session, wrong)
+    for word in (P, 0):
+        with pytest.raises(CeremonyError, match="hold 0 or no field element"):
+            first.confirm(word.to_bytes(8, "little") + run.total[8:])
+    run.shared()
+    run.each("echo", lambda m: m.echo(run.messages["root"]))
+    cheat._answer[0] = P
+    run.messages["echo"][2] = cheat._echo(cheat._seen_roots, cheat._answer)
+    run.each("health", lambda m: m.health(run.messages["echo"]))
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/health' holds no field elements"):
+        first.finish(run.messages["health"])
 
 
 def test_a_reveal_must_be_what_was_committed_to() -> None:

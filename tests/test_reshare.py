@@ -126,14 +126,17 @@ def test_a_refresh_keeps_the_key_and_changes_every_share(count: int, threshold: 
         assert share_root([_share(m)], m.salt, 1024, chain[-1].share_length).hex() == chain[-1].roots[m.point - 1]
 
 
-def test_no_part_of_a_members_own_stream_serves_two_purposes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Salts, masks, blindings and archive keys come from one stream: of two at one place each would show the other."""
+def test_no_part_of_a_stream_serves_two_purposes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member's salts, masks, blindings and archive keys come from one stream, and what two members generate from
+    streams of their own: of two things at one place each would show the other."""
     used: dict[bytes, set[tuple[int, int]]] = {}
+    purposes: set[str] = set()
 
     class Watched(field.Stream):
         def __init__(self, secret: bytes, purpose: str, *about: bytes) -> None:
             super().__init__(secret, purpose, *about)
             self._places = used.setdefault(secret, set()) if purpose.endswith(" private") else set()
+            purposes.add(purpose)
 
         def elements(self, count: int, start: int = 0, out: Any = None) -> Any:
             self._places.add((start, start + count))  # the same place for the same thing, however often a step is done
@@ -146,6 +149,7 @@ def test_no_part_of_a_members_own_stream_serves_two_purposes(monkeypatch: pytest
     assert sorted(len(places) for places in used.values()) == [9] * 5 + [13] * 5
     for places in used.values():
         assert all(one[1] <= two[0] for one, two in itertools.pairwise(sorted(places)))
+    assert {"dkg dealing", "reshare old", "reshare new", "reshare archive keys"} <= purposes
 
 
 def test_three_refreshes_and_a_reshare_keep_the_key_and_the_chain() -> None:
@@ -298,6 +302,20 @@ def test_no_combination_of_what_a_coalition_sees_shows_the_key() -> None:
             assert _view_shows_the_key(old, new, dealers, set(range(1, t + 1)), after, rows)
             if stayed == t - 1:
                 assert _view_shows_the_key(old, new, dealers, before, after, rows + 1)
+
+
+@pytest.mark.parametrize(("count", "threshold"), [(5, 2), (5, 3), (7, 3)])
+def test_members_deal_for_as_many_combinations_as_that_allows(count: int, threshold: int) -> None:
+    """What members send has the lengths of m = |D|−t+1 combinations, the number that the test above is about."""
+    run, chain, shares = founded(count, threshold, 600)  # one leaf
+    again = Reshare(chain, run.terms, run.people, shares).until_dealt()
+    length, small = -(-600 // (count - threshold + 1)), SALT_ELEMENTS + 4
+    for dealer in range(1, count + 1):
+        after = [again.members[(dealer + i) % count] for i in range(count - 1)]
+        sizes = [len(m.read("deal", dealer, again.deals[dealer][m.point])) // 8 for m in after]
+        # t−1 have everything generated, the next one all but its new values, the others nothing
+        some, all_ = small + length + ARCHIVE_KEY, small + 2 * length + ARCHIVE_KEY
+        assert sizes == [small] * (threshold - 1) + [some] + [all_] * (count - 1 - threshold)
 
 
 def test_traffic_of_a_refresh() -> None:
