@@ -567,6 +567,12 @@ def test_successors_that_are_not_allowed() -> None:
             RecordError, match=f"successor's {name} must not change|genesis must have the terms' layout"
         ):
             check_follows(replace(good, terms=replace(good.terms, **{name: value})), first)  # type: ignore[arg-type]
+    for name, value in (("name", "clinics"), ("key", "gaussian"), ("setup", "paper"), ("leaf", 512)):
+        with pytest.raises(RecordError, match=f"successor's {name} must not change: the key hangs on it"):
+            check_follows(replace(good, terms=replace(good.terms, **{name: value})), first)  # type: ignore[arg-type]
+    # nobody makes fewer members enough by signatures alone
+    with pytest.raises(RecordError, match="must keep the threshold and the number of members"):
+        check_follows(replace(good, terms=replace(good.terms, threshold=2)), first)
     # a member's point is its share: two members cannot trade places by an amendment
     a, b, *others = good.terms.roster
     traded = replace(good.terms, roster=(replace(b, point=1), replace(a, point=2), *others))
