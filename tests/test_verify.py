@@ -301,7 +301,9 @@ def test_a_set_that_cannot_be_masked_for_costs_no_entry(tmp_path: Path) -> None:
     assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).entries
 
 
-def test_gaussian_keys_are_scaled_by_their_norm() -> None:
+@pytest.mark.parametrize("setup", ["dealer", "paper"])
+def test_gaussian_keys_are_scaled_by_their_norm(setup: str) -> None:
+    """A dealer opens the norm; of a key that nobody knows it is taken as it is on average, 2^8·√d."""
     anchor = anchor_model()
     layout = ModelLayout.of(anchor)
     people = identities(3)
@@ -310,13 +312,17 @@ def test_gaussian_keys_are_scaled_by_their_norm() -> None:
         anchor=anchor_digest(layout.digest(), layout.encode(anchor)),
     )  # fmt: skip
     manifest, shares = deal_key(people, terms)
+    if setup == "paper":
+        terms = replace(terms, setup="paper")
+        manifest = Manifest(terms, replace(manifest.genesis, terms=terms.digest().hex()), manifest.roots)
     prepared = prepare(Reference.of([manifest], layout, anchor), trained_from(anchor, 1))
     x = whitened(manifest, prepared.form.x, 0, layout.coordinates)
     partials = [answer_with(p, manifest, prepared.query, inner_product(x, shares[i])) for i, p in enumerate(people, 1)]
     finding = combine(manifest, prepared.query, partials)
     raw = shamir.reconstruct({1: shares[1], 2: shares[2]}, 2).astype(np.int64)
     key = np.where(raw > P // 2, raw - P, raw).astype(float)
-    expected = x.astype(float) @ key * np.sqrt(key.size) / (np.linalg.norm(x.astype(float)) * np.linalg.norm(key))
+    norm = np.linalg.norm(key) if setup == "dealer" else 2**8 * np.sqrt(key.size)
+    expected = x.astype(float) @ key * np.sqrt(key.size) / (np.linalg.norm(x.astype(float)) * norm)
     assert float(finding.z) == pytest.approx(expected, abs=1e-4)
 
 
