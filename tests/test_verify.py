@@ -38,6 +38,7 @@ from quorumark.verify.reference import Reference, read_chain
 from quorumark.verify.statistic import inner_product
 from tests.ceremony import identities, make_terms
 from tests.consortium import World, anchor_model, make_world, trained_from
+from tests.evidence import consortium, make_finding
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,14 @@ def test_other_models_fail(tmp_path: Path) -> None:
     # members who did not answer those queries know nothing of them
     query, partials = world.answers(world.suspect, (2, 5))
     assert all(partial.history == {} for partial in partials)
+
+
+def test_the_threshold_itself_is_enough() -> None:
+    people, manifest = consortium(5, 3)
+    for z, verdict in ((6.0, "PASSED"), (5.999999, "FAILED")):
+        made = make_finding(people, manifest, z, (1, 2, 3))
+        found = combine(manifest, made.query, made.partials)
+        assert (float(found.z), found.threshold, found.verdict) == (z, "6.000000", verdict)
 
 
 def test_a_threshold_by_probability(world: World, asked: tuple[Query, list[Partial]]) -> None:
