@@ -511,11 +511,18 @@ def test_a_low_z_of_half_a_model_is_inconclusive(tmp_path: Path) -> None:
         assert combine(world.manifest, asked, zeros).verdict == verdict
 
 
-def test_a_query_by_another_statistic_or_size_is_not_combined(world: World, asked: tuple[Query, list[Partial]]) -> None:
-    for change in ({"statistic": "global-cosine/v1"}, {"coordinates": 5}):
+def test_a_query_by_another_statistic_size_or_epoch_is_not_combined(
+    world: World, asked: tuple[Query, list[Partial]]
+) -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"statistic": "global-cosine/v1"}, "the query is not by the agreed statistic"),
+        ({"coordinates": 5}, "the query is not by the agreed statistic"),
+        ({"epoch": 1}, "the query belongs to another manifest"),
+    ]
+    for change, text in changes:
         query = replace(asked[0], **change)
         partials = [answer_with(home.identity(unlock), world.manifest, query, 0) for home, unlock in world.homes]
-        with pytest.raises(EvidenceError, match="the query is not by the agreed statistic"):
+        with pytest.raises(EvidenceError, match=text):
             combine(world.manifest, query, partials)
 
 
