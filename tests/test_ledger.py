@@ -607,8 +607,8 @@ def test_queries_on_few_coordinates_are_refused_whatever_they_say(member: Member
     with pytest.raises(GuardError, match="norms are not those of its vector"):
         member.check(x, norm4=20_000)
     x[7] = 1
-    wrong: dict[str, Any]
-    for wrong in ({"norm1": 20_001}, {"norm2": 20_001}, {"norm4": 20_001}):  # bounds Y, makes z, measures x
+    wrongs: list[dict[str, Any]] = [{"norm1": 20_001}, {"norm2": 20_001}, {"norm4": 20_001}]
+    for wrong in wrongs:  # the first bounds what partials open, the second makes z of it, the third measures x
         with pytest.raises(GuardError, match="norms are not those of its vector"):
             member.check(x, **wrong)
     member.check(x, norm1=20_000, norm2=20_000, norm4=20_000)
