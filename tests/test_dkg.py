@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
-from quorumark.errors import CeremonyError, InputError, MessageError
+from quorumark.errors import CeremonyError, InputError, MessageError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.identity import Header, Identity, exchange, open_message, verify_manifest
 from quorumark.records import Manifest, Terms, digest
@@ -423,6 +423,14 @@ def test_numbers_outside_the_field_are_refused_by_name() -> None:
     run.each("health", lambda m: m.health(run.messages["echo"]))
     with pytest.raises(MessageError, match="'Birch' for step 'dkg/health' holds no field elements"):
         first.finish(run.messages["health"])
+
+
+def test_a_signature_of_another_manifest_is_refused_by_name() -> None:
+    run = Run.start(3, 2, 20).until_dealt().received().opened().shared().healthy()
+    run.each("sign", lambda m: m.sign())
+    run.messages["sign"][2] = run.members[1]._say("sign", run.people[1].sign("manifest", bytes(32)))
+    with pytest.raises(SignatureError, match="signature of Birch does not hold"):
+        run.members[0].signed(run.messages["sign"])
 
 
 def test_a_reveal_must_be_what_was_committed_to() -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from quorumark import keystore
+from quorumark import field, keystore
 from quorumark.errors import InputError, KeystoreError
 from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed, write_shared
+from quorumark.merkle import SALT_ELEMENTS, new_salt
+from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
 
 @pytest.fixture
@@ -202,3 +204,18 @@ def test_unwritable_places_are_named(tmp_path: Path, unlock: Unlock) -> None:
         write_sealed(tmp_path / "no" / "such" / "file", unlock, "test", b"")
     with pytest.raises(KeystoreError, match="cannot read"):
         read_sealed(tmp_path / "missing", unlock, "test")
+
+
+def test_a_share_with_salts_outside_the_field_is_refused(tmp_path: Path, unlock: Unlock) -> None:
+    """A dealer writes them: they would come to light in a recovery, when it is too late."""
+    info = ShareInfo("ab" * 32, "cd" * 32, epoch=0, point=1, threshold=2, members=3, length=4, leaf=2, block=0)
+    salts = field.random(3 * SALT_ELEMENTS).reshape(3, SALT_ELEMENTS)
+    for wrong in (False, True):
+        if wrong:
+            salts[1, 2] = field.P
+        with ShareWriter(tmp_path / "share", unlock, info, new_salt(), salts) as file:
+            file.write(field.random(4))
+        if not wrong:
+            assert (ShareFile(tmp_path / "share", unlock).others_salts == salts).all()
+    with pytest.raises(InputError, match="salts must"):
+        ShareFile(tmp_path / "share", unlock)

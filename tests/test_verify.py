@@ -534,6 +534,22 @@ def certificate(world: World, asked: tuple[Query, list[Partial]]) -> Certificate
     return world.certified(*asked)
 
 
+def test_a_member_signs_for_no_answer_that_its_ledger_does_not_have(tmp_path: Path) -> None:
+    """Somebody else answers in its name, with its key and share: its ledger knows of no such query."""
+    world = make_world(tmp_path)
+    query, partials = world.answers(world.suspect, (1, 2))
+    x = prepare(world.reference, world.suspect).form.x
+    home, unlock = world.homes[2]
+    value = inner_product(whitened(world.manifest, x, 0, x.size), home.only_consortium().share(unlock).vector())
+    partials.append(answer_with(home.identity(unlock), world.manifest, query, value))
+    made = Certificate.of(combine(world.manifest, query, partials))
+    assert made.finding.verdict == "PASSED"
+    sign(*world.homes[0], made)
+    with pytest.raises(EvidenceError, match="this member has no part in the certificate: it did not answer that query"):
+        sign(home, unlock, made)
+    assert Ledger.open(home.only_consortium(), world.manifest).entries == ()
+
+
 def test_a_certificate_checks_out_from_its_files_alone(world: World, certificate: Certificate, tmp_path: Path) -> None:
     for name in ("consortium.json", "layout.json", "anchor.safetensors", "suspect.safetensors"):
         shutil.copy(world.folder / name, tmp_path / name)
