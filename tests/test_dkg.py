@@ -433,6 +433,14 @@ def test_a_signature_of_another_manifest_is_refused_by_name() -> None:
         run.members[0].signed(run.messages["sign"])
 
 
+def test_a_message_of_another_length_is_refused_by_name() -> None:
+    run = Run.start(3, 2, 20)
+    run.each("commit", lambda m: m.commit())
+    run.messages["commit"][2] = run.members[1]._say("commit", bytes(33))
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/commit' must hold 32 bytes, not 33"):
+        run.members[0].reveal(run.messages["commit"])
+
+
 def test_a_reveal_must_be_what_was_committed_to() -> None:
     people = identities(3)
     run, other = (Run.start(3, 2, 20, people) for _ in range(2))

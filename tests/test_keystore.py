@@ -166,9 +166,10 @@ def test_key_files_must_be_private_long_and_there(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(KeystoreError, match="exists already"):
         Unlock.new_key_file(path)
-    path.chmod(0o644)
-    with pytest.raises(KeystoreError, match="open to others"):
-        Unlock.key_file(path)
+    for mode in (0o644, 0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(KeystoreError, match="open to others"):
+            Unlock.key_file(path)
     path.chmod(0o600)
     path.write_bytes(b"short")
     with pytest.raises(KeystoreError, match="at least 32 random bytes"):

@@ -132,7 +132,7 @@ def test_manifests_that_contradict_themselves_are_refused() -> None:
 def test_floats_have_no_canonical_form() -> None:
     with pytest.raises(InputError, match="float"):
         canonical({"x": [1, {"y": 0.5}]})
-    assert digest("a", b"bc") != digest("a", b"b", b"c") != digest("ab", b"c")
+    assert len({digest("a", b"bc"), digest("a", b"b", b"c"), digest("ab", b"c"), digest("b", b"bc")}) == 4
 
 
 # --- the sign whitening -----------------------------------------------------------------------------------
