@@ -804,12 +804,14 @@ def test_openings_of_somebody_else_or_for_something_else_are_named(liars_and_cas
     values = {name: getattr(forged, name) for name in ("manifest", "challenge", "point", "leaves")}
     unsigned = ShareOpening.sign(liars.people[2], **values).to_bytes()
     elsewhere = liars.opening(2, made.asked, manifest="cd" * 32)
+    borrowed = liars.opening(2, made.asked, [liars.leaf(3, i) for i in made.asked.leaves])
     nobody = json.loads(good[1]) | {"point": 9}
     for bad, who, text in (
         (replayed, "the opening of 'Birch'", "answers another challenge"),
         (relabelled, "the opening of 'Birch'", "does not open exactly the leaves"),
         (unsigned, "the opening of 'Birch'", "signature of Birch does not hold"),
         (elsewhere, "the opening of 'Birch'", "answers another challenge"),
+        (borrowed, "the opening of 'Birch'", "is not what the genesis root commits to"),
         (good[1].replace(b'"point":2', b'"point":3'), "the opening of 'Cedar'", "signature of Cedar does not hold"),
         (json.dumps(nobody).encode(), "opening 2 of 5", "no member at point 9"),
         (good[1][:-100], "opening 2 of 5", "not JSON that can be read"),

@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
-from quorumark.errors import CeremonyError, InputError, MessageError
+from quorumark.errors import CeremonyError, InputError, MessageError, SignatureError
 from quorumark.field import P, Vector
-from quorumark.identity import Identity, verify_manifest
-from quorumark.records import Manifest, Terms
+from quorumark.identity import Header, Identity, exchange, open_message, verify_manifest
+from quorumark.records import Manifest, Terms, digest
 from quorumark.setup import dkg
 from quorumark.setup.dkg import DkgMember, neighbours, openers, relay_sum
 from quorumark.setup.paper import PaperMember
@@ -217,6 +217,51 @@ def test_dealings_are_derived_in_order() -> None:
     assert not (forward == back).any()
 
 
+def test_what_members_say_is_what_the_format_says() -> None:
+    """docs/format.md, "Messages": all that others must be able to check, from what was said alone; and a pair's key."""
+    run = Run.start(5, 2, 30)
+    run.whole()
+    context, session = run.terms.digest(), bytes.fromhex(run.members[0].session)
+
+    def said(step: str) -> dict[int, bytes]:
+        bound = bytes(32) if step in ("commit", "reveal") else session
+        headers = {x: Header(context.hex(), bound.hex(), f"dkg/{step}", x) for x in run.messages[step]}
+        return {x: open_message(data, run.terms, headers[x]) for x, data in run.messages[step].items()}
+
+    def number(n: int) -> bytes:
+        return n.to_bytes(8, "big")
+
+    reveals, roots, healths = said("reveal"), said("root"), said("health")
+    assert session == digest("dkg session", context, b"".join(reveals[x] for x in sorted(reveals)))
+    assert said("commit") == {x: digest("dkg commit", context, number(x), body) for x, body in reveals.items()}
+    assert set(said("confirm").values()) == {digest("dkg squares", run.total)}
+    seen = [session, *(roots[x] for x in sorted(roots))]
+    assert said("echo") == {
+        x: digest("dkg roots", *seen) + digest("dkg answer", session, number(x), body[:16], body[16:])
+        for x, body in healths.items()
+    }
+    # the answers' masks for squares are shares of zero: what they open is public
+    rho = field.Stream(digest("dkg health", *seen), "square").elements(30)
+    squares = {x: int.from_bytes(body[8:16], "little") for x, body in healths.items()}
+    assert shamir.decode(squares, 3).value == sum(map(int, rho)) % P
+    # who reads one of the two secrets later, the lasting one or the session's, has no pair's key
+    lasting = run.people[0].exchange(run.people[1].x25519)
+    pair = field.derive_key(exchange(run.members[0]._key, reveals[2][32:].hex()) + lasting, "dkg pair", session)
+    dealt = field.Stream(pair, "dkg dealing", number(1), number(2)).elements(5)
+    assert (dealt == run.members[1]._dealt_stream(1, 2).elements(5)).all()
+
+
+@pytest.mark.parametrize(("count", "threshold"), [(5, 2), (5, 3), (7, 2)])
+def test_no_more_numbers_are_made_than_honest_dealings_hide(count: int, threshold: int) -> None:
+    """Of K dealings t−1 colluders know theirs: K−t+1 combinations are uniform to them, and one more is a relation."""
+    run = Run.start(count, threshold, 600).until_dealt()
+    length = -(-600 // (count - threshold + 1))
+    for m in run.members:
+        sizes = [len(m.read("deal", x, run.deals[x][m.point])) // 8 for x in run.deals if x != m.point]
+        # t of the others have it generated
+        assert sorted(sizes) == [7] * threshold + [7 + length] * (count - 1 - threshold)
+
+
 def test_one_dealer_short_is_refused() -> None:
     run = Run.start(5, 3, 20).until_dealt()
     deals = {x: run.deals[x][1] for x in (2, 3, 4)}
@@ -349,6 +394,51 @@ def test_messages_of_another_session_step_or_sender_are_refused() -> None:
         with pytest.raises(MessageError, match=text):
             member.receive({**good, 2: wrong})
     member.receive(good)  # and with the right one it goes on
+
+
+def test_numbers_outside_the_field_are_refused_by_name() -> None:
+    """p itself is the smallest: sums of it are right by accident, and hashes of it are not."""
+    run = Run.start(3, 2, 20).until_dealt()
+    first, cheat = run.members[0], run.members[1]
+
+    def spoiled(body: bytes) -> bytes:
+        return P.to_bytes(8, "little") + body[8:]
+
+    right = run.deals[2][1]
+    run.deals[2][1] = cheat._say("deal", spoiled(first.read("deal", 2, right)), 1)
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/deal' holds no field elements"):
+        run.received()
+    run.deals[2][1] = right
+    run.received().opened()
+    wrong = {**run.messages["open"], 2: cheat._say("open", spoiled(first.read("open", 2, run.messages["open"][2])))}
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/open' holds no field elements"):
+        relay_sum(run.terms, first.session, wrong)
+    for word in (P, 0):
+        with pytest.raises(CeremonyError, match="hold 0 or no field element"):
+            first.confirm(word.to_bytes(8, "little") + run.total[8:])
+    run.shared()
+    run.each("echo", lambda m: m.echo(run.messages["root"]))
+    cheat._answer[0] = P
+    run.messages["echo"][2] = cheat._echo(cheat._seen_roots, cheat._answer)
+    run.each("health", lambda m: m.health(run.messages["echo"]))
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/health' holds no field elements"):
+        first.finish(run.messages["health"])
+
+
+def test_a_signature_of_another_manifest_is_refused_by_name() -> None:
+    run = Run.start(3, 2, 20).until_dealt().received().opened().shared().healthy()
+    run.each("sign", lambda m: m.sign())
+    run.messages["sign"][2] = run.members[1]._say("sign", run.people[1].sign("manifest", bytes(32)))
+    with pytest.raises(SignatureError, match="signature of Birch does not hold"):
+        run.members[0].signed(run.messages["sign"])
+
+
+def test_a_message_of_another_length_is_refused_by_name() -> None:
+    run = Run.start(3, 2, 20)
+    run.each("commit", lambda m: m.commit())
+    run.messages["commit"][2] = run.members[1]._say("commit", bytes(33))
+    with pytest.raises(MessageError, match="'Birch' for step 'dkg/commit' must hold 32 bytes, not 33"):
+        run.members[0].reveal(run.messages["commit"])
 
 
 def test_a_reveal_must_be_what_was_committed_to() -> None:

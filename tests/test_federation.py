@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -669,6 +670,13 @@ def test_digests_of_amplitudes_and_histories_tell_apart_what_differs(world: Worl
         run.round()
     amplitudes = run.history.amplitudes(4)
     assert replace(amplitudes, round=5).digest() != amplitudes.digest()
+    # what a round is bound to: the round, the mark, the manifest and all that was accepted before
+    bound, amended, earlier = run.history.binding(4, amplitudes), copy(run.history), copy(run.history)
+    amended.manifest = successor(world.manifest, propose(world.manifest.terms, examples={1: 5000}))
+    earlier.mark = History(world.manifest, world.layout, world.layout.encode(world.model)).mark
+    others = [run.history.binding(5, amplitudes), run.history.binding(4, None)]
+    others += [amended.binding(4, amplitudes), earlier.binding(4, amplitudes)]
+    assert len({bound, *others}) == 5
     states = []
     for embedded in (amplitudes, None):
         state = MarkState.from_bytes(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from quorumark.layout import read_safetensors, write_safetensors
 from quorumark.records import Manifest, canonical
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as amend
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
 from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
@@ -664,6 +666,18 @@ def test_nobody_passes_for_another_member(world: Consortium) -> None:
     assert "introduction of another node" in wrapped.reports[0].excluded[-102]
 
 
+def test_a_member_that_runs_twice_is_in_once(world: Consortium) -> None:
+    """A home was copied, and both machines are up: the second would put another model under the same masks."""
+    shutil.copytree(world.folder / "member-1", world.folder / "member-6")
+    shutil.copy(world.folder / "member-1.key", world.folder / "member-6.key")
+    grid = LocalGrid(app_for(world.folder, examples=lambda x: 101 if x == 6 else 100 + x), 6)
+    ordered = InOrder(min_train_nodes=6, min_available_nodes=6, fraction_evaluate=0.0)
+    wrapped, model = run(world, grid, 1, ordered)
+    assert wrapped.reports[0].members == (1, 2, 3, 4, 5)
+    assert wrapped.reports[0].excluded == {-106: "'Hospital 1' runs two nodes: stop one"}
+    assert same(model, world.in_process(1, SEED).model)
+
+
 class InOrder(strategies.FedAvg):  # type: ignore[misc]
     """Sends to the nodes in their order, so that a test knows who comes first."""
 
@@ -764,6 +778,32 @@ def test_a_key_is_made_a_model_trained_and_verified(tmp_path: Path) -> None:
     strange = tmp_path / "strange.safetensors"
     write_safetensors(train(world.model, 0.05, 99, 1.0), strange)
     assert verify_model(grid, reference, strange, anchor=anchor).finding.verdict == "FAILED"
+
+
+def test_a_signature_of_something_else_is_not_taken(world: Consortium) -> None:
+    """Hospital 2 signs the certificate with another date: a signature that holds, but not of what the others signed."""
+    suspect = world.folder / "suspect.safetensors"
+    write_safetensors(train(world.model, 0.05, 99, 1.0), suspect)
+    for x in (1, 2, 3):
+        allow(world, x)
+
+    class Elsewhere:
+        def __init__(self, context: Any) -> None:
+            self.x = int(context.node_config["partition-id"]) + 1
+
+        def handle(self, stage: str, config: Any, arrays: Any) -> Any:
+            if (stage, self.x) != ("sign", 2):
+                return MemberNode(*world.home(self.x)).handle(stage, config, arrays)
+            home, unlock = world.home(2)
+            finding = replace(Certificate.from_bytes(config["certificate"]).finding, created="2026-02-01T00:00:00Z")
+            return {"certificate": Certificate.of(finding).signed_by(home.identity(unlock)).to_bytes()}, {}
+
+    said: list[str] = []
+    reference, anchor = Reference.read(world.path), world.folder / "anchor.safetensors"
+    grid = LocalGrid(app_for(world.folder, find=Elsewhere), 3)
+    certificate = verify_model(grid, reference, suspect, anchor=anchor, note=said.append)
+    assert said == ["node 102: it signed something else"]
+    assert {member.point for member in certificate.signers(reference.manifest)} == {1, 3}
 
 
 def test_terms_that_were_not_pinned_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from quorumark import keystore
+from quorumark import field, keystore
 from quorumark.errors import InputError, KeystoreError
-from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed
+from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed, write_shared
+from quorumark.merkle import SALT_ELEMENTS, new_salt
+from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
 
 @pytest.fixture
@@ -127,6 +130,34 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path, unlock: Unlock
     assert read_sealed(path, unlock, "test") == b"new"
 
 
+def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_after(
+    tmp_path: Path, unlock: Unlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves cannot be tried here, so the calls to the operating system are watched."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        done.append("folder synced" if folder else f"{os.fstat(descriptor).st_size} bytes synced")
+        fsync(descriptor)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        done.append(f"{Path(target).name} named")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    monkeypatch.setattr(os, "rename", watched_replace)
+    write_sealed(tmp_path / "file", unlock, "test", os.urandom(CHUNK + 5))
+    size = (tmp_path / "file").stat().st_size
+    write_shared(tmp_path / "public" / "record", b"eight by")
+    assert done == [
+        f"{size} bytes synced", "file named", "folder synced",
+        "8 bytes synced", "record named", "folder synced",
+    ]  # fmt: skip
+
+
 def test_key_files_must_be_private_long_and_there(tmp_path: Path) -> None:
     path = tmp_path / "key"
     with pytest.raises(KeystoreError, match="cannot read the key file"):
@@ -135,9 +166,10 @@ def test_key_files_must_be_private_long_and_there(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(KeystoreError, match="exists already"):
         Unlock.new_key_file(path)
-    path.chmod(0o644)
-    with pytest.raises(KeystoreError, match="open to others"):
-        Unlock.key_file(path)
+    for mode in (0o644, 0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(KeystoreError, match="open to others"):
+            Unlock.key_file(path)
     path.chmod(0o600)
     path.write_bytes(b"short")
     with pytest.raises(KeystoreError, match="at least 32 random bytes"):
@@ -173,3 +205,18 @@ def test_unwritable_places_are_named(tmp_path: Path, unlock: Unlock) -> None:
         write_sealed(tmp_path / "no" / "such" / "file", unlock, "test", b"")
     with pytest.raises(KeystoreError, match="cannot read"):
         read_sealed(tmp_path / "missing", unlock, "test")
+
+
+def test_a_share_with_salts_outside_the_field_is_refused(tmp_path: Path, unlock: Unlock) -> None:
+    """A dealer writes them: they would come to light in a recovery, when it is too late."""
+    info = ShareInfo("ab" * 32, "cd" * 32, epoch=0, point=1, threshold=2, members=3, length=4, leaf=2, block=0)
+    salts = field.random(3 * SALT_ELEMENTS).reshape(3, SALT_ELEMENTS)
+    for wrong in (False, True):
+        if wrong:
+            salts[1, 2] = field.P
+        with ShareWriter(tmp_path / "share", unlock, info, new_salt(), salts) as file:
+            file.write(field.random(4))
+        if not wrong:
+            assert (ShareFile(tmp_path / "share", unlock).others_salts == salts).all()
+    with pytest.raises(InputError, match="salts must"):
+        ShareFile(tmp_path / "share", unlock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -325,6 +326,31 @@ for i in range(40):
 """
 
 
+def test_an_entry_is_on_disk_before_its_head_and_both_before_the_answer(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves cannot be tried here, so the calls to the operating system are watched."""
+    synced: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced.append((about.st_ino, about.st_size))
+        fsync(descriptor)
+
+    member.answer(vector(1))
+    x, place = vector(2), member.place
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", watched)
+        member.answer(x)
+    files = [path.stat() for path in (place.queries_path / f"{vector_digest(x)}.bin", place.ledger_path)]
+    whole = [synced.index((about.st_ino, about.st_size)) for about in (*files, place.ledger_head_path.stat())]
+    assert whole == sorted(whole)  # x, then the line that says it was answered, then the head that counts the line
+    folders = [[inode for inode, _ in synced].index(path.stat().st_ino) for path in (place.queries_path, place.path)]
+    assert folders[0] == whole[0] + 1  # a name is on disk before anything rests on it
+    assert folders[1] == whole[2] + 1 == len(synced) - 1
+
+
 def test_two_commands_at_once_wait_for_each_other(member: Member, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(member.manifest.to_bytes())
     command = [sys.executable, "-c", WRITER, str(member.place.path), str(tmp_path / "manifest.json")]
@@ -482,17 +508,17 @@ def test_somebody_approves_or_the_policy_does_a_few_times_a_day(
         member.check(vector(0), approved=False)
     assert member.check(vector(0), approved=True) == "--approve"
     member.policy = Policy("always", 2)
-    with monkeypatch.context() as clock:  # answers of long ago
-        clock.setattr(ledger_module, "now", lambda: "2026-01-31T12:00:00Z")
-        for seed in range(3):
+    with monkeypatch.context() as clock:  # two answers of long ago, and one of 23 hours ago, which still counts
+        for seed, hours in enumerate((1000, 25, 23)):
+            then = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600 * hours))
+            clock.setattr(ledger_module, "now", lambda then=then: then)
             member.answer(vector(seed))
-    for seed in range(3, 5):
-        assert member.check(vector(seed), approved=False) == "policy"
-        member.answer(vector(seed))
+    assert member.check(vector(3), approved=False) == "policy"
+    member.answer(vector(3))
     with pytest.raises(GuardError, match="approves 2 queries in 24 hours, and 2 were answered; wait"):
         member.check(vector(5), approved=False)
     assert member.check(vector(5), approved=True) == "--approve"
-    assert member.check(vector(4), approved=False) == "policy", "the same again costs nothing"
+    assert member.check(vector(3), approved=False) == "policy", "the same again costs nothing"
 
 
 # --- the guard, step by step -------------------------------------------------------------------------------
@@ -580,6 +606,12 @@ def test_queries_on_few_coordinates_are_refused_whatever_they_say(member: Member
         member.check(x)
     with pytest.raises(GuardError, match="norms are not those of its vector"):
         member.check(x, norm4=20_000)
+    x[7] = 1
+    wrongs: list[dict[str, Any]] = [{"norm1": 20_001}, {"norm2": 20_001}, {"norm4": 20_001}]
+    for wrong in wrongs:  # the first bounds what partials open, the second makes z of it, the third measures x
+        with pytest.raises(GuardError, match="norms are not those of its vector"):
+            member.check(x, **wrong)
+    member.check(x, norm1=20_000, norm2=20_000, norm4=20_000)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])

@@ -25,8 +25,10 @@ from quorumark.merkle import root_from
 from quorumark.records import Manifest, canonical
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.check import CheckMember
+from quorumark.setup.recover import _mask
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from tests.ceremony import NAMES
+from tests.evidence import consortium
 from tests.test_ceremony_cli import Consortium
 
 
@@ -731,6 +733,19 @@ def test_two_recoveries_at_once(tmp_path: Path) -> None:
     (tmp_path / "new" / "answer-1.msg").write_bytes((used / "answer-1.msg").read_bytes())
     help_again = ["share", "help", "--folder", str(tmp_path / "new"), *group.secrets(group.homes[0])]
     assert "belongs elsewhere" in group.run(*help_again, fails=QuorumarkError)
+
+
+def test_masks_of_a_recovery_hang_on_everything_that_they_must() -> None:
+    """With one mask in two answers of a helper, their difference would be a multiple of its share."""
+    _, manifest = consortium(5, 3)
+    _, other = consortium(5, 2)
+    right: dict[str, Any] = {"manifest": manifest, "secret": bytes(64), "own": 1, "other": 2, "point": 4}
+    right["request"] = b"of Delta"
+    changes: list[dict[str, Any]] = [{}, {"manifest": other}, {"secret": bytes(63) + b"1"}, {"own": 3}, {"other": 3}]
+    changes += [{"point": 5}, {"request": b"of Delta, once more"}]
+    made = {bytes(_mask(**{**right, **change}).elements(4)) for change in changes}
+    assert len(made) == len(changes)
+    assert bytes(_mask(**{**right, "own": 2, "other": 1}).elements(4)) in made  # both helpers have the same
 
 
 def test_nobody_is_taken_back_to_an_older_manifest(tmp_path: Path) -> None:

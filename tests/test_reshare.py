@@ -18,6 +18,7 @@ from quorumark.field import P, Vector
 from quorumark.identity import Identity, verify_chain
 from quorumark.merkle import SALT_ELEMENTS, salt_seed
 from quorumark.records import ARCHIVE_KEY, Genesis, Manifest, Terms, check_follows
+from quorumark.setup import ceremony
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.reshare import ReshareMember
 from quorumark.shares import share_root
@@ -123,6 +124,32 @@ def test_a_refresh_keeps_the_key_and_changes_every_share(count: int, threshold: 
     # roots are those of the new shares
     for m in again.members:
         assert share_root([_share(m)], m.salt, 1024, chain[-1].share_length).hex() == chain[-1].roots[m.point - 1]
+
+
+def test_no_part_of_a_stream_serves_two_purposes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member's salts, masks, blindings and archive keys come from one stream, and what two members generate from
+    streams of their own: of two things at one place each would show the other."""
+    used: dict[bytes, set[tuple[int, int]]] = {}
+    purposes: set[str] = set()
+
+    class Watched(field.Stream):
+        def __init__(self, secret: bytes, purpose: str, *about: bytes) -> None:
+            super().__init__(secret, purpose, *about)
+            self._places = used.setdefault(secret, set()) if purpose.endswith(" private") else set()
+            purposes.add(purpose)
+
+        def elements(self, count: int, start: int = 0, out: Any = None) -> Any:
+            self._places.add((start, start + count))  # the same place for the same thing, however often a step is done
+            return super().elements(count, start, out)
+
+    monkeypatch.setattr(ceremony, "Stream", Watched)
+    run, chain, shares = founded(5, 3, 30)
+    Reshare(chain, run.terms, run.people, shares).whole()
+    # a setup: the salt, its five sharings, two masks, a blinding; a resharing has two masks, a number and keys more
+    assert sorted(len(places) for places in used.values()) == [9] * 5 + [13] * 5
+    for places in used.values():
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(sorted(places)))
+    assert {"dkg dealing", "reshare old", "reshare new", "reshare archive keys"} <= purposes
 
 
 def test_three_refreshes_and_a_reshare_keep_the_key_and_the_chain() -> None:
@@ -275,6 +302,20 @@ def test_no_combination_of_what_a_coalition_sees_shows_the_key() -> None:
             assert _view_shows_the_key(old, new, dealers, set(range(1, t + 1)), after, rows)
             if stayed == t - 1:
                 assert _view_shows_the_key(old, new, dealers, before, after, rows + 1)
+
+
+@pytest.mark.parametrize(("count", "threshold"), [(5, 2), (5, 3), (7, 3)])
+def test_members_deal_for_as_many_combinations_as_that_allows(count: int, threshold: int) -> None:
+    """What members send has the lengths of m = |D|−t+1 combinations, the number that the test above is about."""
+    run, chain, shares = founded(count, threshold, 600)  # one leaf
+    again = Reshare(chain, run.terms, run.people, shares).until_dealt()
+    length, small = -(-600 // (count - threshold + 1)), SALT_ELEMENTS + 4
+    for dealer in range(1, count + 1):
+        after = [again.members[(dealer + i) % count] for i in range(count - 1)]
+        sizes = [len(m.read("deal", dealer, again.deals[dealer][m.point])) // 8 for m in after]
+        # t−1 have everything generated, the next one all but its new values, the others nothing
+        some, all_ = small + length + ARCHIVE_KEY, small + 2 * length + ARCHIVE_KEY
+        assert sizes == [small] * (threshold - 1) + [some] + [all_] * (count - 1 - threshold)
 
 
 def test_traffic_of_a_refresh() -> None:
@@ -526,6 +567,12 @@ def test_successors_that_are_not_allowed() -> None:
             RecordError, match=f"successor's {name} must not change|genesis must have the terms' layout"
         ):
             check_follows(replace(good, terms=replace(good.terms, **{name: value})), first)  # type: ignore[arg-type]
+    for name, value in (("name", "clinics"), ("key", "gaussian"), ("setup", "paper"), ("leaf", 512)):
+        with pytest.raises(RecordError, match=f"successor's {name} must not change: the key hangs on it"):
+            check_follows(replace(good, terms=replace(good.terms, **{name: value})), first)  # type: ignore[arg-type]
+    # nobody makes fewer members enough by signatures alone
+    with pytest.raises(RecordError, match="must keep the threshold and the number of members"):
+        check_follows(replace(good, terms=replace(good.terms, threshold=2)), first)
     # a member's point is its share: two members cannot trade places by an amendment
     a, b, *others = good.terms.roster
     traded = replace(good.terms, roster=(replace(b, point=1), replace(a, point=2), *others))

@@ -493,11 +493,12 @@ def test_forged_and_swapped_keys_are_refused() -> None:
         net.server._readies[2] = bad, ""
         with pytest.raises(MessageError, match=net.group.name(2)):
             net.members[1].plan(announcement(net, 1, net.members))
-    # a key of the same member from another round
-    stranger = SecAggMember(_PEOPLE[1], net.group, MemoryState(net.group))
-    net.server._readies[2] = stranger.ready(2, BINDING, LENGTH), ""
-    with pytest.raises(MessageError, match="belongs elsewhere"):
-        net.members[1].plan(announcement(net, 1, net.members))
+    # keys of the same member from another round, and for another sum of this one
+    for round_no, purpose in ((2, "model"), (1, "scale")):
+        stranger = SecAggMember(_PEOPLE[1], net.group, MemoryState(net.group))
+        net.server._readies[2] = stranger.ready(round_no, BINDING, LENGTH, purpose), ""
+        with pytest.raises(MessageError, match="belongs elsewhere"):
+            net.members[1].plan(announcement(net, 1, net.members))
     # a second key of this round, of a member without memory: everybody else takes it, the member itself does not
     net.server._readies[2] = (
         SecAggMember(_PEOPLE[1], net.group, MemoryState(net.group)).ready(1, BINDING, LENGTH),

@@ -38,6 +38,7 @@ from quorumark.verify.reference import Reference, read_chain
 from quorumark.verify.statistic import inner_product
 from tests.ceremony import identities, make_terms
 from tests.consortium import World, anchor_model, make_world, trained_from
+from tests.evidence import consortium, make_finding
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,14 @@ def test_other_models_fail(tmp_path: Path) -> None:
     # members who did not answer those queries know nothing of them
     query, partials = world.answers(world.suspect, (2, 5))
     assert all(partial.history == {} for partial in partials)
+
+
+def test_the_threshold_itself_is_enough() -> None:
+    people, manifest = consortium(5, 3)
+    for z, verdict in ((6.0, "PASSED"), (5.999999, "FAILED")):
+        made = make_finding(people, manifest, z, (1, 2, 3))
+        found = combine(manifest, made.query, made.partials)
+        assert (float(found.z), found.threshold, found.verdict) == (z, "6.000000", verdict)
 
 
 def test_a_threshold_by_probability(world: World, asked: tuple[Query, list[Partial]]) -> None:
@@ -274,6 +283,24 @@ def test_masked_partials_open_the_sum_and_nothing_else(world: World, asked: tupl
         answer_with(people[1], world.manifest, query, 1, chosen)
 
 
+def test_masks_of_partials_are_for_one_query_and_one_set(world: World, asked: tuple[Query, list[Partial]]) -> None:
+    """The same masks again would show the difference of two answers; over several sets of members, single answers."""
+    query, partials = asked
+    people, y = [home.identity(unlock) for home, unlock in world.homes], partials[0].value
+
+    def mask(query: Query, chosen: tuple[int, ...]) -> int:
+        """What is left of the first member's masked answer without λ·y."""
+        partial = answer_with(people[0], world.manifest, query, y, chosen)
+        return (partial.value - shamir.lagrange(chosen)[0] * y) % P
+
+    assert mask(query, (1, 3, 4)) == mask(query, (1, 3, 4))  # nothing random is in them
+    later = replace(query, created="2026-03-01T08:00:01Z")
+    assert mask(later, (1, 3, 4)) != mask(query, (1, 3, 4))
+    # masks of pairs that were the same in every set would add up: (m₃+m₄) + (m₃+m₅) + (m₄+m₅) = 2·(m₃+m₄+m₅)
+    pairs = sum(mask(query, chosen) for chosen in ((1, 3, 4), (1, 3, 5), (1, 4, 5)))
+    assert pairs % P != 2 * mask(query, (1, 3, 4, 5)) % P
+
+
 def test_a_set_that_cannot_be_masked_for_costs_no_entry(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     query = prepare(world.reference, world.suspect).query
@@ -283,7 +310,9 @@ def test_a_set_that_cannot_be_masked_for_costs_no_entry(tmp_path: Path) -> None:
     assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).entries
 
 
-def test_gaussian_keys_are_scaled_by_their_norm() -> None:
+@pytest.mark.parametrize("setup", ["dealer", "paper"])
+def test_gaussian_keys_are_scaled_by_their_norm(setup: str) -> None:
+    """A dealer opens the norm; of a key that nobody knows it is taken as it is on average, 2^8·√d."""
     anchor = anchor_model()
     layout = ModelLayout.of(anchor)
     people = identities(3)
@@ -292,13 +321,17 @@ def test_gaussian_keys_are_scaled_by_their_norm() -> None:
         anchor=anchor_digest(layout.digest(), layout.encode(anchor)),
     )  # fmt: skip
     manifest, shares = deal_key(people, terms)
+    if setup == "paper":
+        terms = replace(terms, setup="paper")
+        manifest = Manifest(terms, replace(manifest.genesis, terms=terms.digest().hex()), manifest.roots)
     prepared = prepare(Reference.of([manifest], layout, anchor), trained_from(anchor, 1))
     x = whitened(manifest, prepared.form.x, 0, layout.coordinates)
     partials = [answer_with(p, manifest, prepared.query, inner_product(x, shares[i])) for i, p in enumerate(people, 1)]
     finding = combine(manifest, prepared.query, partials)
     raw = shamir.reconstruct({1: shares[1], 2: shares[2]}, 2).astype(np.int64)
     key = np.where(raw > P // 2, raw - P, raw).astype(float)
-    expected = x.astype(float) @ key * np.sqrt(key.size) / (np.linalg.norm(x.astype(float)) * np.linalg.norm(key))
+    norm = np.linalg.norm(key) if setup == "dealer" else 2**8 * np.sqrt(key.size)
+    expected = x.astype(float) @ key * np.sqrt(key.size) / (np.linalg.norm(x.astype(float)) * norm)
     assert float(finding.z) == pytest.approx(expected, abs=1e-4)
 
 
@@ -505,11 +538,18 @@ def test_leaves_that_are_called_burnt_clear_nobody(tmp_path: Path) -> None:
         combine(world.manifest, beyond, zeros)
 
 
-def test_a_query_by_another_statistic_or_size_is_not_combined(world: World, asked: tuple[Query, list[Partial]]) -> None:
-    for change in ({"statistic": "global-cosine/v1"}, {"coordinates": 5}):
+def test_a_query_by_another_statistic_size_or_epoch_is_not_combined(
+    world: World, asked: tuple[Query, list[Partial]]
+) -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"statistic": "global-cosine/v1"}, "the query is not by the agreed statistic"),
+        ({"coordinates": 5}, "the query is not by the agreed statistic"),
+        ({"epoch": 1}, "the query belongs to another manifest"),
+    ]
+    for change, text in changes:
         query = replace(asked[0], **change)
         partials = [answer_with(home.identity(unlock), world.manifest, query, 0) for home, unlock in world.homes]
-        with pytest.raises(EvidenceError, match="the query is not by the agreed statistic"):
+        with pytest.raises(EvidenceError, match=text):
             combine(world.manifest, query, partials)
 
 
@@ -519,6 +559,22 @@ def test_a_query_by_another_statistic_or_size_is_not_combined(world: World, aske
 @pytest.fixture(scope="module")
 def certificate(world: World, asked: tuple[Query, list[Partial]]) -> Certificate:
     return world.certified(*asked)
+
+
+def test_a_member_signs_for_no_answer_that_its_ledger_does_not_have(tmp_path: Path) -> None:
+    """Somebody else answers in its name, with its key and share: its ledger knows of no such query."""
+    world = make_world(tmp_path)
+    query, partials = world.answers(world.suspect, (1, 2))
+    x = prepare(world.reference, world.suspect).form.x
+    home, unlock = world.homes[2]
+    value = inner_product(whitened(world.manifest, x, 0, x.size), home.only_consortium().share(unlock).vector())
+    partials.append(answer_with(home.identity(unlock), world.manifest, query, value))
+    made = Certificate.of(combine(world.manifest, query, partials))
+    assert made.finding.verdict == "PASSED"
+    sign(*world.homes[0], made)
+    with pytest.raises(EvidenceError, match="this member has no part in the certificate: it did not answer that query"):
+        sign(home, unlock, made)
+    assert Ledger.open(home.only_consortium(), world.manifest).entries == ()
 
 
 def test_a_certificate_checks_out_from_its_files_alone(world: World, certificate: Certificate, tmp_path: Path) -> None:

@@ -561,19 +561,18 @@ def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[i
     return (value - P if value > P // 2 else value), wrong, corroboration
 
 
-def _key_energy(manifest: Manifest) -> tuple[int, int]:
-    """‖τ‖² as (numerator, denominator), in the square of the units that shares are in."""
+def _key_energy(manifest: Manifest) -> int:
+    """‖τ‖², in the square of the units that shares are in."""
     terms = manifest.terms
     if terms.key == "rademacher":
-        return terms.coordinates, 1
+        return terms.coordinates
     opened = (manifest.commitment or {}).get("norm")  # of a normal key: opened at setup, or as it is on average
-    return (int(opened), 1) if opened else (terms.coordinates << 16, 1)
+    return int(opened) if opened else terms.coordinates << 16
 
 
 def _z(manifest: Manifest, query: Query, value: int) -> tuple[str, str]:
     """z = Y·√d/(‖x‖·‖τ‖) and the cosine Y/(‖x‖·‖τ‖); for keys of ±1 ‖τ‖ = √d."""
-    energy, _ = _key_energy(manifest)
-    d = manifest.terms.coordinates
+    energy, d = _key_energy(manifest), manifest.terms.coordinates
     return null.z_text(value * d, query.norm2 * energy * d), null.cosine_text(value, query.norm2, energy)
 
 
@@ -581,7 +580,7 @@ def _largest_squared(manifest: Manifest, query: Query) -> int:
     """The largest Y² there is: (Σ|x|)² for keys of ±1, ‖x‖²·‖τ‖² (twice that, if ‖τ‖ is not known) otherwise."""
     if manifest.terms.key == "rademacher":
         return query.norm1**2
-    return 2 * query.norm2 * _key_energy(manifest)[0]
+    return 2 * query.norm2 * _key_energy(manifest)
 
 
 def _verdict(terms: Terms, query: Query, z: str, threshold: str) -> tuple[str, list[str]]:
