@@ -1134,6 +1134,20 @@ def test_readme_says_what_the_runs_found() -> None:
     assert f"fall from {own[0]:.0f} to {own[-1]:.0f}." in readme
 
 
+def test_rho_of_a_key_for_each_member_is_that_of_all_marks_together() -> None:
+    """K marks of S/K with independent signs have a norm of ‖S‖/√K; the state, which knows of one key, says ‖S‖."""
+    from quorumark.lab.results import page, read_all
+
+    results = read_all(Path(__file__).parent.parent / "results")
+    shown = page([read("clients")], results).splitlines()
+    for run in read("clients").runs:
+        if run.per_client and run.id in results:
+            row = next(line for line in shown if line.startswith(f"| cifar10 | {run.members} | iid | {run.strength} |"))
+            assert f"| {results[run.id]['rho'] / run.members**0.5:.4f} |" in row
+    signs = np.random.default_rng(0).choice([-1, 1], (16, 100_000)).sum(axis=0) / 16
+    assert np.linalg.norm(signs) / 100_000**0.5 == pytest.approx(16**-0.5, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["clients", "strength"])
 def test_the_lab_s_figures_are_of_these_results(name: str) -> None:
     """`quorumark lab plot` was run since results changed: what a figure shows is named in it."""

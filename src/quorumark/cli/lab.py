@@ -236,7 +236,7 @@ def plot(
 @app.command("time")
 def time_(
     members: Annotated[str, typer.Option(help="Numbers of members.")] = "8,32,128",
-    streams: Annotated[str, typer.Option(help="Numbers of streams.")] = "8",
+    streams: Annotated[str, typer.Option(help="Numbers of streams.")] = "5",
     strength: Annotated[str, typer.Option(help="The mark.")] = "rho:0.05",
     model: Annotated[str, typer.Option(help="The network.")] = "resnet18",
     rounds: Annotated[int, typer.Option(help="Rounds to time.")] = 4,

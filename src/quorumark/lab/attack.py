@@ -175,7 +175,7 @@ class Suite:
     results: Path
     epochs: int = EPOCHS
     side: int = 8
-    streams: int = 5
+    streams: int = 8
     seconds: float | None = None
     tell: Callable[[str], None] = lambda _: None
     only: str = "*"

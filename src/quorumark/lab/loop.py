@@ -195,7 +195,7 @@ class Run:
             self._since = time.perf_counter()
         loss = self.local_models(number)
         if not self._lazy:
-            check_loss(number, float(loss))
+            check_loss(number, float(loss))  # before the mark, which would say something else of such a model
         if number < settings.rounds:
             self._prepare(number + 1)
         total = weighted_sum(self.fleet.theta, self.weights)[self.fleet.order.to_layout]

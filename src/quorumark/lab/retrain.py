@@ -57,7 +57,7 @@ class Attackers(Fleet):
         device: torch.device,
         *,
         batch: int = BATCH,
-        streams: int = 5,
+        streams: int = 8,
     ) -> None:
         plain = Optimiser(decay=0.0)  # each attacker has its own weight decay, below
         super().__init__(module, layout, members, batch, image, device, plain, streams=streams)
