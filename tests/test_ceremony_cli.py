@@ -391,7 +391,7 @@ def test_a_request_under_another_manifest_says_what_to_do(five: Consortium) -> N
     ours = five.manifests()[0].digest().hex().encode()
     request.write_bytes(request.read_bytes().replace(ours, b"ab" * 32))  # as from a member who is an epoch ahead
     text = five.run("share", "help", "--folder", str(folder), *five.secrets(five.homes[0]), fails=QuorumarkError)
-    assert "under another manifest than the one in force here" in text
+    assert "not made under the manifest in force here" in text
     assert "quorumark consortium update" in text
 
 

@@ -332,7 +332,7 @@ def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
     said = group.run(
         "share", "help", "--folder", str(tmp_path / "thief"), *group.secrets(homes[0]), fails=QuorumarkError
     )
-    assert "another manifest than the one in force" in said
+    assert "belongs elsewhere" in said
     for home in [*homes[:3], *homes[:2]]:
         group.run("share", "help", "--folder", folder, *group.secrets(home))
     assert "recovered" in group.run("share", "recover", "--folder", folder, *group.secrets(elm))

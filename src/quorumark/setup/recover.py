@@ -72,14 +72,17 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
         manifest, identity = place.manifest(), home.identity(unlock)
         terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
         data = read_file(folder / "request.msg", "a request")
-        if manifest.digest().hex().encode() not in data:  # its header names the manifest that it was made under
-            raise CeremonyError(
-                "the request was made under another manifest than the one in force here: whoever is behind finishes "
-                "the ceremony that is under way there, or takes over the later one with quorumark consortium update"
-            )
         point = int.from_bytes(data[:2], "big")
         name = terms.member(point).name
-        body = identity.read(data[2:], terms, _header(manifest, "request", point))
+        try:
+            body = identity.read(data[2:], terms, _header(manifest, "request", point))
+        except MessageError as error:
+            if manifest.digest().hex().encode() in data:  # its header names the manifest that it was made under
+                raise
+            raise MessageError(
+                f"{error}: it was not made under the manifest in force here; whoever is behind finishes the ceremony "
+                "that is under way there, or takes over the later one with quorumark consortium update"
+            ) from None
         nonce, helpers, requesters_key = _read_request(body, manifest, point)
         if own not in helpers:
             raise CeremonyError(f"{name!r} asks other members for help, not this one")
