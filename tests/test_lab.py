@@ -1137,6 +1137,33 @@ def test_readme_says_what_the_runs_found() -> None:
     assert f"fall from {own[0]:.0f} to {own[-1]:.0f}." in readme
 
 
+def test_the_page_says_whether_the_mark_costs_accuracy() -> None:
+    """Losses beyond the noise of seeds, and a z that is too small by either statistic, are not called a success."""
+    from quorumark.lab.results import BALANCED, GLOBAL, page, read_all
+
+    results = read_all(Path(__file__).parent.parent / "results")
+    name = "cifar10-resnet18-k32-iid-{}-s{}".format
+    plain = results[name("none", 0)]["accuracy"]["released"]
+    for seed, change in enumerate((-0.001, 0.0, 0.001)):  # σ = 0.1 points; one run against one: 2·0.1·√2 = 0.28
+        results[name("rho0.05", seed)]["accuracy"]["released"] = plain + change
+
+    def row(loss: float, **zs: float) -> list[str]:
+        body = results[name("rho0.1", 0)]
+        changed = {"released": {**body["z"]["released"], BALANCED: zs.get("z", 400), GLOBAL: zs.get("cosine", 400)}}
+        marked = {**body, "accuracy": {"released": plain - loss / 100}, "z": changed}
+        text = page([read("table1")], {**results, body["id"]: marked})
+        (line,) = (line for line in text.splitlines() if line.startswith("| cifar10 | rho:0.1 | 1 and 1 |"))
+        return line.strip("| ").split(" | ")[3:]
+
+    assert row(0.05) == ["-0.05", "± 0.28", "true", "400.0", "400.0", "true (≥ 320)"]
+    assert row(0.25)[:3] == ["-0.25", "± 0.28", "not told from noise"]
+    assert row(0.30)[:3] == ["-0.30", "± 0.28", "false"]
+    assert row(0.0, z=319.0)[-1] == row(0.0, cosine=319.0)[-1] == "false (≥ 320)"
+    assert f"| {name('rho0.05', 0)} |" in page([read("table1")], results)
+    alone = {key: body for key, body in results.items() if key not in (name("rho0.05", 1), name("rho0.05", 2))}
+    assert "| cifar10 | rho:0.1 | 1 and 1 |" not in page([read("table1")], alone)  # of one seed there is no deviation
+
+
 def test_rho_of_a_key_for_each_member_is_that_of_all_marks_together() -> None:
     """K marks of S/K with independent signs have a norm of ‖S‖/√K; the state, which knows of one key, says ‖S‖."""
     from quorumark.lab.results import page, read_all
