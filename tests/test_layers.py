@@ -28,6 +28,7 @@ ORDER = [
     "quorumark.setup",
     "quorumark.embed",
     "quorumark.secagg",
+    "quorumark.sums",
     "quorumark.federation",
     "quorumark.training",
     "quorumark.usercode",

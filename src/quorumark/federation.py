@@ -25,7 +25,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from quorumark import codec, field
+from quorumark import codec, field, sums
 from quorumark.embed import (
     Amplitudes,
     MarkState,
@@ -51,13 +51,13 @@ from quorumark.embed import (
     update_norms,
     weights,
 )
-from quorumark.errors import EncodingError, InputError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import EncodingError, InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.identity import Identity
 from quorumark.keystore import replacing, write_private, write_shared
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, anchor_digest, canonical, digest, parse
-from quorumark.secagg import Group, MemoryState, SecAggMember, SecAggServer, State, Upload
+from quorumark.secagg import Group, MemoryState, Plan, SecAggMember, SecAggServer, State, Upload
 from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = [
@@ -66,6 +66,8 @@ __all__ = [
     "History",
     "Losses",
     "RoundReport",
+    "check_sum",
+    "checks_sums",
     "group_of",
     "research_seed",
     "watch",
@@ -84,11 +86,21 @@ def group_of(manifest: Manifest) -> Group:
     who are drawn for each round (all). More attempts cost no secrecy: the quorum hangs on K, t and the cohort's size.
     """
     policy = manifest.terms.policy
+    if checks_sums(manifest) and "cohort" in policy:
+        raise InputError("policy 'sums'", "must not be 'checked' with a cohort, whose members change", "both")
     for name in ("attempts", "cohort"):
         if name in policy and not (policy[name].isascii() and policy[name].isdecimal()):
             raise InputError(f"policy {name!r}", "must be a whole number", repr(policy[name]))
     cohort = int(policy["cohort"]) if "cohort" in policy else None
     return Group.of_manifest(manifest, attempts=int(policy.get("attempts", DEFAULT_ATTEMPTS)), cohort_size=cohort)
+
+
+def checks_sums(manifest: Manifest) -> bool:
+    """Whether the members check what a server announces as a sum (policy `sums`; docs/secagg.md, "Checked sums")."""
+    said = manifest.terms.policy.get("sums")
+    if said not in (None, "checked"):
+        raise InputError("policy 'sums'", "must be 'checked', or left out", repr(said))
+    return said is not None
 
 
 def research_seed(seed: int, round_no: int, point: int) -> int:
@@ -174,6 +186,8 @@ class FederationMember:
         if mark and share is not None:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
+        self.checks = checks_sums(manifest)
+        self.sure = True  # whether it has seen for itself that its history is what was summed
         self._identity = identity
         self._train, self._data, self._share, self._own_key = train, data, share, own_key
         self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
@@ -211,18 +225,36 @@ class FederationMember:
         return self.secagg.ready(round_no, self._known().binding(round_no, amplitudes), self.length(purpose), purpose)
 
     def length(self, purpose: str = "model") -> int:
-        """Of the vectors that are summed: the model, and behind it the members' norms where the mark needs them."""
+        """Of the vectors that are summed: the model, the members' norms where the mark needs them, and a tag."""
         if purpose == "scale":
             return self.scale_length()
-        return self.layout.size + (norm_count(self.layout) if self.has_norms else 0)
+        return self.layout.size + (norm_count(self.layout) if self.has_norms else 0) + (1 if self.checks else 0)
 
     @property
     def has_norms(self) -> bool:
         """Whether it uploads the norms of its update: not in a run without the mark, which has no use for them."""
         return self.marks and self.strength.needs_norms
 
-    def upload(self, announcement: bytes) -> Upload:
-        """The weighted model and this member's part of the mark, under masks: exactly what it joined the round for."""
+    def said(self, round_no: int) -> tuple[bytes, bytes]:
+        """What goes with *ready* where sums are checked: its part of the round's key, sealed, and whether it vouches.
+
+        Both are for the others of the round, and bound to what this member joined it with.
+        """
+        if not self.checks:
+            return b"", b""
+        joined, amplitudes = self._joined["model"]
+        if joined != round_no:
+            raise RoundError(f"member {self.point} has not joined round {round_no}")
+        binding = self._known().binding(round_no, amplitudes)
+        boxes = sums.seal_keys(self._identity, self.group, round_no, binding)
+        return boxes, sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
+
+    def upload(self, announcement: bytes, boxes: Sequence[bytes] = (), vouches: Sequence[bytes] = ()) -> Upload:
+        """The weighted model and this member's part of the mark, under masks: exactly what it joined the round for.
+
+        Where sums are checked, `boxes` and `vouches` are what the members of the announced set said (`said`): their
+        boxes for this member, and their vouchers, in the set's order.
+        """
         plan = self.secagg.plan(announcement)
         if self._result is None:
             raise RoundError(f"member {self.point} has not trained in this round")
@@ -238,13 +270,30 @@ class FederationMember:
         whole = np.empty(self.length(), np.uint64)
         y = codec.encode(self._result, share_of, whole[: self.layout.size], name="model")
         if self.has_norms:
-            whole[self.layout.size :] = update_norms(self.layout, before, after, exact)
+            whole[self.layout.size : whole.size - self.checks] = update_norms(self.layout, before, after, exact)
         marks = amplitudes is not None and check_round(
             self.strength, self.manifest, amplitudes, plan.members, before, after
         )
         if marks and amplitudes is not None:
             self._add_mark(y, amplitudes, plan.members, share_of)
+        if self.checks:
+            self._add_tag(whole, plan, boxes, vouches)
         return self.secagg.upload(plan, whole)
+
+    def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
+        """Behind the vector. The key is kept for the sum of this round alone, until the next one is joined."""
+        if len(vouches) != len(plan.members):
+            raise MessageError("the server must hand on what every member of the announced set vouches for")
+        sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
+        self.sure = True
+        key = sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
+        whole[-1] = sums.tag(key, whole[:-1], first=self.point == plan.members[0])
+        with self.secagg.state.edit() as memory:
+            memory["sum"] = {"round": plan.round, "key": key.hex()}
+
+    def check_sum(self, round_no: int, opened: Vector) -> bool | None:
+        """Whether this is the sum of a round, with its tag; None if this member did not take part, and cannot say."""
+        return check_sum(self.secagg, round_no, opened)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
@@ -304,6 +353,15 @@ class FederationMember:
         """
         if isinstance(self.secagg.state, MemoryState):
             self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
+
+
+def check_sum(member: SecAggMember, round_no: int, opened: Vector) -> bool | None:
+    """What `FederationMember.check_sum` says, from the member's memory of rounds alone."""
+    with member.state.edit() as memory:
+        known = memory.get("sum", {})
+    if known.get("round") != round_no:
+        return None
+    return sums.holds(bytes.fromhex(known["key"]), opened)
 
 
 def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> None:
@@ -477,6 +535,10 @@ class Federation:
         amplitudes = self._amplitudes(round_no, taking_part, report)
         member = next(iter(self.members.values()))
         opened, members = self._sum(round_no, taking_part, amplitudes, "model", member.length(), report)
+        if member.checks:
+            if not self.members[members[0]].check_sum(round_no, opened):
+                raise RoundError("the opened sum is not what the members sent: one of them sent a wrong tag")
+            opened = opened[:-1]
         total, norms = opened[: self.layout.size], opened[self.layout.size :] if member.has_norms else None
         # all of it, or nothing: a sum that is no model (a member lied) leaves the last one standing
         vector = codec.decode(total, self.layout.dtype)
@@ -536,10 +598,12 @@ class Federation:
     ) -> tuple[Vector, tuple[int, ...]]:
         """One secure sum, with all its attempts; the sum and the members in it."""
         server = SecAggServer(self.group, round_no, self.history.binding(round_no, amplitudes), length, purpose)
+        said: dict[int, tuple[bytes, bytes]] = {}
         with timed(report, "ready"):
             for x in taking_part:
                 with _excluding(report, x):
                     server.take_ready(x, self.members[x].ready(round_no, purpose))
+                    said[x] = self.members[x].said(round_no) if purpose == "model" else (b"", b"")
         announcement = server.announce()
         while True:
             attempt = server.plan.attempt
@@ -550,7 +614,9 @@ class Federation:
                 for x in server.plan.members:
                     if x not in lost:
                         with _excluding(report, x):
-                            upload = self.members[x].upload(announcement)
+                            boxes = [sums.box_for(said[k][0], x) for k in server.plan.members]
+                            vouches = [said[k][1] for k in server.plan.members]
+                            upload = self.members[x].upload(announcement, boxes, vouches)
                             report.uploaded_bytes += len(upload.head) + upload.vector.nbytes
                             server.take_upload(x, upload)
             if not server.missing:

@@ -49,7 +49,9 @@ def create(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE: z (6 by default), budget, effective, attempts or cohort; may be repeated."),
+        typer.Option(
+            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort or sums; may be repeated."
+        ),
     ] = None,
     statistic: Annotated[str, typer.Option(help="What a suspect is tested by.")] = "balanced-anchor/v1",
 ) -> None:
@@ -326,8 +328,11 @@ def _policy(texts: list[str] | None) -> dict[str, str]:
         if name == "z":
             if decimal_of("--policy z", value) <= 0:
                 raise InputError("--policy z", "must be above 0", value)
+        elif name == "sums":
+            if value != "checked" or "cohort" in found:
+                raise InputError("--policy sums", "must be checked, and is not for cohorts", repr(value))
         elif name not in ("budget", "effective", "attempts", "cohort"):
-            raise InputError("--policy", "must be z, budget, effective, attempts or cohort", repr(name))
+            raise InputError("--policy", "must be z, budget, effective, attempts, cohort or sums", repr(name))
         elif not (value.isascii() and value.isdecimal() and len(value) <= 18 and int(value) > 0):
             raise InputError(f"--policy {name}", "must be a whole number, at least 1", repr(value))
     return found

@@ -6,7 +6,7 @@
     stage    what comes                                         what goes
     join     round, run, the history so far, model:…            rate, seed: what to train with
     ready    examples, result:…                                 a key for the round, signed (secagg)
-    upload   an announcement                                    the masked vector, its head
+    upload   an announcement, what the others said (sums)       the masked vector, its head
     unmask   a request                                          shares of the seeds
     setup    terms, messages of the others                      this member's messages; at the end the manifest
     answer   a query, the suspect, the anchor, the layout       this member's partial, if its policy allows
@@ -30,9 +30,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark import codec, field, sums
 from quorumark.embed import MarkState, Strength, model_digest
 from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
-from quorumark.federation import FederationMember, History, group_of, research_seed
+from quorumark.federation import FederationMember, History, check_sum, checks_sums, group_of, research_seed
 from quorumark.field import Vector
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.identity import Header, Identity
@@ -167,7 +168,10 @@ class MemberNode:
         desk.note(round=round_no)
         header = Header(*introduction(desk.manifest.digest(), str(config["run"])), desk.point)
         node = desk.identity.write(header, str(config["node"]).encode())
-        return {"point": desk.point, "ready": message, "introduction": node}, {}
+        told: Config = {"point": desk.point, "ready": message, "introduction": node}
+        if side.checks:
+            told["boxes"], told["vouch"] = side.said(round_no)
+        return told, {}
 
     def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
         desk, round_no = self._desk(), _whole(config, "round")
@@ -175,7 +179,11 @@ class MemberNode:
             raise RoundError(f"{desk.name} has not trained in round {round_no}")
         side = desk.member(self._unlock, read_safetensors(desk.result_path), round_no)
         side.ready(round_no)  # as it was: who would join with anything else now is refused
-        upload = side.upload(config["announcement"])
+        if side.checks:
+            upload = side.upload(config["announcement"], sums.unpack(config["boxes"]), sums.unpack(config["vouches"]))
+            desk.note(sure=side.sure)
+        else:
+            upload = side.upload(config["announcement"])
         return {"head": upload.head}, {"vector": upload.vector}
 
     def _unmask(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
@@ -288,6 +296,12 @@ def _content(array: NDArray[Any]) -> bytes:
     return array.tobytes()
 
 
+def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
+        raise MessageError(f"the server's message must hold what rounding left as {size} whole numbers")
+    return array.astype(np.int64)
+
+
 def _array(content: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8)
 
@@ -326,6 +340,7 @@ class _Desk:
         self.result_path = self._folder / "result.safetensors"
         self._model_path, self._anchor_path = self._folder / "model.npy", self._folder / "anchor.npy"
         self._layout_path, self._diary_path = self._folder / "layout.json", self._folder / "diary.json"
+        self.checks = checks_sums(manifest)
         self.diary: Config = {}
         if self._diary_path.exists():
             self.diary = parse(self._diary_path.read_bytes(), _DIARY, "a diary of rounds")
@@ -384,6 +399,7 @@ class _Desk:
             state=self.memory(),
         )
         side.history = self._history(layout)
+        side.sure = self.diary.get("sure") is True
         side.train({}, round_no)
         return side
 
@@ -421,17 +437,29 @@ class _Desk:
 
         A member that was there in the last round derives the new state itself, and it must be the server's. One that
         missed rounds takes the server's: if that is false, its masks fit nobody's, and nothing is opened.
+
+        Where sums are checked, the model must also be the last round's sum, and whether this member could see so for
+        itself is noted (`sure`). Then it does not matter which run the last round was of: a run that begins does so
+        from the anchor, and one that goes on from a sum.
         """
         run, accepted, before = str(config["run"]), _whole(config, "accepted"), _whole(config, "before")
         told, same_run = _content(arrays["state"]), self.diary.get("run") == run
         own: History | None = None
-        if same_run and "mark" in self.diary:
+        sure = False
+        if self.checks and accepted == 0:
+            own, sure = History(self.manifest, layout, model), True  # it is the manifest's anchor, or refused
+            if own.mark.to_bytes() != told:
+                raise RoundError("the server's history begins with something else than the anchor")
+            _keep(self._anchor_path, model)
+        elif (same_run or self.checks) and "mark" in self.diary:
             own = self._history(layout)
+            sure = self.diary.get("sure") is True
             if own.mark.round == before and before < accepted:
                 amplitudes = own.amplitudes(accepted)
+                sure = self._is_sum(config, arrays, layout, model) and sure
                 own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
-            elif own.mark.round < accepted:
-                own = None  # it missed rounds
+            elif own.mark.round < accepted or (self.checks and own.mark.round > accepted):
+                own, sure = None, False  # it missed rounds
             if own is not None and own.mark.to_bytes() != told:
                 raise RoundError(
                     f"the server's history of this run is not the one that {self.name} has seen: it says that round "
@@ -451,8 +479,31 @@ class _Desk:
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
         _keep(self._model_path, model)
         self.result_path.unlink(missing_ok=True)
-        self.note(run=run, mark=own.mark.to_bytes().decode(), round=0)
+        self.note(run=run, mark=own.mark.to_bytes().decode(), round=0, sure=sure)
         return ""
+
+    def _is_sum(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Vector) -> bool:
+        """Whether the model is, rounded, the sum of the round that the server says was accepted, as far as this member
+        can tell: one that did not take part in it cannot. If it is not, this raises."""
+        if not self.checks:
+            return False
+        parts = [field.add(model, field.from_signed(_integers(arrays["rest"], layout.size)))]
+        strength = Strength.of(self.manifest.terms.strength, self.manifest.terms.coordinates)
+        if strength.needs_norms:
+            parts.append(np.ascontiguousarray(arrays["norms"], np.uint64))
+        opened = np.concatenate([*parts, np.array([_whole(config, "tag")], np.uint64)])
+        field.check(opened, "the sum that the server announces")
+        secagg = SecAggMember(self.identity, self.group, self.memory())
+        found = check_sum(secagg, _whole(config, "accepted"), opened)
+        if found is False:
+            raise RoundError(
+                f"the model that the server announces is not the sum of round {config['accepted']}, in which "
+                f"{self.name} took part: the server lies, or a member sent a wrong tag"
+            )
+        rounded = layout.unflatten(codec.decode(opened[: layout.size], layout.dtype), named(arrays, MODEL))
+        if (layout.encode(rounded) != model).any():
+            raise RoundError("the model that the server announces is not the sum that it announces with it")
+        return found is True
 
     def _anchor(self, arrays: Arrays) -> Vector | None:
         """From what the server sent, or from disk; it is the manifest's, or none."""

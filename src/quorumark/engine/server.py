@@ -3,10 +3,10 @@
     server = RoundServer(manifest, layout, run="17")
     each round:
         config, arrays = server.offer(round_no, model)            # to everybody, with the model
-        server.take_ready(point, message)                         # from everybody who trained
-        announcement = server.announce()                          # to server.members
+        server.take_ready(point, ready, boxes, vouch)             # from everybody who trained
+        server.announce()                                         # server.asked(point) goes to each of server.members
         server.take_upload(point, head, vector)
-        while server.missing: announcement = server.retry()       # to server.members again
+        while server.missing: server.retry()                      # server.asked(point) to server.members again
         server.take_answer(point, message)                        # server.request(point) asks for it
         weights = server.finish()                                 # Σ a_k·θ_k + S ⊙ τ: what the strategy works with
 
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import codec
+from quorumark import codec, field, sums
 from quorumark.embed import Amplitudes, MarkState, norm_count
 from quorumark.engine.member import MESSAGE, Config, introduction
 from quorumark.errors import CeremonyError, MessageError, RecordError, RoundError
-from quorumark.federation import History, group_of
+from quorumark.federation import History, checks_sums, group_of
 from quorumark.field import Vector
 from quorumark.identity import Header, open_message
 from quorumark.keystore import replacing, write_private
@@ -72,6 +72,12 @@ class RoundServer:
         self._before = 0
         self._pending: tuple[int, Amplitudes | None, Vector | None] | None = None
         self._norms: Vector | None = None
+        self.checks = checks_sums(manifest)
+        self._opened: Vector | None = None  # the sum that the round before left, with its tag, where sums are checked
+        self._rest: NDArray[Any] | None = None  # of the last accepted one: what rounding took off, and the tag
+        self._tag = 0
+        self._said: dict[int, tuple[bytes, bytes]] = {}  # boxes and vouchers of those who are ready
+        self._announcement = b""
         self._sum: SecAggServer | None = None
         self._amplitudes: Amplitudes | None = None
         self.round_no = after
@@ -93,10 +99,7 @@ class RoundServer:
         """Begins the next round from a model: what every member must be told besides it."""
         encoded = self.layout.encode(model)
         if self._pending is not None:
-            before = self.history.mark.round
-            accepted, embedded, norms = self._pending
-            self.history.accept(accepted, encoded, embedded, norms)
-            self._before, self._norms, self._pending = before, norms, None
+            self._accept(encoded)
         self.round_no += 1
         self._save(model)
         history = self.history
@@ -104,6 +107,7 @@ class RoundServer:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         self._amplitudes = history.amplitudes(self.round_no)
         length = self.layout.size + (norm_count(self.layout) if history.strength.needs_norms else 0)
+        length += 1 if self.checks else 0
         binding = history.binding(self.round_no, self._amplitudes)
         self._sum = SecAggServer(self.group, self.round_no, binding, length)
         config: Config = {
@@ -121,18 +125,59 @@ class RoundServer:
         }
         if self._norms is not None:
             arrays["norms"] = self._norms
+        if self._rest is not None:
+            arrays["rest"], config["tag"] = self._rest, self._tag
+        self._said.clear()
         return config, arrays
+
+    def _accept(self, encoded: Vector) -> None:
+        """The model that the strategy made of the last sum is the global one now."""
+        if self._pending is None:
+            return
+        if self._opened is not None:
+            rest, fits = self._rounded(encoded, self._opened)
+            if not fits:
+                raise RoundError(
+                    "the model is not the sum of the last round, and the members check that (policy sums = checked): "
+                    "use a strategy that takes the sum as it is, such as FedAvg"
+                )
+            self._rest, self._tag, self._opened = rest, int(self._opened[-1]), None
+        before = self.history.mark.round
+        accepted, embedded, norms = self._pending
+        self.history.accept(accepted, encoded, embedded, norms)
+        self._before, self._norms, self._pending = before, norms, None
+
+    def _rounded(self, encoded: Vector, opened: Vector) -> tuple[NDArray[Any], bool]:
+        """What the model lacks of the sum, in the smallest whole numbers, and whether that is rounding and no more."""
+        total = opened[: self.layout.size]
+        rest = field.to_signed(field.sub(total, encoded))
+        sizes = (kind for kind in (np.int16, np.int32) if np.abs(rest).max(initial=0) <= np.iinfo(kind).max)
+        model = self.layout.unflatten(codec.decode(total, self.layout.dtype), self.like)
+        fits = bool((self.layout.encode(model) == encoded).all())
+        return rest.astype(next(sizes, np.int64)), fits
 
     @property
     def anchor(self) -> Vector:
         """For members who join a run that is under way and never saw it."""
         return self._anchor
 
-    def take_ready(self, point: int, message: bytes) -> None:
+    def take_ready(self, point: int, message: bytes, boxes: bytes = b"", vouch: bytes = b"") -> None:
+        """What a member said when it was ready; `boxes` and `vouch` where sums are checked."""
         self._running().take_ready(point, message)
+        self._said[point] = bytes(boxes), bytes(vouch)
 
     def announce(self) -> bytes:
-        return self._running().announce()
+        self._announcement = self._running().announce()
+        return self._announcement
+
+    def asked(self, point: int) -> Config:
+        """For the stage *upload* of a member of the announced set."""
+        config: Config = {"round": self.round_no, "announcement": self._announcement}
+        if self.checks:
+            said = [self._said[x] for x in self.members]
+            config["boxes"] = sums.pack(sums.box_for(boxes, point) for boxes, _ in said)
+            config["vouches"] = sums.pack(message for _, message in said)
+        return config
 
     def take_upload(self, point: int, head: bytes, vector: Vector) -> int:
         """How many bytes it was."""
@@ -140,7 +185,8 @@ class RoundServer:
         return len(head) + vector.nbytes
 
     def retry(self) -> bytes:
-        return self._running().retry()
+        self._announcement = self._running().retry()
+        return self._announcement
 
     def request(self, point: int) -> bytes:
         return self._running().request(point)
@@ -168,7 +214,7 @@ class RoundServer:
         """The opened sum as tensors. If it is no model (a member lied), an EncodingError: the last one stands."""
         opened = self._running().finish()
         history, size = self.history, self.layout.size
-        norms = opened[size:].copy() if history.strength.needs_norms else None
+        norms = opened[size : len(opened) - self.checks].copy() if history.strength.needs_norms else None
         vector = codec.decode(opened[:size], self.layout.dtype)
         weights: dict[str, NDArray[Any]] = self.layout.unflatten(vector, self.like)
         codec.encode(self.layout.flatten(weights), name="the opened sum")
@@ -176,6 +222,7 @@ class RoundServer:
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
         history.mark._checked_norms(norms, embedded)
         self._pending = self.round_no, embedded, norms
+        self._opened = opened if self.checks else None
         return weights
 
     @property
@@ -201,9 +248,7 @@ class RoundServer:
     def close(self, model: Weights) -> None:
         """The run is over, with this model: a later run may go on from it."""
         if self._pending is not None:
-            accepted, embedded, norms = self._pending
-            self._before, self._norms, self._pending = self.history.mark.round, norms, None
-            self.history.accept(accepted, self.layout.encode(model), embedded, norms)
+            self._accept(self.layout.encode(model))
             self._save(model)
 
     def _save(self, model: Weights) -> None:
@@ -216,6 +261,10 @@ class RoundServer:
                 np.save(file, self._anchor)
         name = f"model-{self.round_no}.safetensors"
         write_safetensors(model, self._folder / name)
+        if self._rest is not None:
+            with replacing(self._folder / f"sum-{self.round_no}.npz") as file:
+                norms = np.empty(0, np.uint64) if self._norms is None else self._norms
+                np.savez(file, rest=self._rest, norms=norms, tag=np.uint64(self._tag), before=np.uint64(self._before))
         body = {
             "format": _RUN,
             "manifest": self.manifest.digest().hex(),
@@ -224,8 +273,8 @@ class RoundServer:
             "mark": self.history.mark.to_bytes().decode(),
         }
         write_private(self._folder / "run.json", canonical(body))
-        for old in self._folder.glob("model-*.safetensors"):
-            if old.name != name:
+        for old in (*self._folder.glob("model-*.safetensors"), *self._folder.glob("sum-*.npz")):
+            if old.name not in (name, f"sum-{self.round_no}.npz"):
                 old.unlink()
 
     def _resume(self) -> None:
@@ -244,6 +293,11 @@ class RoundServer:
             state = body["mark"].encode()
             strength = self.history.strength
             self.history.mark = MarkState.from_bytes(state, strength, self.layout, key, model, start)
+            if self.checks and self.history.mark.round:
+                with np.load(self._folder / f"sum-{int(body['round'])}.npz") as kept_sum:
+                    self._rest, norms = kept_sum["rest"], kept_sum["norms"]
+                    self._tag, self._before = int(kept_sum["tag"]), int(kept_sum["before"])
+                self._norms = norms if norms.size else None
             # a round that was under way when the server died is lost: members may have joined it
             self.round_no = max(self.round_no, int(body["round"]))
         except (KeyError, TypeError, ValueError, OSError) as error:

@@ -334,7 +334,7 @@ class _Carrier:
             introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
             if self._nodes.get(point, node) != node:
                 raise RoundError(f"{self._name(point)} runs two nodes: stop one")
-            self._server.take_ready(point, told["ready"])
+            self._server.take_ready(point, told["ready"], told.get("boxes", b""), told.get("vouch", b""))
         except (QuorumarkError, KeyError, TypeError, ValueError) as error:
             named = self._points.get(node, -node)
             report.excluded[named] = _text(error)
@@ -344,14 +344,11 @@ class _Carrier:
 
     def _sum(self, message_type: str, report: RoundReport) -> None:
         server = self._server
-        announcement = server.announce()
+        server.announce()
         while True:
             report.attempts = server.attempt
             with timed(report, "upload"):
-                told = {
-                    x: {"stage": "upload", "round": server.round_no, "announcement": announcement}
-                    for x in server.members
-                }
+                told = {x: {"stage": "upload", **server.asked(x)} for x in server.members}
                 for point, reply in self._ask(told, message_type, report).items():
                     try:
                         config, arrays, _ = split(_content(reply))
@@ -363,7 +360,7 @@ class _Carrier:
                 break
             silent = {x for x in server.missing if x not in report.excluded}
             report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *silent}))
-            announcement = server.retry()
+            server.retry()
         with timed(report, "unmask"):
             asked = {x: {"stage": "unmask", "request": server.request(x)} for x in server.members}
             for point, reply in self._ask(asked, message_type, report).items():
