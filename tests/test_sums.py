@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flowers import Consortium, Model, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from quorumark.field import P
 from quorumark.identity import Identity
 from quorumark.records import DEFAULT_POLICY
 from quorumark.secagg import Group
+from tests.flowers import Consortium, Model, train
 
 CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
 SEED = 11
