@@ -540,9 +540,11 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     for arguments, text in [
         (["--strength", "warmup=3"], "under the rule 'rho' has the settings"),
         (["--strength", "rho"], "must be like NAME=VALUE"),
-        (["--policy", "zz=7"], "must be z, budget, effective, attempts or cohort, but got 'zz'"),
+        (["--policy", "zz=7"], "must be z, budget, effective, attempts, cohort or sums, but got 'zz'"),
         (["--policy", "z=high"], "must be a decimal number"),
         (["--policy", "budget=0"], "must be a whole number, at least 1"),
+        (["--policy", "sums=yes"], "must be checked, and is not for cohorts"),
+        (["--policy", "sums=checked", "--policy", "cohort=4"], "must be checked, and is not for cohorts"),
         (["--statistic", "mine"], "must be one of"),
     ]:
         assert text in group.run(*create, str(tmp_path / "three"), *arguments, fails=QuorumarkError)
@@ -552,6 +554,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     for setting, text in [("zz=7", "but got 'zz'"), ("z=high", "a decimal number"), ("groups=00", "made of the file")]:
         assert text in group.run(*amend, "--policy", setting, fails=QuorumarkError)
     assert "'z': '7'" in group.run(*amend, "--policy", "z=7")
+    assert "'sums': 'checked'" in group.run(*amend, "--policy", "sums=checked")
 
 
 def test_bad_consortia_are_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from quorumark.home import Home
 from quorumark.identity import Header, open_message
 from quorumark.keystore import Unlock, write_private
 from quorumark.layout import read_safetensors, write_safetensors
-from quorumark.records import Manifest, canonical
+from quorumark.records import DEFAULT_POLICY, Manifest, canonical
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as amend
 from quorumark.verify.certificate import Certificate
@@ -112,6 +112,31 @@ def test_the_model_is_the_one_of_the_federation_in_one_process(world: Consortium
     assert [r.marked for r in wrapped.reports] == [r.marked for r in expected.reports]
     assert wrapped.reports[-1].marked
     assert [r.uploaded_bytes for r in wrapped.reports] == [r.uploaded_bytes for r in expected.reports]
+
+
+def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path) -> None:
+    """With members lost at every stage, and a server that is started again: another run, from the folder's state."""
+    world = Consortium.make(tmp_path, policy={**DEFAULT_POLICY, "sums": "checked"})
+    grid = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
+    wrapped, _ = run(world, grid, 4, folder=tmp_path / "run")
+    again = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
+    more, model = run(world, again, 7, folder=tmp_path / "run")
+    expected = world.in_process(7, SEED, Losses(LOSSES))
+    assert same(model, expected.model)
+    assert [r.members for r in (*wrapped.reports, *more.reports)] == [r.members for r in expected.reports]
+    assert not any(r.given_up for r in (*wrapped.reports, *more.reports))
+    assert more.reports[-1].marked
+
+
+def test_where_sums_are_checked_a_server_optimiser_is_told_why_not(tmp_path: Path) -> None:
+    world = Consortium.make(tmp_path, policy={**DEFAULT_POLICY, "sums": "checked"})
+    inner = strategies.FedAdam(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, eta=0.01)
+    wrapped = watermarked(inner, world.path, seed=SEED)
+    start = {"initial_arrays": records_of(world.model), "num_rounds": 3, "timeout": 60}
+    with pytest.raises(RoundError, match="such as FedAvg"):
+        wrapped.start(grid=LocalGrid(app_for(world.folder), 5), **start)
+    assert wrapped.reports[0].given_up == ""
+    assert all("such as FedAvg" in report.given_up for report in wrapped.reports[1:])
 
 
 def test_evaluation_passes_and_metrics_say_what_a_round_cost(world: Consortium) -> None:
@@ -545,10 +570,14 @@ def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> Non
     assert not list(world.folder.rglob("result.safetensors"))
 
 
-def test_a_server_that_lies_about_the_model_reads_the_key(tmp_path: Path) -> None:
-    """A limit, not a defence (docs/threat-model.md, "The server that trains"): members train honestly, on data of their
-    own, and the server tells them all the same: a history that never was, and a model most of whose units are dead for
-    inputs that are not negative. What did not move shows S ⊙ τ. Two such rounds give the whole key."""
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checked(
+    tmp_path: Path, checked: bool
+) -> None:
+    """docs/threat-model.md, "The server that trains": members train honestly, on data of their own, and the server
+    tells them all the same: a history that never was, and a model most of whose units are dead for inputs that are not
+    negative. What did not move shows S ⊙ τ. Two such rounds give the whole key. Where sums are checked nobody
+    uploads."""
     from quorumark.embed import norm_count
     from quorumark.engine.server import RoundServer
     from quorumark.records import DEFAULT_STRENGTH
@@ -559,7 +588,8 @@ def test_a_server_that_lies_about_the_model_reads_the_key(tmp_path: Path) -> Non
         "a.weight": (rng.standard_normal((units, 64)) / 8).astype(np.float32),
         "b.weight": (rng.standard_normal((10, units)) / 8).astype(np.float32),
     }
-    world = Consortium.make(tmp_path, model=true, strength=dict(DEFAULT_STRENGTH))
+    policy = {**DEFAULT_POLICY, "sums": "checked"} if checked else dict(DEFAULT_POLICY)
+    world = Consortium.make(tmp_path, model=true, strength=dict(DEFAULT_STRENGTH), policy=policy)
     assert world.manifest is not None
     nodes = {x: MemberNode(*world.home(x)) for x in range(1, 6)}
     guess = {name: np.zeros(tensor.shape) for name, tensor in true.items()}
@@ -578,16 +608,24 @@ def test_a_server_that_lies_about_the_model_reads_the_key(tmp_path: Path) -> Non
             node.handle("join", offer, told)
             result = {RESULT + name: tensor for name, tensor in _two_layers(chosen, x).items()}
             ready, _ = node.handle("ready", {**offer, "examples": 100 + x, "node": "1"}, result)
-            server.take_ready(x, ready["ready"])
-        announced = {"round": offer["round"], "announcement": server.announce()}
+            server.take_ready(x, ready["ready"], ready.get("boxes", b""), ready.get("vouch", b""))
+        server.announce()
         for x, node in nodes.items():
-            head, vector = node.handle("upload", announced, {})
+            if checked:
+                with pytest.raises(RoundError, match="and only nobody did"):
+                    node.handle("upload", server.asked(x), {})
+                continue
+            head, vector = node.handle("upload", server.asked(x), {})
             server.take_upload(x, head["head"], vector["vector"])
+        if checked:
+            continue
         for x, node in nodes.items():
             server.take_answer(x, node.handle("unmask", {"request": server.request(x)}, {})[0]["answer"])
         opened = server.finish()
         guess["a.weight"][dead] = np.sign(opened["a.weight"] - chosen["a.weight"])[dead]
         guess["b.weight"][:, dead] = np.sign(opened["b.weight"] - chosen["b.weight"])[:, dead]
+    if checked:
+        return
     shares = {
         x: home.only_consortium().share(unlock).vector() for x, (home, unlock) in enumerate(map(world.home, nodes), 1)
     }

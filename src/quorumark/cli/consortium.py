@@ -190,7 +190,7 @@ def amend(
     add: Annotated[list[str] | None, typer.Option(help="CARD.json or CARD.json:EXAMPLES: a new member.")] = None,
     threshold: Annotated[int | None, typer.Option(help="Another threshold.")] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE, like z=7; also budget, effective, attempts, cohort.")
+        list[str] | None, typer.Option(help="NAME=VALUE, like z=7; also budget, effective, attempts, cohort, sums.")
     ] = None,
     anchor: Annotated[Path | None, typer.Option(help="The model after the warm-up rounds (.safetensors).")] = None,
     layout: Annotated[Path | None, typer.Option(help="layout.json, with --anchor.")] = None,
