@@ -554,6 +554,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     for setting, text in [("zz=7", "but got 'zz'"), ("z=high", "a decimal number"), ("groups=00", "made of the file")]:
         assert text in group.run(*amend, "--policy", setting, fails=QuorumarkError)
     assert "'z': '7'" in group.run(*amend, "--policy", "z=7")
+    amend[-1] = str(tmp_path / "newer.json")
     assert "'sums': 'checked'" in group.run(*amend, "--policy", "sums=checked")
 
 

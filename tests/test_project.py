@@ -68,6 +68,9 @@ def test_the_readmes_protocol_figures_are_the_measured_ones(root: Path) -> None:
     server = sums["the server unmasks, K=8, CPU time"]
     assert f"masking takes {client:.2f} of theirs, with three drops and the retry {retry:.2f}" in text
     assert f"the server's unmasking {server:.2f}." in text
+    page = " ".join((root / "docs" / "secagg.md").read_text().split())
+    tag = sums["the tag of a checked sum"]
+    assert f"a tag takes {tag:.1f} times as long as a mask of the same length" in page
     row = _rows(root, "dkg")["dealer-free setup (32,16)", "the paper's torch code"]
     best = row["paper_best_seconds"] / row["seconds"]
     assert f"computes for {row['seconds']:.1f} s on one thread, {1 / row['ratio']:.0f}× less" in text

@@ -48,7 +48,8 @@ PUBLIC = {
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
     embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark ideal_norms marked_vector "
     "model_digest norm_count paper_amplitudes update_norms weights",
-    federation: "Federation FederationMember History Losses RoundReport group_of research_seed watch",
+    federation: "Federation FederationMember History Losses RoundReport check_sum checks_sums group_of research_seed "
+    "watch",
     member: "Config MODEL MemberNode RESULT create_memory introduction named refusal",
     server: "CeremonyServer RoundServer introduced",
     signer: "SignerClient SignerServer",

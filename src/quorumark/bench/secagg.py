@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import codec, field
+from quorumark import codec, field, sums
 from quorumark.bench import Row, compare
 from quorumark.errors import MissingDependencyError
 from quorumark.field import Stream
@@ -33,6 +33,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     size = QUICK_SIZE if quick else FULL_SIZE
     model = np.random.default_rng(1).normal(0, 0.05, size).astype(np.float32)
     yield _one_mask(size)
+    yield _one_tag(size)
     theirs, ours = _Flower(model), _Ours(model)
     cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
         (f"a client masks, K={MEMBERS}", ours.client, theirs.client),
@@ -62,6 +63,20 @@ def _one_mask(size: int) -> Row:
         lambda: np.copyto(target, source),
         name="one pairwise mask",
         against="memcpy",
+        size=size,
+        threads=field.threads(),
+    )
+
+
+def _one_tag(size: int) -> Row:
+    """What checking sums adds to an upload, and to each round's start."""
+    vector, key = field.random(size), os.urandom(32)
+    mask = Stream(key, "bench")
+    return compare(
+        lambda: sums.tag(key, vector, first=True),
+        lambda: mask.add_to(vector, checked=False),
+        name="the tag of a checked sum",
+        against="one pairwise mask",
         size=size,
         threads=field.threads(),
     )
