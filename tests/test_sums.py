@@ -126,6 +126,8 @@ def test_lists_of_messages_that_are_cut_are_refused() -> None:
         with pytest.raises(MessageError, match="cut short"):
             sums.unpack(packed[:cut])
     assert {cut: sums.unpack(packed[:cut]) for cut in whole} == whole
+    with pytest.raises(MessageError, match="must be bytes"):
+        sums.unpack("text")  # type: ignore[arg-type]
 
 
 # --- a run ------------------------------------------------------------------------------------------------

@@ -159,6 +159,8 @@ def pack(parts: Iterable[bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> list[bytes]:
+    if not isinstance(data, bytes):
+        raise MessageError("a list of messages from the server must be bytes")
     parts, start = [], 0
     while start < len(data):
         stop = start + 4 + int.from_bytes(data[start : start + 4], "big")
