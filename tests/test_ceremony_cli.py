@@ -529,11 +529,13 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     group.run(*create, str(tmp_path / "one"), *chosen, "--statistic", "global-cosine/v1")
     terms = Terms.from_bytes((tmp_path / "one" / "terms.json").read_bytes())
     assert terms.strength == {"rule": "rho", "rho": "0.1", "c_max": "0.03", "lr": "cosine:24"}
-    assert terms.policy == {"z": "7", "attempts": "5"}
+    assert terms.policy == {"z": "7", "attempts": "5", "sums": "checked"}
     assert terms.statistic == "global-cosine/v1"
     shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))
     assert "strength c_max=0.03 lr=cosine:24 rho=0.1 rule=rho" in shown
-    assert "policy   attempts=5 z=7" in shown
+    assert "policy   attempts=5 sums=checked z=7" in shown
+    group.run(*create, str(tmp_path / "drawn"), "--policy", "cohort=4")
+    assert Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes()).policy == {"z": "6", "cohort": "4"}
     group.run(*create, str(tmp_path / "two"), "--strength", "rule=target", "--strength", "z=5")
     terms = Terms.from_bytes((tmp_path / "two" / "terms.json").read_bytes())
     assert terms.strength == {"rule": "target", "z": "5"}
@@ -543,8 +545,11 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
         (["--policy", "zz=7"], "must be z, budget, effective, attempts, cohort or sums, but got 'zz'"),
         (["--policy", "z=high"], "must be a decimal number"),
         (["--policy", "budget=0"], "must be a whole number, at least 1"),
-        (["--policy", "sums=yes"], "must be checked, and is not for cohorts"),
-        (["--policy", "sums=checked", "--policy", "cohort=4"], "must be checked, and is not for cohorts"),
+        (["--policy", "sums=yes"], "must be checked or unchecked"),
+        (
+            ["--policy", "sums=checked", "--policy", "cohort=4"],
+            "must be unchecked where cohorts are drawn",
+        ),
         (["--statistic", "mine"], "must be one of"),
     ]:
         assert text in group.run(*create, str(tmp_path / "three"), *arguments, fails=QuorumarkError)
@@ -555,7 +560,8 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
         assert text in group.run(*amend, "--policy", setting, fails=QuorumarkError)
     assert "'z': '7'" in group.run(*amend, "--policy", "z=7")
     amend[-1] = str(tmp_path / "newer.json")
-    assert "'sums': 'checked'" in group.run(*amend, "--policy", "sums=checked")
+    assert "cohorts are drawn" in group.run(*amend, "--policy", "cohort=4", fails=QuorumarkError)
+    assert "'sums': 'unchecked'" in group.run(*amend, "--policy", "sums=unchecked", "--policy", "cohort=4")
 
 
 def test_bad_consortia_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from quorumark import field, sums
 from quorumark.embed import norm_count
 from quorumark.engine.member import MODEL, RESULT, MemberNode
 from quorumark.engine.server import RoundServer
-from quorumark.errors import InputError, MessageError, QuorumarkError, RoundError
-from quorumark.federation import Losses, group_of
+from quorumark.errors import MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.federation import Losses
 from quorumark.field import P
 from quorumark.identity import Identity
 from quorumark.records import DEFAULT_POLICY
@@ -430,14 +431,8 @@ def test_a_strategy_that_does_not_take_the_sum_as_it_is_says_so(world: Consortiu
         run.round()
 
 
-def test_the_policy_is_checked(tmp_path: Path, made: Consortium) -> None:
+def test_the_policy_is_checked(made: Consortium) -> None:
     for policy in ({"sums": "yes"}, {"sums": "checked", "cohort": "4"}):
-        folder = tmp_path / policy["sums"]
-        folder.mkdir()
-        world = Consortium.make(folder)
-        assert world.manifest is not None
-        object.__setattr__(world.manifest.terms, "policy", {**DEFAULT_POLICY, **policy})
-        with pytest.raises(InputError, match="policy 'sums'"):
-            group_of(world.manifest)
-    assert made.manifest is not None
-    assert group_of(made.manifest).cohort_size is None
+        with pytest.raises(RecordError, match="the policy's sums must be"):
+            replace(made.terms, policy={**DEFAULT_POLICY, **policy})
+    replace(made.terms, policy={**DEFAULT_POLICY, "sums": "unchecked", "cohort": "4"})

@@ -217,6 +217,10 @@ class Terms:
         for what in FIXED_POLICY:
             found = self.policy.get(what)
             require(found is None or is_hex(found, 32), f"the policy's {what}", "must be a digest of 32 bytes in hex")
+        checked = self.policy.get("sums", "unchecked")
+        require(checked in ("checked", "unchecked"), "the policy's sums", "must be checked or unchecked")
+        rule = "must be unchecked where cohorts are drawn, whose members change (--policy sums=unchecked)"
+        require(checked == "unchecked" or "cohort" not in self.policy, "the policy's sums", rule)
 
     @property
     def members(self) -> int:

@@ -50,7 +50,8 @@ def create(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort or sums; may be repeated."
+            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort, or sums: checked (the default: "
+            "members check what the server announces, for FedAvg and FedProx) or unchecked; may be repeated."
         ),
     ] = None,
     statistic: Annotated[str, typer.Option(help="What a suspect is tested by.")] = "balanced-anchor/v1",
@@ -89,7 +90,9 @@ def create(
     factors = None if adapted is None else describe_lora(layout, adapted)
     if factors is not None:
         factors.check_anchor(read_suspect(model))
-    rules = dict(DEFAULT_POLICY) | _policy(policy)
+    asked = _policy(policy)
+    # a cohort's members change from round to round, and could not check what others summed
+    rules = dict(DEFAULT_POLICY) | ({} if "cohort" in asked else {"sums": "checked"}) | asked
     if coupled is not None:
         coupled.check(layout if adapted is None else base_layout(adapted))
         rules["groups"] = coupled.digest()
@@ -329,8 +332,8 @@ def _policy(texts: list[str] | None) -> dict[str, str]:
             if decimal_of("--policy z", value) <= 0:
                 raise InputError("--policy z", "must be above 0", value)
         elif name == "sums":
-            if value != "checked" or "cohort" in found:
-                raise InputError("--policy sums", "must be checked, and is not for cohorts", repr(value))
+            if value not in ("checked", "unchecked"):
+                raise InputError("--policy sums", "must be checked or unchecked", repr(value))
         elif name not in ("budget", "effective", "attempts", "cohort"):
             raise InputError("--policy", "must be z, budget, effective, attempts, cohort or sums", repr(name))
         elif not (value.isascii() and value.isdecimal() and len(value) <= 18 and int(value) > 0):

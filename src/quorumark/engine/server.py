@@ -138,8 +138,9 @@ class RoundServer:
             rest, fits = self._rounded(encoded, self._opened)
             if not fits:
                 raise RoundError(
-                    "the model is not the sum of the last round, and the members check that (policy sums = checked): "
-                    "use a strategy that takes the sum as it is, such as FedAvg"
+                    "the model is not the sum of the last round, and the members check that: use a strategy that takes "
+                    "the sum as it is, such as FedAvg, or let all members sign that they do not check sums (quorumark "
+                    "consortium amend --policy sums=unchecked)"
                 )
             self._rest, self._tag, self._opened = rest, int(self._opened[-1]), None
         before = self.history.mark.round
