@@ -165,8 +165,10 @@ class Secrets:
         private, vector = identity.to_secret_bytes(), share.vector()
         seeds = {json.loads(read_sealed(p, unlock, "ceremony"))["seed"] for p in found.glob("*-ceremony.sealed")}
         entries = list(self._entries(found, identity))
+        tags = list(self._keys_of_sums(found, identity))
         assert len(seeds) == 1, "the seed of the ceremony must be known to be looked for"
         assert len(entries) >= (2 if name == "Elm" else 3), "and the keys of the rounds"
+        assert len(tags) >= (1 if name == "Elm" else 2), "and those by which sums are checked"
         begun = [codec.decode(np.load(path), np.float32) for path in found.glob("*-model.npy")]
         self.public += [form for v in begun for form in self._forms(v)]
         results = [self._flat(path) for path in found.glob("*-result.safetensors")]
@@ -180,6 +182,7 @@ class Secrets:
             f"{name}'s private keys": together(texts(private[:32]), texts(private[32:])),
             f"{name}'s seed of the ceremony": together(*(texts(bytes.fromhex(seed)) for seed in seeds)),
             f"{name}'s keys of rounds": together(*(texts(entry) for entry in entries)),
+            f"{name}'s keys of sums": together(*(texts(tag) for tag in tags)),
             f"{name}'s models": together(*(form for v in results for form in self._forms(v, 4))),
             f"{name}'s models, weighted": together(*(windows(codec.encode(v, part), 4) for v in results)),
             f"{name}'s models, written otherwise": together(
@@ -188,15 +191,25 @@ class Secrets:
         }
         return vector
 
-    def _entries(self, found: Path, identity: Identity) -> Iterator[bytes]:
-        """The secrets of the rounds that it took part in, from its memory as it was at several times."""
-        seen = set()
+    @staticmethod
+    def _memories(found: Path, identity: Identity) -> Iterator[dict[str, Any]]:
+        """Its memory of rounds as it was at several times."""
         for path in found.glob("*-rounds.sealed"):
             with tempfile.TemporaryDirectory() as folder:
                 shutil.copy(path, Path(folder) / "rounds.sealed")
                 with FolderState(folder, identity).edit() as memory:
-                    entries = [entry for entry in memory["purposes"].values() if "secret" in entry]
-            for entry in entries:
+                    yield dict(memory)
+
+    def _keys_of_sums(self, found: Path, identity: Identity) -> Iterator[bytes]:
+        """The key of the tag of each round that it took part in."""
+        memories = self._memories(found, identity)
+        yield from {bytes.fromhex(memory["sum"]["key"]) for memory in memories if "sum" in memory}
+
+    def _entries(self, found: Path, identity: Identity) -> Iterator[bytes]:
+        """The secrets of the rounds that it took part in."""
+        seen = set()
+        for memory in self._memories(found, identity):
+            for entry in (entry for entry in memory["purposes"].values() if "secret" in entry):
                 if entry["secret"] not in seen:
                     seen.add(entry["secret"])
                     yield bytes.fromhex(entry["secret"])

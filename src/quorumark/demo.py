@@ -192,7 +192,7 @@ def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str
     roster = tuple(Member(x, person.name, person.ed25519, person.x25519, count) for x, (person, count) in cards)
     anchor = anchor_digest(layout.digest(), layout.encode(initial))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    policy = {**DEFAULT_POLICY, "groups": groups.digest()}
+    policy = {**DEFAULT_POLICY, "sums": "checked", "groups": groups.digest()}
     return Terms(
         "demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH,
         policy=policy,
