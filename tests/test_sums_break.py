@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quorumark import field
 from quorumark.embed import norm_count
-from quorumark.engine.member import MODEL, RESULT, MemberNode
+from quorumark.engine.member import MODEL, RESULT
 from quorumark.engine.server import RoundServer
 from quorumark.errors import MessageError, QuorumarkError, RoundError
+from quorumark.federation import Losses
 from quorumark.field import P
-from quorumark.layout import ModelLayout
-from tests.flowers import Consortium, initial, train
+from quorumark.research import KnownKey
+from quorumark.verify.reference import Reference
+from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, records_of, train
 from tests.test_sums import CHECKED, SEED, Run
 
 
@@ -47,7 +50,8 @@ def test_a_true_sum_behind_a_history_that_it_does_not_belong_to(world: Consortiu
     for _ in range(3):
         run.round()
     true = run.server
-    assert world.manifest is not None and true._opened is not None
+    assert world.manifest is not None
+    assert true._opened is not None
     begun = RoundServer(world.manifest, world.layout, world.model, run="2", after=3, seed=SEED)
     offer, arrays = begun.offer(world.model)
     for x in range(1, 6):  # everybody begins anew, and is sure of the anchor
@@ -155,6 +159,42 @@ def test_numbers_of_the_wrong_kind_are_refused(world: Consortium, change: dict[s
         run.node(1).handle("join", offer, told)
 
 
+class Repeating(Run):
+    """Members whose training repeats itself: of one model they always make the same."""
+
+    def _join(self, x: int, offer: dict[str, Any], told: dict[str, Any], model: Model) -> None:
+        reply, _ = self.node(x).handle("join", offer, told)
+        made = train(model, 0.01, 1000 * offer["accepted"] + x, 1.0)
+        about = {**offer, "examples": 100 + x, "node": "1", "joined": reply["joined"]}
+        ready, _ = self.node(x).handle("ready", about, {RESULT + name: tensor for name, tensor in made.items()})
+        self.server.take_ready(x, ready["ready"], ready["boxes"], ready["vouch"])
+
+
+def test_a_server_that_repeats_a_round_reads_the_key_where_training_repeats_itself(world: Consortium) -> None:
+    """A limit, not a defence: everything that this server announces is true. It opens round 3, keeps it to itself, and
+    begins round 4 where round 3 began, as after a round that was given up: with half the mark. The difference of the
+    two sums is what training did differently, which is nothing here, and half of the mark."""
+    run = Repeating(world)
+    run.round()
+    start = run.round()
+    sums_of = []
+    for _ in range(2):
+        run.model = start
+        run.round()
+        assert run.server.marked
+        assert run.server._opened is not None
+        sums_of.append(run.server._opened[: world.layout.carrier_size])
+        run.server._pending, run.server._opened = None, None
+    guess = np.sign(field.to_signed(field.sub(*sums_of)))
+    assert world.manifest is not None
+    shares = {
+        x: home.only_consortium().share(unlock).vector()
+        for x, (home, unlock) in enumerate(map(world.home, range(1, 6)), 1)
+    }
+    known = KnownKey.from_shares(world.manifest, shares, world.layout, Reference.read(world.path).anchor)
+    assert (guess == known.key[: guess.size]).all()
+
+
 # --- bad luck ---------------------------------------------------------------------------------------------
 
 
@@ -220,3 +260,23 @@ def test_a_member_s_voucher_or_boxes_that_are_none_exclude_it_alone(world: Conso
             run.server.take_ready(2, ready["ready"], boxes, vouch)
         run.server.announce()
         assert run.server.members == (1, 3, 4, 5)
+
+
+def test_over_flower_the_run_is_the_one_in_one_process(world: Consortium) -> None:
+    """Integers included, which strategies average; with members lost at every stage."""
+    strategies = pytest.importorskip("flwr.serverapp.strategy")
+    from quorumark.flower import watermarked
+
+    losses = {(2, "train"): [4], (4, "upload"): [2], (5, "unmask"): [1], (6, "train"): [5]}
+    stages = {(r, "join" if stage == "train" else stage): points for (r, stage), points in losses.items()}
+    inner = strategies.FedAvg(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0)
+    wrapped = watermarked(inner, world.path, seed=SEED)
+    grid = LocalGrid(app_for(world.folder, lost=stages), 5)
+    result = wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=7, timeout=60)
+    expected = world.in_process(7, SEED, Losses(losses))
+    assert [r.members for r in wrapped.reports] == [r.members for r in expected.reports]
+    assert [r.given_up for r in wrapped.reports] == [""] * 7
+    assert all(
+        np.array_equal(expected.model[name], array.numpy().reshape(array.shape))
+        for name, array in result.arrays.items()
+    )
