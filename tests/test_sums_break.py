@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,38 @@ def test_numbers_of_the_wrong_kind_are_refused(world: Consortium, change: dict[s
             told[name] = value
     with pytest.raises(QuorumarkError):
         run.node(1).handle("join", offer, told)
+
+
+def test_a_run_never_goes_back(tmp_path: Path) -> None:
+    """Of 7 members 5 go on, and the 2 who are held back are t: they vouch for what is true, and over."""
+    rng = np.random.default_rng(1)
+    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
+    world = Consortium.make(tmp_path, count=7, threshold=2, model=model, policy=CHECKED)
+    run = Run(world)
+    run.round()
+    start = run.round()
+    run.round()
+    server = run.server
+    told = copy(server.history.mark), server._before, server._norms, server._rest, server._tag
+    for _ in range(2):
+        run.round(absent=[6, 7])
+    assert run.refused == {}
+    server._pending = server._opened = server.history._known = None
+    server.history.mark, server._before, server._norms, server._rest, server._tag = told
+    run.model = start
+
+    def forget(offer: dict[str, Any], _: dict[str, Any]) -> None:
+        """What they are told first, to make them forget where they are: a run that begins."""
+        begun = RoundServer(server.manifest, world.layout, world.model, run="2", after=offer["round"] - 1, seed=SEED)
+        anew, more = begun.offer(world.model)
+        for x in range(1, 6):
+            run.node(x).handle("join", anew, _told(run, more, world.model))
+
+    for lie in (lambda *_: None, forget):
+        with pytest.raises(RoundError, match="2 members are left"):
+            run.round(lie=lie)
+        assert set(run.refused) == {1, 2, 3, 4, 5}
+        assert all("the server goes back to round 2" in text for text in run.refused.values()), run.refused
 
 
 class Repeating(Run):

@@ -190,7 +190,7 @@ class MemberNode:
         side.ready(round_no)  # as it was: who would join with anything else now is refused
         if side.checks:
             upload = side.upload(config["announcement"], sums.unpack(config["boxes"]), sums.unpack(config["vouches"]))
-            desk.note(sure=side.sure)
+            desk.note(sure=side.sure, top=desk.top(side.history))
         else:
             upload = side.upload(config["announcement"])
         return {"head": upload.head}, {"vector": upload.vector}
@@ -499,13 +499,23 @@ class _Desk:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+        if self.checks and 0 < accepted < self.top():
+            raise RoundError(
+                f"{self.name} has seen that round {self.top()} was summed, and the server goes back to round "
+                f"{accepted}: let it go on from the last one, or begin a new run from the anchor"
+            )
         _keep(self._model_path, model)
         self.result_path.unlink(missing_ok=True)
         noted: Config = {"run": run, "mark": own.mark.to_bytes().decode(), "round": 0, "sure": sure}
         if self.checks:  # `joined`: which of several models that it was told of in one round a result is of
-            noted |= {"beside": beside.hex(), "joined": os.urandom(16).hex()}
+            noted |= {"beside": beside.hex(), "joined": os.urandom(16).hex(), "top": self.top(own if sure else None)}
         self.note(**noted)
         return ""
+
+    def top(self, sure: History | None = None) -> int:
+        """The last round that this member has ever been sure of, in any run: round numbers never repeat, so that a
+        server that names an earlier one goes back, to where it could train the same model again."""
+        return max(int(self.diary.get("top", 0)), 0 if sure is None else sure.mark.round)
 
     def _is_sum(self, config: Config, arrays: Arrays, own: History, model: Vector) -> bool:
         """Whether the model is, rounded, the sum of the round that the server says was accepted after this member's own
