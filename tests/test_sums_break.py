@@ -16,11 +16,10 @@ from quorumark.embed import norm_count
 from quorumark.engine.member import MODEL, RESULT
 from quorumark.engine.server import RoundServer
 from quorumark.errors import MessageError, QuorumarkError, RoundError
-from quorumark.federation import Losses
 from quorumark.field import P
 from quorumark.research import KnownKey
 from quorumark.verify.reference import Reference
-from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, records_of, train
+from tests.flowers import Consortium, Model, initial, train
 from tests.test_sums import CHECKED, SEED, Run
 
 
@@ -293,23 +292,3 @@ def test_a_member_s_voucher_or_boxes_that_are_none_exclude_it_alone(world: Conso
             run.server.take_ready(2, ready["ready"], boxes, vouch)
         run.server.announce()
         assert run.server.members == (1, 3, 4, 5)
-
-
-def test_over_flower_the_run_is_the_one_in_one_process(world: Consortium) -> None:
-    """Integers included, which strategies average; with members lost at every stage."""
-    strategies = pytest.importorskip("flwr.serverapp.strategy")
-    from quorumark.flower import watermarked
-
-    losses = {(2, "train"): [4], (4, "upload"): [2], (5, "unmask"): [1], (6, "train"): [5]}
-    stages = {(r, "join" if stage == "train" else stage): points for (r, stage), points in losses.items()}
-    inner = strategies.FedAvg(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0)
-    wrapped = watermarked(inner, world.path, seed=SEED)
-    grid = LocalGrid(app_for(world.folder, lost=stages), 5)
-    result = wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=7, timeout=60)
-    expected = world.in_process(7, SEED, Losses(losses))
-    assert [r.members for r in wrapped.reports] == [r.members for r in expected.reports]
-    assert [r.given_up for r in wrapped.reports] == [""] * 7
-    assert all(
-        np.array_equal(expected.model[name], array.numpy().reshape(array.shape))
-        for name, array in result.arrays.items()
-    )
