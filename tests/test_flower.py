@@ -605,9 +605,9 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
         offer, arrays = server.offer(chosen)
         told = {**arrays, "anchor": server.anchor, **{MODEL + name: tensor for name, tensor in chosen.items()}}
         for x, node in nodes.items():
-            node.handle("join", offer, told)
+            reply, _ = node.handle("join", offer, told)
             result = {RESULT + name: tensor for name, tensor in _two_layers(chosen, x).items()}
-            ready, _ = node.handle("ready", {**offer, "examples": 100 + x, "node": "1"}, result)
+            ready, _ = node.handle("ready", {**offer, **reply, "examples": 100 + x, "node": "1"}, result)
             server.take_ready(x, ready["ready"], ready.get("boxes", b""), ready.get("vouch", b""))
         server.announce()
         for x, node in nodes.items():

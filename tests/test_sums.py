@@ -184,7 +184,7 @@ class Run:
             self.refused[x] = str(error)
             return
         made = train(model, 0.01, reply["seed"], reply["rate"])
-        about = {**offer, "examples": 100 + x, "node": "1"}
+        about = {**offer, "examples": 100 + x, "node": "1", "joined": reply.get("joined", "")}
         ready, _ = self.node(x).handle("ready", about, {RESULT + name: tensor for name, tensor in made.items()})
         self.asked[x] = ready
         self.server.take_ready(x, ready["ready"], ready.get("boxes", b""), ready.get("vouch", b""))

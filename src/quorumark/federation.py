@@ -121,6 +121,7 @@ class History:
             raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
         self.manifest, self.layout = manifest, layout
         self.mark = MarkState(self.strength, layout, terms.key, encoded)
+        self.beside = b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.beside`)
         self._known: Amplitudes | None = None
 
     def amplitudes(self, round_no: int) -> Amplitudes:
@@ -142,8 +143,8 @@ class History:
         from U and the manifest.
         """
         marks = b"" if amplitudes is None else amplitudes.digest()
-        parts = self.manifest.digest(), round_no.to_bytes(8, "big"), self.mark.digest(), marks
-        return digest("round", *parts)
+        parts = [self.manifest.digest(), round_no.to_bytes(8, "big"), self.mark.digest(), marks]
+        return digest("round", *parts, *([self.beside] if self.beside else []))
 
 
 # --- a member ---------------------------------------------------------------------------------------------
@@ -284,11 +285,14 @@ class FederationMember:
         key = sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = sums.tag(key, whole[:-1], first=self.point == plan.members[0])
         with self.secagg.state.edit() as memory:
-            memory["sum"] = {"round": plan.round, "key": key.hex()}
+            memory["sum"] = {"binding": plan.binding.hex(), "key": key.hex()}
 
     def check_sum(self, round_no: int, opened: Vector) -> bool | None:
         """Whether this is the sum of a round, with its tag; None if this member did not take part, and cannot say."""
-        return check_sum(self.secagg, round_no, opened)
+        joined, amplitudes = self._joined.get("model", (0, None))
+        if joined != round_no:
+            return None
+        return check_sum(self.secagg, round_no, self._known().binding(round_no, amplitudes), opened)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
@@ -350,13 +354,20 @@ class FederationMember:
             self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
 
 
-def check_sum(member: SecAggMember, round_no: int, opened: Vector) -> bool | None:
-    """What `FederationMember.check_sum` says, from the member's memory of rounds alone."""
+def check_sum(member: SecAggMember, round_no: int, binding: bytes, opened: Vector) -> bool | None:
+    """What `FederationMember.check_sum` says, from the member's memory of rounds alone.
+
+    `binding` is that of the round with the history that the sum would follow: a true sum behind another history is not
+    that one's. A member that uploaded and was not asked to unmask may know the key of an attempt that led to nothing:
+    that the tag does not fit then says nothing.
+    """
     with member.state.edit() as memory:
         known = memory.get("sum", {})
-    if known.get("round") != round_no:
+        answered = memory["round"] == round_no and "answered" in memory["purposes"].get("model", {})
+    if known.get("binding") != binding.hex():
         return None
-    return sums.holds(bytes.fromhex(known["key"]), opened)
+    fits = sums.holds(bytes.fromhex(known["key"]), opened)
+    return True if fits else False if answered else None
 
 
 def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> None:

@@ -290,6 +290,19 @@ class ModelLayout:
             out[name] = _to_torch(values, tensor) if _is_torch(tensor) else values.astype(tensor.dtype, copy=False)
         return out
 
+    def beside(self, model: Source) -> bytes:
+        """A digest of what a model has and its vector leaves out: integers and booleans, which decide as much.
+
+        A tensor that is tied to another must be the same: whoever loads a model may load either.
+        """
+        tensors, hashed = self._matched(model), hashlib.sha256(b"quorumark-beside/v1")
+        for spec in self.tensors:
+            if spec.of is not None and _as_numpy(tensors[spec.name]).tobytes() != _as_numpy(tensors[spec.of]).tobytes():
+                raise LayoutError(f"tensor {spec.name!r} is tied to {spec.of!r}, and must be the same")
+            if spec.role == "buffer":  # names, types and shapes are the layout's
+                hashed.update(_as_numpy(tensors[spec.name]).tobytes())
+        return hashed.digest()
+
     def _matched(self, model: Source) -> Mapping[str, Any]:
         """The model's tensors, once they are exactly the layout's."""
         tensors, _ = _open(model)

@@ -30,6 +30,7 @@ from quorumark.secagg import Group
 
 __all__ = [
     "box_for",
+    "check_said",
     "check_vouchers",
     "holds",
     "pack",
@@ -136,6 +137,13 @@ def vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[int, byt
                 raise MessageError(f"{group.name(point)} vouches for something else (step 'sums/vouch')")
             found.append(point)
     return tuple(found)
+
+
+def check_said(group: Group, round_no: int, binding: bytes, point: int, boxes: bytes, message: bytes) -> None:
+    """For the server: boxes for everybody, and a voucher that is right or none. All of U would stop at another."""
+    if len(boxes) != _BOX * len(group.roster):
+        raise MessageError(f"{group.name(point)} must send one box for each member (step 'sums/key')")
+    vouchers(group, round_no, binding, {point: message})
 
 
 def check_vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[int, bytes]) -> None:

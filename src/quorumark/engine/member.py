@@ -4,8 +4,8 @@
     config, arrays = node.handle("join", config, arrays)
 
     stage    what comes                                         what goes
-    join     round, run, the history so far, model:…            rate, seed: what to train with
-    ready    examples, result:…                                 a key for the round, signed (secagg)
+    join     round, run, the history so far, model:…            rate, seed: what to train with; joined (sums)
+    ready    examples, result:…, joined as *join* gave it       a key for the round, signed (secagg)
     upload   an announcement, what the others said (sums)       the masked vector, its head
     unmask   a request                                          shares of the seeds
     setup    terms, messages of the others                      this member's messages; at the end the manifest
@@ -19,7 +19,9 @@ only this member may know.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -31,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field, sums
-from quorumark.embed import MarkState, Strength, model_digest
+from quorumark.embed import MarkState, Strength, model_digest, norm_count
 from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.federation import FederationMember, History, check_sum, checks_sums, group_of, research_seed
 from quorumark.field import Vector
@@ -147,6 +149,8 @@ class MemberNode:
             return {"needs": needs}, {}
         strength = Strength.of(desk.manifest.terms.strength, desk.manifest.terms.coordinates)
         told: Config = {"rate": float(strength.rate(round_no)), "point": desk.point, "round": round_no}
+        if desk.checks:
+            told["joined"] = desk.diary["joined"]
         if "seed" in config:
             told["seed"] = research_seed(_whole(config, "seed"), round_no, desk.point)
         return told, {}
@@ -160,6 +164,11 @@ class MemberNode:
                 f"{desk.name} trained on {config['examples']} examples, and the manifest, whose numbers weigh the sum, "
                 f"says {member.examples}: train on those, or let all members sign the new number "
                 f"(quorumark consortium amend --examples {desk.point}={config['examples']})"
+            )
+        if desk.checks and config["joined"] != desk.diary.get("joined"):
+            raise RoundError(
+                f"the result is not of the model that {desk.name} joined round {round_no} with: two messages of the "
+                "server are served at once, and the later one counts"
             )
         result = named(arrays, RESULT)
         side = desk.member(self._unlock, result, round_no)
@@ -181,7 +190,7 @@ class MemberNode:
         side.ready(round_no)  # as it was: who would join with anything else now is refused
         if side.checks:
             upload = side.upload(config["announcement"], sums.unpack(config["boxes"]), sums.unpack(config["vouches"]))
-            desk.note(sure=side.sure)
+            desk.note(sure=side.sure, top=desk.top(side.history))
         else:
             upload = side.upload(config["announcement"])
         return {"head": upload.head}, {"vector": upload.vector}
@@ -300,6 +309,12 @@ def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
     if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
         raise MessageError(f"the server's message must hold what rounding left as {size} whole numbers")
     return array.astype(np.int64)
+
+
+def _elements(array: NDArray[Any], size: int) -> Vector:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (size,):
+        raise MessageError(f"the server's message must hold the sum of norms as {size} field elements")
+    return np.ascontiguousarray(array)
 
 
 def _array(content: bytes) -> NDArray[np.uint8]:
@@ -423,7 +438,9 @@ class _Desk:
             state = self.diary["mark"].encode()
         except (OSError, ValueError, KeyError) as error:
             raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
-        return self._restored(layout, anchor, model, state)
+        history = self._restored(layout, anchor, model, state)
+        history.beside = bytes.fromhex(self.diary.get("beside", ""))
+        return history
 
     def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes) -> History:
         history = History(self.manifest, layout, anchor)  # checks that it is the manifest's anchor
@@ -445,18 +462,21 @@ class _Desk:
         run, accepted, before = str(config["run"]), _whole(config, "accepted"), _whole(config, "before")
         told, same_run = _content(arrays["state"]), self.diary.get("run") == run
         own: History | None = None
-        sure = False
+        sure, beside = False, layout.beside(named(arrays, MODEL)) if self.checks else b""
         if self.checks and accepted == 0:
             own, sure = History(self.manifest, layout, model), True  # it is the manifest's anchor, or refused
             if own.mark.to_bytes() != told:
                 raise RoundError("the server's history begins with something else than the anchor")
             _keep(self._anchor_path, model)
         elif (same_run or self.checks) and "mark" in self.diary:
-            own = self._history(layout)
-            sure = self.diary.get("sure") is True
-            if own.mark.round == before and before < accepted:
+            # whoever died between two files has a history that does not fit together: as if it had missed rounds
+            with contextlib.suppress(QuorumarkError):
+                own, sure = self._history(layout), self.diary.get("sure") is True
+            if own is None:
+                pass
+            elif own.mark.round == before and before < accepted:
                 amplitudes = own.amplitudes(accepted)
-                sure = self._is_sum(config, arrays, layout, model) and sure
+                sure = self._is_sum(config, arrays, own, model) and sure
                 own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
             elif own.mark.round < accepted or (self.checks and own.mark.round > accepted):
                 own, sure = None, False  # it missed rounds
@@ -465,6 +485,8 @@ class _Desk:
                     f"the server's history of this run is not the one that {self.name} has seen: it says that round "
                     f"{accepted} was accepted, with another model or strength; start a new run"
                 )
+            if own is not None and own.beside != beside:
+                raise RoundError("the model's whole numbers are not those of the rounds before: they are in no sum")
         if own is None:
             anchor = model if accepted == 0 else self._anchor(arrays)
             if anchor is None:
@@ -477,27 +499,42 @@ class _Desk:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+        if self.checks and 0 < accepted < self.top():
+            raise RoundError(
+                f"{self.name} has seen that round {self.top()} was summed, and the server goes back to round "
+                f"{accepted}: let it go on from the last one, or begin a new run from the anchor"
+            )
         _keep(self._model_path, model)
         self.result_path.unlink(missing_ok=True)
-        self.note(run=run, mark=own.mark.to_bytes().decode(), round=0, sure=sure)
+        noted: Config = {"run": run, "mark": own.mark.to_bytes().decode(), "round": 0, "sure": sure}
+        if self.checks:  # `joined`: which of several models that it was told of in one round a result is of
+            noted |= {"beside": beside.hex(), "joined": os.urandom(16).hex(), "top": self.top(own if sure else None)}
+        self.note(**noted)
         return ""
 
-    def _is_sum(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Vector) -> bool:
-        """Whether the model is, rounded, the sum of the round that the server says was accepted, as far as this member
-        can tell: one that did not take part in it cannot. If it is not, this raises."""
+    def top(self, sure: History | None = None) -> int:
+        """The last round that this member has ever been sure of, in any run: round numbers never repeat, so that a
+        server that names an earlier one goes back, to where it could train the same model again."""
+        return max(int(self.diary.get("top", 0)), 0 if sure is None else sure.mark.round)
+
+    def _is_sum(self, config: Config, arrays: Arrays, own: History, model: Vector) -> bool:
+        """Whether the model is, rounded, the sum of the round that the server says was accepted after this member's own
+        history, as far as it can tell: one that did not take part in it cannot. If it is not, this raises."""
         if not self.checks:
             return False
+        layout, accepted, tag = own.layout, _whole(config, "accepted"), _whole(config, "tag")
         parts = [field.add(model, field.from_signed(_integers(arrays["rest"], layout.size)))]
-        strength = Strength.of(self.manifest.terms.strength, self.manifest.terms.coordinates)
-        if strength.needs_norms:
-            parts.append(np.ascontiguousarray(arrays["norms"], np.uint64))
-        opened = np.concatenate([*parts, np.array([_whole(config, "tag")], np.uint64)])
+        if own.strength.needs_norms:
+            parts.append(_elements(arrays["norms"], norm_count(layout)))
+        if tag >= field.P:
+            raise MessageError("the server's message must give 'tag' as a field element")
+        opened = np.concatenate([*parts, np.array([tag], np.uint64)])
         field.check(opened, "the sum that the server announces")
         secagg = SecAggMember(self.identity, self.group, self.memory())
-        found = check_sum(secagg, _whole(config, "accepted"), opened)
+        found = check_sum(secagg, accepted, own.binding(accepted, own.amplitudes(accepted)), opened)
         if found is False:
             raise RoundError(
-                f"the model that the server announces is not the sum of round {config['accepted']}, in which "
+                f"the model that the server announces is not the sum of round {accepted}, in which "
                 f"{self.name} took part: the server lies, or a member sent a wrong tag"
             )
         rounded = layout.unflatten(codec.decode(opened[: layout.size], layout.dtype), named(arrays, MODEL))

@@ -107,7 +107,8 @@ class RoundServer:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         self._amplitudes = history.amplitudes(self.round_no)
         length = self.layout.size + (norm_count(self.layout) if history.strength.needs_norms else 0)
-        length += 1 if self.checks else 0
+        if self.checks:
+            length, history.beside = length + 1, self.layout.beside(model)
         binding = history.binding(self.round_no, self._amplitudes)
         self._sum = SecAggServer(self.group, self.round_no, binding, length)
         config: Config = {
@@ -164,6 +165,9 @@ class RoundServer:
 
     def take_ready(self, point: int, message: bytes, boxes: bytes = b"", vouch: bytes = b"") -> None:
         """What a member said when it was ready; `boxes` and `vouch` where sums are checked."""
+        if self.checks:
+            binding = self.history.binding(self.round_no, self._amplitudes)
+            sums.check_said(self.group, self.round_no, binding, point, boxes, vouch)
         self._running().take_ready(point, message)
         self._said[point] = bytes(boxes), bytes(vouch)
 

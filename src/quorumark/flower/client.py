@@ -123,7 +123,7 @@ def _train(
     if len(results) != 1 or len(counts) != 1:
         raise RoundError(f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}")
     examples = int(counts[0]) if float(counts[0]).is_integer() else counts[0]
-    about = {**config, "examples": examples, "node": str(context.node_id)}
+    about = {**config, "examples": examples, "node": str(context.node_id), "joined": told.get("joined", "")}
     result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
     ready, _ = node.handle("ready", about, result)
     return _reply(message, ready, {}, metrics)

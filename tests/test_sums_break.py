@@ -1,0 +1,294 @@
+"""Servers that try harder, and members who have bad luck, where sums are checked (docs/secagg.md, "Checked sums")."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quorumark import field
+from quorumark.embed import norm_count
+from quorumark.engine.member import MODEL, RESULT
+from quorumark.engine.server import RoundServer
+from quorumark.errors import MessageError, QuorumarkError, RoundError
+from quorumark.field import P
+from quorumark.research import KnownKey
+from quorumark.verify.reference import Reference
+from tests.flowers import Consortium, Model, initial, train
+from tests.test_sums import CHECKED, SEED, Run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
+    return Consortium.make(tmp_path_factory.mktemp("sums"), policy=CHECKED)
+
+
+@pytest.fixture
+def world(made: Consortium, tmp_path: Path) -> Consortium:
+    """The consortium, before its first round."""
+    folder = tmp_path / "world"
+    shutil.copytree(made.folder, folder)
+    return Consortium(folder, made.count, made.terms, made.model, made.layout, made.manifest)
+
+
+def _told(run: Run, arrays: dict[str, Any], model: Any) -> dict[str, Any]:
+    return {**arrays, "anchor": run.server.anchor, **{MODEL + name: tensor for name, tensor in model.items()}}
+
+
+# --- servers that lie -------------------------------------------------------------------------------------
+
+
+def test_a_true_sum_behind_a_history_that_it_does_not_belong_to(world: Consortium) -> None:
+    """The sum of round 3 is true, and so is the anchor; that the one came after the other is not. It would begin the
+    count of rounds, and of what the mark has reached, anew as often as a server likes."""
+    run = Run(world)
+    for _ in range(3):
+        run.round()
+    true = run.server
+    assert world.manifest is not None
+    assert true._opened is not None
+    begun = RoundServer(world.manifest, world.layout, world.model, run="2", after=3, seed=SEED)
+    offer, arrays = begun.offer(world.model)
+    for x in range(1, 6):  # everybody begins anew, and is sure of the anchor
+        run.node(x).handle("join", offer, _told(run, arrays, world.model))
+    spliced = RoundServer(world.manifest, world.layout, world.model, run="2", after=4, seed=SEED)
+    norms = true._opened[world.layout.size : -1].copy()
+    spliced._pending, spliced._opened = (3, None, norms), true._opened
+    run.server = spliced
+    with pytest.raises(RoundError, match="members are left"):
+        run.round()
+
+
+def test_tied_weights_are_announced_once(tmp_path: Path) -> None:
+    """The vector holds a tied tensor once; training loads it under both names, and what comes last counts."""
+    model = initial()
+    model["z.weight"] = model["b.weight"]
+    world = Consortium.make(tmp_path, model=model, policy=CHECKED)
+    assert {spec.name: spec.of for spec in world.layout.tensors}["z.weight"] == "b.weight"
+    run = Run(world)
+    run.round()
+    run.round()
+
+    def lie(_: dict[str, Any], told: dict[str, Any]) -> None:
+        told[MODEL + "z.weight"] = np.zeros_like(told[MODEL + "z.weight"])
+
+    with pytest.raises(RoundError, match="0 members are left"):
+        run.round(lie=lie)
+    assert all("'z.weight'" in text for text in run.refused.values()), run.refused
+    run.round()
+    assert run.refused == {}
+
+
+@pytest.mark.parametrize("told_to", [{1, 2, 3, 4, 5}, {2}])
+def test_whole_numbers_in_a_model_stay_as_they_were(world: Consortium, told_to: set[int]) -> None:
+    """Integers and booleans (a mask, an index) are in no sum, and decide what a model does."""
+    run = Run(world)
+    run.round()
+    run.round(absent=[2])
+    run.round(absent=[2])  # so that member 2 cannot tell, and takes the server's word
+    offer, arrays = run.server.offer(run.model)
+    told = _told(run, arrays, run.model)
+    for x in range(1, 6):
+        lie = {MODEL + "steps": np.array(0, np.int64)} if x in told_to else {}
+        try:
+            reply, _ = run.node(x).handle("join", offer, {**told, **lie})
+            result = {RESULT + n: t for n, t in train(run.model, 0.01, reply["seed"], 1.0).items()}
+            about = {**offer, **reply, "examples": 100 + x, "node": "1"}
+            ready, _ = run.node(x).handle("ready", about, result)
+            run.server.take_ready(x, ready["ready"], ready["boxes"], ready["vouch"])
+        except QuorumarkError as error:
+            run.refused[x] = str(error)
+    assert set(run.refused) == told_to
+
+
+def test_a_result_is_of_the_model_that_was_joined(world: Consortium) -> None:
+    """A server that asks a member twice at once: first with a model of its own, then with the anchor. What was trained
+    from the first must not go into the round as if it were of the second: its sum would be what the server chose."""
+    run = Run(world)
+    assert world.manifest is not None
+    lying = RoundServer(world.manifest, world.layout, world.model, run="1", after=2, seed=SEED)
+    chosen = {**world.model, "a.weight": np.zeros_like(world.model["a.weight"])}
+    norms = np.full(norm_count(world.layout), 1 << 40, np.uint64)
+    lying.history.accept(2, world.layout.encode(chosen), None, norms)
+    run.server.round_no = 2
+    made_up, true = lying.offer(chosen), run.server.offer(world.model)
+    for x in range(1, 6):
+        first, _ = run.node(x).handle("join", made_up[0], _told(run, made_up[1], chosen))
+        second, _ = run.node(x).handle("join", true[0], _told(run, true[1], world.model))
+        result = {RESULT + name: tensor for name, tensor in train(chosen, 0.01, 1, 1.0).items()}
+        about = {**true[0], "examples": 100 + x, "node": "1"}
+        with pytest.raises(RoundError, match="is not of the model"):
+            run.node(x).handle("ready", {**about, "joined": first["joined"]}, result)
+        run.node(x).handle("ready", {**about, "joined": second["joined"]}, result)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tag": 1 << 70},
+        {"tag": P},
+        {"tag": True},
+        {"tag": -1},
+        {"norms": None},
+        {"norms": np.zeros((2, 3), np.uint64)},
+        {"norms": np.array(["a"])},
+        {"rest": np.zeros(3, np.int16)},
+        {"rest": np.zeros((12640, 1), np.int16)},
+        {"rest": np.full(12640, np.iinfo(np.int64).min)},
+        {"rest": np.zeros(12640, bool)},
+    ],
+    ids=repr,
+)
+def test_numbers_of_the_wrong_kind_are_refused(world: Consortium, change: dict[str, Any]) -> None:
+    run = Run(world)
+    run.round()
+    run.round()
+    offer, arrays = run.server.offer(run.model)
+    told = _told(run, arrays, run.model)
+    for name, value in change.items():
+        if name == "tag":
+            offer[name] = value
+        else:
+            told[name] = value
+    with pytest.raises(QuorumarkError):
+        run.node(1).handle("join", offer, told)
+
+
+def test_a_run_never_goes_back(tmp_path: Path) -> None:
+    """Of 7 members 5 go on, and the 2 who are held back are t: they vouch for what is true, and over."""
+    rng = np.random.default_rng(1)
+    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
+    world = Consortium.make(tmp_path, count=7, threshold=2, model=model, policy=CHECKED)
+    run = Run(world)
+    run.round()
+    start = run.round()
+    run.round()
+    server = run.server
+    told = copy(server.history.mark), server._before, server._norms, server._rest, server._tag
+    for _ in range(2):
+        run.round(absent=[6, 7])
+    assert run.refused == {}
+    server._pending = server._opened = server.history._known = None
+    server.history.mark, server._before, server._norms, server._rest, server._tag = told
+    run.model = start
+
+    def forget(offer: dict[str, Any], _: dict[str, Any]) -> None:
+        """What they are told first, to make them forget where they are: a run that begins."""
+        begun = RoundServer(server.manifest, world.layout, world.model, run="2", after=offer["round"] - 1, seed=SEED)
+        anew, more = begun.offer(world.model)
+        for x in range(1, 6):
+            run.node(x).handle("join", anew, _told(run, more, world.model))
+
+    for lie in (lambda *_: None, forget):
+        with pytest.raises(RoundError, match="2 members are left"):
+            run.round(lie=lie)
+        assert set(run.refused) == {1, 2, 3, 4, 5}
+        assert all("the server goes back to round 2" in text for text in run.refused.values()), run.refused
+
+
+class Repeating(Run):
+    """Members whose training repeats itself: of one model they always make the same."""
+
+    def _join(self, x: int, offer: dict[str, Any], told: dict[str, Any], model: Model) -> None:
+        reply, _ = self.node(x).handle("join", offer, told)
+        made = train(model, 0.01, 1000 * offer["accepted"] + x, 1.0)
+        about = {**offer, "examples": 100 + x, "node": "1", "joined": reply["joined"]}
+        ready, _ = self.node(x).handle("ready", about, {RESULT + name: tensor for name, tensor in made.items()})
+        self.server.take_ready(x, ready["ready"], ready["boxes"], ready["vouch"])
+
+
+def test_a_server_that_repeats_a_round_reads_the_key_where_training_repeats_itself(world: Consortium) -> None:
+    """A limit, not a defence: everything that this server announces is true. It opens round 3, keeps it to itself, and
+    begins round 4 where round 3 began, as after a round that was given up: with half the mark. The difference of the
+    two sums is what training did differently, which is nothing here, and half of the mark."""
+    run = Repeating(world)
+    run.round()
+    start = run.round()
+    sums_of = []
+    for _ in range(2):
+        run.model = start
+        run.round()
+        assert run.server.marked
+        assert run.server._opened is not None
+        sums_of.append(run.server._opened[: world.layout.carrier_size])
+        run.server._pending, run.server._opened = None, None
+    guess = np.sign(field.to_signed(field.sub(*sums_of)))
+    assert world.manifest is not None
+    shares = {
+        x: home.only_consortium().share(unlock).vector()
+        for x, (home, unlock) in enumerate(map(world.home, range(1, 6)), 1)
+    }
+    known = KnownKey.from_shares(world.manifest, shares, world.layout, Reference.read(world.path).anchor)
+    assert (guess == known.key[: guess.size]).all()
+
+
+# --- bad luck ---------------------------------------------------------------------------------------------
+
+
+class Unlucky(Run):
+    """Members whose upload does not arrive: they have sent it, and think that they took part."""
+
+    vanish: Iterable[int] = ()
+
+    def _upload(self, lost: set[int], change: Any) -> None:
+        for x in set(self.vanish) & set(self.server.members):
+            self.node(x).handle("upload", self.server.asked(x), {})
+        super()._upload(lost | set(self.vanish), change)
+
+
+def test_a_member_whose_upload_was_lost_goes_on_with_the_others(world: Consortium) -> None:
+    """It knows the key of a sum that was never opened: that says nothing about the one that was."""
+    run = Unlucky(world)
+    run.round()
+    run.vanish = [4]
+    run.round()
+    run.vanish = []
+    run.round(absent=[5])  # one of the four who were in the last sum is away: member 4 is needed
+    assert run.refused == {}
+    assert run.asked[4]["vouch"] == b""
+    run.round()
+    assert run.refused == {}
+    assert run.asked[4]["vouch"]
+
+
+@pytest.mark.parametrize("at", ["model.npy", "diary.json"])
+def test_a_member_that_dies_while_it_joins_comes_back(world: Consortium, at: str, tmp_path: Path) -> None:
+    """Between the files that it writes: what is left does not fit together, and it takes the server's word then."""
+    run = Run(world)
+    run.round()
+    run.round()
+    folder = next((world.folder / "member-3" / "consortia").glob("*/rounds/*"))
+    shutil.copytree(folder, tmp_path / "before")
+    offer, arrays = run.server.offer(run.model)
+    told = _told(run, arrays, run.model)
+    run.node(3).handle("join", offer, told)
+    shutil.copy(tmp_path / "before" / at, folder / at)  # as if this one had not been written
+    run.round()
+    assert run.refused == {}
+
+
+def test_a_member_s_voucher_or_boxes_that_are_none_exclude_it_alone(world: Consortium) -> None:
+    run = Run(world)
+    run.round()
+    offer, arrays = run.server.offer(run.model)
+    told = _told(run, arrays, run.model)
+    for x in range(1, 6):
+        run._join(x, offer, told, dict(run.model))
+    said = run.asked[2]
+    for boxes, vouch in ((said["boxes"], b"yes"), (said["boxes"], run.asked[1]["vouch"]), (b"", said["vouch"])):
+        offer, arrays = run.server.offer(run.model)
+        told = _told(run, arrays, run.model)
+        for x in (1, 3, 4, 5):
+            run._join(x, offer, told, dict(run.model))
+        reply, _ = run.node(2).handle("join", offer, told)
+        result = {RESULT + n: t for n, t in train(run.model, 0.01, reply["seed"], 1.0).items()}
+        ready, _ = run.node(2).handle("ready", {**offer, **reply, "examples": 102, "node": "1"}, result)
+        with pytest.raises(MessageError, match="Hospital"):
+            run.server.take_ready(2, ready["ready"], boxes, vouch)
+        run.server.announce()
+        assert run.server.members == (1, 3, 4, 5)
