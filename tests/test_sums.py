@@ -328,7 +328,7 @@ def _made_up(run: Run) -> None:
         run.model = _moved(world.model, round_no)
         server.history.accept(round_no, world.layout.encode(run.model), None, norms)
     server._before, server._norms = 5, norms
-    server._rest, server._tag = np.zeros(world.layout.size, np.int16), 5
+    server._rest, server._tag, server._accepted_as_of = np.zeros(world.layout.size, np.int16), 5, 6
 
 
 def _gone_on(run: Run) -> None:
@@ -340,6 +340,7 @@ def _gone_on(run: Run) -> None:
     encoded = run.world.layout.encode(run.model)
     server.history.accept(3, encoded, amplitudes if amplitudes.marks else None, norms)
     server._norms, server._rest, server._tag = norms, np.zeros(encoded.size, np.int16), 5
+    server._as_of, server._accepted_as_of = 0, 3
 
 
 @pytest.mark.parametrize("invent", [_made_up, _gone_on])

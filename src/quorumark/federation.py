@@ -26,7 +26,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,17 @@ class History:
         self.mark = MarkState(self.strength, layout, terms.key, encoded)
         self.beside = b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.beside`)
         self._known: Amplitudes | None = None
+        self._repeated = 0  # the round whose mark they are
 
-    def amplitudes(self, round_no: int) -> Amplitudes:
-        if self._known is None or self._known.round != round_no:
-            self._known = self.mark.amplitudes(round_no)
+    def amplitudes(self, round_no: int, as_of: int | None = None) -> Amplitudes:
+        """For a round, or for one that repeats the round `as_of`: with the mark that it had.
+
+        The mark is weaker after rounds that were given up. A round that members have answered in may have been opened
+        all the same, and two sums from one model with marks of two strengths differ by a mark.
+        """
+        repeated = as_of or round_no
+        if self._known is None or (self._known.round, self._repeated) != (round_no, repeated):
+            self._known, self._repeated = replace(self.mark.amplitudes(repeated), round=round_no), repeated
         return self._known
 
     def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
@@ -184,6 +191,7 @@ class FederationMember:
         self.history: History | None = None
         self.checks = checks_sums(manifest)
         self.sure = True  # whether it has seen for itself that its history is what was summed
+        self.as_of: int | None = None  # the round that the next one repeats
         self._identity = identity
         self._train, self._data, self._share, self._own_key = train, data, share, own_key
         self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
@@ -214,7 +222,7 @@ class FederationMember:
         """Joins the round, bound to what this member itself knows of the history and the strength."""
         amplitudes = None
         if self.marks and purpose == "model":
-            amplitudes = self._paper if self._scale is not None else self._known().amplitudes(round_no)
+            amplitudes = self._paper if self._scale is not None else self._known().amplitudes(round_no, self.as_of)
             if amplitudes is not None and amplitudes.round != round_no:
                 raise RoundError(f"the scale of round {round_no} has not been summed")
         self._joined[purpose] = round_no, amplitudes
@@ -496,6 +504,9 @@ class Federation:
         if after < 0 or (warmup and not self.history.warming and after < warmup):
             raise InputError("after", f"must be {warmup} or more after the warm-up rounds", after)
         self.round_no = after
+        self._as_of: int | None = (
+            None  # the last round from this model that members answered in, where sums are checked
+        )
         for member in self.members.values():
             member.rejoin(after)
         if self._folder is not None:
@@ -555,6 +566,7 @@ class Federation:
             self.history.accept(round_no, encoded, embedded, norms)
             for member in self.members.values():
                 member.accept(round_no, encoded, embedded, norms)
+        self._as_of = None
         self._vector = rounded
         report.members, report.marked = members, embedded is not None
         report.rho = self.history.mark.rho / (1 << 32)
@@ -587,7 +599,9 @@ class Federation:
             return None
         if self.history.strength.rule != "paper":
             with timed(report, "strength"):
-                return self.history.amplitudes(round_no)
+                for member in self.members.values():
+                    member.as_of = self._as_of
+                return self.history.amplitudes(round_no, self._as_of)
         length = self.members[next(iter(self.members))].scale_length()
         total, members = self._sum(round_no, taking_part, None, "scale", length, report)
         found = [member.take_scales(round_no, total, members) for member in self.members.values()]
@@ -628,6 +642,8 @@ class Federation:
             if not server.missing:
                 break
             announcement = server.retry()
+        if purpose == "model" and self.members[server.plan.members[0]].checks:
+            self._as_of = self._as_of or round_no
         lost = self._losses.at(round_no, "unmask", 1, server.plan.members)
         report.lost["unmask"] = tuple(sorted(lost))
         with timed(report, "unmask"):

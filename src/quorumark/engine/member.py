@@ -190,6 +190,7 @@ class MemberNode:
         side.ready(round_no)  # as it was: who would join with anything else now is refused
         if side.checks:
             upload = side.upload(config["announcement"], sums.unpack(config["boxes"]), sums.unpack(config["vouches"]))
+            desk.note_upload(round_no, side._known())
             desk.note(sure=side.sure, top=desk.top(side.history))
         else:
             upload = side.upload(config["announcement"])
@@ -197,6 +198,7 @@ class MemberNode:
 
     def _unmask(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         desk = self._desk()
+        desk.note_answer()
         message = SecAggMember(desk.identity, desk.group, desk.memory()).unmask(config["request"])
         desk.result_path.unlink(missing_ok=True)
         return {"answer": message}, {}
@@ -415,6 +417,7 @@ class _Desk:
         )
         side.history = self._history(layout)
         side.sure = self.diary.get("sure") is True
+        side.as_of = self.diary.get("as_of") or None
         side.train({}, round_no)
         return side
 
@@ -475,7 +478,7 @@ class _Desk:
             if own is None:
                 pass
             elif own.mark.round == before and before < accepted:
-                amplitudes = own.amplitudes(accepted)
+                amplitudes = own.amplitudes(accepted, _whole(config, "accepted-as-of") if self.checks else None)
                 sure = self._is_sum(config, arrays, own, model) and sure
                 own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
             elif own.mark.round < accepted or (self.checks and own.mark.round > accepted):
@@ -504,13 +507,43 @@ class _Desk:
                 f"{self.name} has seen that round {self.top()} was summed, and the server goes back to round "
                 f"{accepted}: let it go on from the last one, or begin a new run from the anchor"
             )
+        as_of = self._check_repeated(config, own) if self.checks else 0
         _keep(self._model_path, model)
         self.result_path.unlink(missing_ok=True)
         noted: Config = {"run": run, "mark": own.mark.to_bytes().decode(), "round": 0, "sure": sure}
         if self.checks:  # `joined`: which of several models that it was told of in one round a result is of
             noted |= {"beside": beside.hex(), "joined": os.urandom(16).hex(), "top": self.top(own if sure else None)}
+            noted["as_of"] = as_of
         self.note(**noted)
         return ""
+
+    def _check_repeated(self, config: Config, own: History) -> int:
+        """The round whose mark this one has: its own, or an earlier one from the same model, which it repeats.
+
+        A sum that this member helped to open may be known to the server, whatever it says of that round. From the same
+        model there must be no other with another mark: the two would differ by a mark.
+        """
+        as_of, round_no = _whole(config, "as-of"), _whole(config, "round")
+        if not own.mark.round < as_of <= round_no:
+            raise MessageError("the server's message must name a round since the last accepted one as 'as-of'")
+        if self.diary.get("answered_state") == own.mark.digest().hex() and self.diary["answered_as_of"] != as_of:
+            raise RoundError(
+                f"{self.name} has answered in a round from this model with the mark of round "
+                f"{self.diary['answered_as_of']}, and takes part in no other from it"
+            )
+        return as_of
+
+    def note_upload(self, round_no: int, history: History) -> None:
+        """What an answer in this round would be for, whatever the server says in between."""
+        state, as_of = history.mark.digest().hex(), self.diary["as_of"]
+        self.note(upload_round=round_no, upload_state=state, upload_as_of=as_of)
+
+    def note_answer(self) -> None:
+        """Before it answers in the round that it last uploaded in: from that model there is one mark from now on."""
+        with self.memory().edit() as memory:
+            last = int(memory["round"])
+        if self.checks and self.diary.get("upload_round") == last:
+            self.note(answered_state=self.diary["upload_state"], answered_as_of=self.diary["upload_as_of"])
 
     def top(self, sure: History | None = None) -> int:
         """The last round that this member has ever been sure of, in any run: round numbers never repeat, so that a
@@ -531,7 +564,8 @@ class _Desk:
         opened = np.concatenate([*parts, np.array([tag], np.uint64)])
         field.check(opened, "the sum that the server announces")
         secagg = SecAggMember(self.identity, self.group, self.memory())
-        found = check_sum(secagg, accepted, own.binding(accepted, own.amplitudes(accepted)), opened)
+        amplitudes = own.amplitudes(accepted, _whole(config, "accepted-as-of"))
+        found = check_sum(secagg, accepted, own.binding(accepted, amplitudes), opened)
         if found is False:
             raise RoundError(
                 f"the model that the server announces is not the sum of round {accepted}, in which "

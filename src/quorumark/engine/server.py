@@ -39,7 +39,7 @@ from quorumark.secagg import SecAggServer, Upload
 __all__ = ["CeremonyServer", "RoundServer", "introduced"]
 
 Weights = Mapping[str, NDArray[Any]]
-_RUN = "quorumark-engine-run/v1"
+_RUN, _ASKED = "quorumark-engine-run/v1", "quorumark-engine-asked/v1"
 
 
 def introduced(about: bytes, roster: Terms, run: str, point: int, node: str, message: bytes) -> None:
@@ -77,6 +77,8 @@ class RoundServer:
         self._rest: NDArray[Any] | None = None  # of the last accepted one: what rounding took off, and the tag
         self._tag = 0
         self._said: dict[int, tuple[bytes, bytes]] = {}  # boxes and vouchers of those who are ready
+        self._as_of = 0  # the round from the present model that members were first asked to unmask, if any
+        self._accepted_as_of = 0  # the same of the round that was accepted
         self._announcement = b""
         self._sum: SecAggServer | None = None
         self._amplitudes: Amplitudes | None = None
@@ -105,7 +107,8 @@ class RoundServer:
         history = self.history
         if history.warming and self.round_no > history.strength.warmup_rounds:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
-        self._amplitudes = history.amplitudes(self.round_no)
+        as_of = self._as_of or self.round_no
+        self._amplitudes = history.amplitudes(self.round_no, as_of)
         length = self.layout.size + (norm_count(self.layout) if history.strength.needs_norms else 0)
         if self.checks:
             length, history.beside = length + 1, self.layout.beside(model)
@@ -126,6 +129,8 @@ class RoundServer:
         }
         if self._norms is not None:
             arrays["norms"] = self._norms
+        if self.checks:
+            config["as-of"], config["accepted-as-of"] = as_of, self._accepted_as_of
         if self._rest is not None:
             arrays["rest"], config["tag"] = self._rest, self._tag
         self._said.clear()
@@ -144,6 +149,7 @@ class RoundServer:
                     "consortium amend --policy sums=unchecked)"
                 )
             self._rest, self._tag, self._opened = rest, int(self._opened[-1]), None
+            self._accepted_as_of, self._as_of = self._as_of, 0
         before = self.history.mark.round
         accepted, embedded, norms = self._pending
         self.history.accept(accepted, encoded, embedded, norms)
@@ -194,7 +200,16 @@ class RoundServer:
         return self._announcement
 
     def request(self, point: int) -> bytes:
-        return self._running().request(point)
+        """What to ask a member of U. Where sums are checked, this model is marked as in this round from now on."""
+        made = self._running().request(point)
+        if self.checks and not self._as_of:
+            self._as_of = self.round_no
+            if self._folder is not None:
+                write_private(self._folder / "asked.json", canonical(self._asked_state()))
+        return made
+
+    def _asked_state(self) -> dict[str, Any]:
+        return {"format": _ASKED, "state": self.history.mark.digest().hex(), "as_of": self._as_of}
 
     def take_answer(self, point: int, message: bytes) -> None:
         self._running().take_answer(point, message)
@@ -269,7 +284,8 @@ class RoundServer:
         if self._rest is not None:
             with replacing(self._folder / f"sum-{self.round_no}.npz") as file:
                 norms = np.empty(0, np.uint64) if self._norms is None else self._norms
-                np.savez(file, rest=self._rest, norms=norms, tag=np.uint64(self._tag), before=np.uint64(self._before))
+                about = np.array([self._tag, self._before, self._accepted_as_of], np.uint64)
+                np.savez(file, rest=self._rest, norms=norms, about=about)
         body = {
             "format": _RUN,
             "manifest": self.manifest.digest().hex(),
@@ -301,8 +317,12 @@ class RoundServer:
             if self.checks and self.history.mark.round:
                 with np.load(self._folder / f"sum-{int(body['round'])}.npz") as kept_sum:
                     self._rest, norms = kept_sum["rest"], kept_sum["norms"]
-                    self._tag, self._before = int(kept_sum["tag"]), int(kept_sum["before"])
+                    self._tag, self._before, self._accepted_as_of = map(int, kept_sum["about"])
                 self._norms = norms if norms.size else None
+            if (self._folder / "asked.json").exists():
+                asked = parse((self._folder / "asked.json").read_bytes(), _ASKED, "what a run's members were asked")
+                if asked["state"] == self.history.mark.digest().hex():
+                    self._as_of = int(asked["as_of"])
             # a round that was under way when the server died is lost: members may have joined it
             self.round_no = max(self.round_no, int(body["round"]))
         except (KeyError, TypeError, ValueError, OSError) as error:
