@@ -258,7 +258,7 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     done = run(environment, *create, "--out", str(tmp_path / "terms"), "--groups", out)
     assert done.returncode == 0, done.stderr
     terms = Terms.from_bytes((tmp_path / "terms" / "terms.json").read_bytes())
-    assert terms.policy == {"z": "6", "groups": found.digest()}
+    assert terms.policy == {"z": "6", "sums": "checked", "groups": found.digest()}
     assert (tmp_path / "terms" / "groups.json").read_bytes() == Path(out).read_bytes()
     shown = run(environment, "consortium", "show", str(tmp_path / "terms" / "terms.json"))
     assert f"groups   {found.digest()}" in shown.stdout
