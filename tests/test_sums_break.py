@@ -136,6 +136,10 @@ def test_a_result_is_of_the_model_that_was_joined(world: Consortium) -> None:
         {"tag": P},
         {"tag": True},
         {"tag": -1},
+        {"accepted-as-of": 0},
+        {"accepted-as-of": 2, "accepted": 1},
+        {"accepted-as-of": 1 << 62},
+        {"as-of": "3"},
         {"norms": None},
         {"norms": np.zeros((2, 3), np.uint64)},
         {"norms": np.array(["a"])},
@@ -153,7 +157,7 @@ def test_numbers_of_the_wrong_kind_are_refused(world: Consortium, change: dict[s
     offer, arrays = run.server.offer(run.model)
     told = _told(run, arrays, run.model)
     for name, value in change.items():
-        if name == "tag":
+        if name in ("tag", "accepted", "as-of", "accepted-as-of"):
             offer[name] = value
         else:
             told[name] = value
@@ -288,6 +292,52 @@ def test_what_was_answered_is_remembered_whatever_comes_in_between(world: Consor
     diary = json.loads(next((world.folder / "member-1").glob("consortia/*/rounds/*/diary.json")).read_text())
     assert diary["answered_state"] == run.server.history.mark.digest().hex()
     assert diary["answered_as_of"] == 3
+
+
+def test_a_member_that_joined_before_it_answered_does_not_go_on(world: Consortium) -> None:
+    """A server asks members to join the next round from the same model before it lets them answer in this one: when
+    they joined they had not answered yet. What they train for it would open a second sum, with half of the mark."""
+    run = Repeating(world)
+    run.round()
+    start = run.round()
+    heard: list[dict[str, Any]] = []
+    joined: dict[int, str] = {}
+    ask = run.server.request
+
+    def request(point: int) -> bytes:
+        offer, told = heard
+        joined[point] = run.node(point).handle("join", {**offer, "round": 4, "as-of": 4}, told)[0]["joined"]
+        return ask(point)
+
+    run.server.request = request  # type: ignore[method-assign]
+    run.round(lie=lambda *said: heard.extend(said))
+    assert run.server.marked
+    for x in range(1, 6):
+        result = {RESULT + name: tensor for name, tensor in train(start, 0.01, x, 1.0).items()}
+        about = {**heard[0], "round": 4, "examples": 100 + x, "node": "1", "joined": joined[x]}
+        with pytest.raises(RoundError, match="and takes part in no other from it"):
+            run.node(x).handle("ready", about, result)
+
+
+def test_a_run_from_the_anchor_in_between_does_not_make_members_forget(tmp_path: Path) -> None:
+    """Of 7 members 5 answer, in one round from a model that is marked and in one from the anchor; the 2 others vouch
+    that the marked one is still the last."""
+    rng = np.random.default_rng(1)
+    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
+    world = Consortium.make(tmp_path, count=7, threshold=2, model=model, policy=CHECKED)
+    run = Repeating(world)
+    run.round()
+    run.round()
+    start = run.round()
+    server = run.server
+    run.round(absent=[6, 7])
+    server._pending, server._opened = None, None
+    anew = Repeating(world, run="2", after=server.round_no)
+    anew.round(absent=[6, 7])
+    assert anew.refused == {}
+    server.round_no, run.model, server._as_of, server.history._known = anew.server.round_no, start, 0, None
+    with pytest.raises(RoundError, match="and takes part in no other from it"):
+        run.round(absent=[1, 2])
 
 
 @pytest.mark.parametrize("folder", [True, False])
