@@ -508,7 +508,7 @@ class MarkState:
             # rounds that were given up may have been refused because the mark was too strong: it halves, then rests
             lost = round_no - self.round - 1
             ratio = self._rate_ratio(round_no) if lost <= _PATIENCE else Fraction(0)
-            base = _scaled(base, ratio.numerator, ratio.denominator << lost)
+            base = _scaled(base, ratio.numerator, ratio.denominator << min(lost, _PATIENCE))
             c = self.strength.c_max
             if rule != "relative":
                 # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖

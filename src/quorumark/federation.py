@@ -504,9 +504,8 @@ class Federation:
         if after < 0 or (warmup and not self.history.warming and after < warmup):
             raise InputError("after", f"must be {warmup} or more after the warm-up rounds", after)
         self.round_no = after
-        self._as_of: int | None = (
-            None  # the last round from this model that members answered in, where sums are checked
-        )
+        # where sums are checked: the first round from the present model that members were asked to unmask
+        self._as_of: int | None = None
         for member in self.members.values():
             member.rejoin(after)
         if self._folder is not None:
@@ -678,6 +677,7 @@ class Federation:
             "marks": self.marks,
             "seed": self._seed,
             "averages": averages,
+            "as_of": self._as_of or 0,
             "reports": json.dumps([asdict(r) for r in self.reports]),
         }
         write_private(self._folder / "run.json", canonical(body))
@@ -708,7 +708,7 @@ class Federation:
         if tuple(body.get(name) for name in ("manifest", "marks", "seed")) != mine:
             raise RecordError(f"{str(self._folder)!r} holds another run: use a new folder")
         try:
-            self.round_no = body["round"]
+            self.round_no, self._as_of = body["round"], body.get("as_of") or None
             self._vector = self.layout.flatten(read_safetensors(self._folder / body["model"]))
             encoded, anchor = self.layout.encode(self.model), np.load(self._anchor_path)
             history, key = self.history, self.manifest.terms.key

@@ -33,13 +33,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field, sums
-from quorumark.embed import MarkState, Strength, model_digest, norm_count
+from quorumark.embed import Amplitudes, MarkState, Strength, model_digest, norm_count
 from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.federation import FederationMember, History, check_sum, checks_sums, group_of, research_seed
 from quorumark.field import Vector
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.identity import Header, Identity
-from quorumark.keystore import Unlock, replacing, write_private
+from quorumark.keystore import Unlock, only_one, replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, Terms, anchor_digest, canonical, digest, parse
 from quorumark.secagg import FolderState, Group, SecAggMember
@@ -60,6 +60,7 @@ MODEL, RESULT, MESSAGE = "model:", "result:", "message:"
 """What the names of a model's tensors, of a result's, and of a ceremony's messages begin with."""
 
 _DIARY = "quorumark-diary/v1"
+_ROUND = ("join", "ready", "upload", "unmask")
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
 
@@ -116,7 +117,8 @@ class MemberNode:
         if stage not in self._stages:
             raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
         try:
-            return self._stages[stage](dict(config), arrays)
+            with self._alone() if stage in _ROUND else contextlib.nullcontext():
+                return self._stages[stage](dict(config), arrays)
         except KeyError as error:
             raise MessageError(f"the server's message for the stage {stage!r} lacks {error}") from None
 
@@ -190,7 +192,7 @@ class MemberNode:
         side.ready(round_no)  # as it was: who would join with anything else now is refused
         if side.checks:
             upload = side.upload(config["announcement"], sums.unpack(config["boxes"]), sums.unpack(config["vouches"]))
-            desk.note_upload(round_no, side._known())
+            desk.note_upload(round_no, side._known(), side.as_of or round_no)
             desk.note(sure=side.sure, top=desk.top(side.history))
         else:
             upload = side.upload(config["announcement"])
@@ -203,7 +205,15 @@ class MemberNode:
         desk.result_path.unlink(missing_ok=True)
         return {"answer": message}, {}
 
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """One message of a round at a time: of two that are served at once, each would undo what the other notes."""
+        place, manifest = self._in_force()
+        return only_one(_group_folder(place, group_of(manifest)))
+
     def _desk(self) -> _Desk:
+        return _Desk(*self._in_force(), self._home.identity(self._unlock))
+
+    def _in_force(self) -> tuple[ConsortiumFolder, Manifest]:
         place = self._home.only_consortium(self._which)
         if not place.manifest_path.exists():
             raise RecordError(f"{self._home.card().name!r} has no manifest yet: the key ceremony comes first")
@@ -213,7 +223,7 @@ class MemberNode:
                 f"the manifest in force at this member is {manifest.digest().hex()[:16]}…, and its operator pinned "
                 f"{self._manifest[:16]}…: compare them, and change the pin if the new one is right"
             )
-        return _Desk(place, manifest, self._home.identity(self._unlock))
+        return place, manifest
 
     # --- setup ---
 
@@ -298,6 +308,14 @@ def _whole(config: Config, name: str) -> int:
     value = config[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MessageError(f"the server's message must give {name!r} as a whole number")
+    return value
+
+
+def _since(config: Config, name: str, last: int, round_no: int) -> int:
+    """A round after `last`, the one that was accepted before, up to `round_no`."""
+    value = _whole(config, name)
+    if not last < value <= round_no:
+        raise MessageError(f"the server's message must name a round since the last accepted one as {name!r}")
     return value
 
 
@@ -417,7 +435,9 @@ class _Desk:
         )
         side.history = self._history(layout)
         side.sure = self.diary.get("sure") is True
-        side.as_of = self.diary.get("as_of") or None
+        side.as_of = int(self.diary.get("as_of") or round_no)
+        if self.checks:  # it may have answered since it joined
+            self._check_answered(side.history, side.as_of)
         side.train({}, round_no)
         return side
 
@@ -478,8 +498,9 @@ class _Desk:
             if own is None:
                 pass
             elif own.mark.round == before and before < accepted:
-                amplitudes = own.amplitudes(accepted, _whole(config, "accepted-as-of") if self.checks else None)
-                sure = self._is_sum(config, arrays, own, model) and sure
+                as_of = _since(config, "accepted-as-of", before, accepted) if self.checks else accepted
+                amplitudes = own.amplitudes(accepted, as_of)
+                sure = self._is_sum(config, arrays, own, model, amplitudes) and sure
                 own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
             elif own.mark.round < accepted or (self.checks and own.mark.round > accepted):
                 own, sure = None, False  # it missed rounds
@@ -518,25 +539,29 @@ class _Desk:
         return ""
 
     def _check_repeated(self, config: Config, own: History) -> int:
-        """The round whose mark this one has: its own, or an earlier one from the same model, which it repeats.
+        """The round whose mark this one has: its own, or an earlier one from the same model, which it repeats."""
+        as_of = _since(config, "as-of", own.mark.round, _whole(config, "round"))
+        self._check_answered(own, as_of)
+        return as_of
 
-        A sum that this member helped to open may be known to the server, whatever it says of that round. From the same
-        model there must be no other with another mark: the two would differ by a mark.
-        """
-        as_of, round_no = _whole(config, "as-of"), _whole(config, "round")
-        if not own.mark.round < as_of <= round_no:
-            raise MessageError("the server's message must name a round since the last accepted one as 'as-of'")
+    def _check_answered(self, own: History, as_of: int) -> None:
+        """A sum that this member helped to open may be known to the server, whatever it says of that round. From the
+        same model there must be no other with another mark: the two would differ by a mark."""
         if self.diary.get("answered_state") == own.mark.digest().hex() and self.diary["answered_as_of"] != as_of:
             raise RoundError(
                 f"{self.name} has answered in a round from this model with the mark of round "
                 f"{self.diary['answered_as_of']}, and takes part in no other from it"
             )
-        return as_of
 
-    def note_upload(self, round_no: int, history: History) -> None:
-        """What an answer in this round would be for, whatever the server says in between."""
-        state, as_of = history.mark.digest().hex(), self.diary["as_of"]
-        self.note(upload_round=round_no, upload_state=state, upload_as_of=as_of)
+    def note_upload(self, round_no: int, history: History, as_of: int) -> None:
+        """What an answer in this round would be for, whatever the server says in between.
+
+        From the anchor nothing is ever marked. Nothing is noted of it: a run that begins must not make this member
+        forget the model that it answered for, to which a server may still go back (`top`).
+        """
+        if not history.mark.round:
+            return
+        self.note(upload_round=round_no, upload_state=history.mark.digest().hex(), upload_as_of=as_of)
 
     def note_answer(self) -> None:
         """Before it answers in the round that it last uploaded in: from that model there is one mark from now on."""
@@ -550,7 +575,7 @@ class _Desk:
         server that names an earlier one goes back, to where it could train the same model again."""
         return max(int(self.diary.get("top", 0)), 0 if sure is None else sure.mark.round)
 
-    def _is_sum(self, config: Config, arrays: Arrays, own: History, model: Vector) -> bool:
+    def _is_sum(self, config: Config, arrays: Arrays, own: History, model: Vector, amplitudes: Amplitudes) -> bool:
         """Whether the model is, rounded, the sum of the round that the server says was accepted after this member's own
         history, as far as it can tell: one that did not take part in it cannot. If it is not, this raises."""
         if not self.checks:
@@ -564,7 +589,6 @@ class _Desk:
         opened = np.concatenate([*parts, np.array([tag], np.uint64)])
         field.check(opened, "the sum that the server announces")
         secagg = SecAggMember(self.identity, self.group, self.memory())
-        amplitudes = own.amplitudes(accepted, _whole(config, "accepted-as-of"))
         found = check_sum(secagg, accepted, own.binding(accepted, amplitudes), opened)
         if found is False:
             raise RoundError(
