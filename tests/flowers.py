@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,11 @@ class Consortium:
             home, unlock = world.home(x)
             create_memory(home.only_consortium(), home.identity(unlock), 0)
         return world
+
+    def copy(self, folder: Path) -> Consortium:
+        """The same consortium, as it is now, in another folder."""
+        shutil.copytree(self.folder, folder)
+        return replace(self, folder=folder)
 
     def keep(self, manifest: Manifest) -> None:
         self.manifest = manifest

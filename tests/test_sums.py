@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -211,9 +210,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
 @pytest.fixture
 def world(made: Consortium, tmp_path: Path) -> Consortium:
     """The consortium, before its first round."""
-    folder = tmp_path / "world"
-    shutil.copytree(made.folder, folder)
-    return Consortium(folder, made.count, made.terms, made.model, made.layout, made.manifest)
+    return made.copy(tmp_path / "world")
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -33,9 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
 @pytest.fixture
 def world(made: Consortium, tmp_path: Path) -> Consortium:
     """The consortium, before its first round."""
-    folder = tmp_path / "world"
-    shutil.copytree(made.folder, folder)
-    return Consortium(folder, made.count, made.terms, made.model, made.layout, made.manifest)
+    return made.copy(tmp_path / "world")
 
 
 def _told(run: Run, arrays: dict[str, Any], model: Any) -> dict[str, Any]:

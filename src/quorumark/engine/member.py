@@ -482,40 +482,14 @@ class _Desk:
         itself is noted (`sure`). Then it does not matter which run the last round was of: a run that begins does so
         from the anchor, and one that goes on from a sum.
         """
-        run, accepted, before = str(config["run"]), _whole(config, "accepted"), _whole(config, "before")
-        told, same_run = _content(arrays["state"]), self.diary.get("run") == run
-        own: History | None = None
-        sure, beside = False, layout.beside(named(arrays, MODEL)) if self.checks else b""
-        if self.checks and accepted == 0:
-            own, sure = History(self.manifest, layout, model), True  # it is the manifest's anchor, or refused
-            if own.mark.to_bytes() != told:
-                raise RoundError("the server's history begins with something else than the anchor")
-            _keep(self._anchor_path, model)
-        elif (same_run or self.checks) and "mark" in self.diary:
-            # whoever died between two files has a history that does not fit together: as if it had missed rounds
-            with contextlib.suppress(QuorumarkError):
-                own, sure = self._history(layout), self.diary.get("sure") is True
-            if own is None:
-                pass
-            elif own.mark.round == before and before < accepted:
-                as_of = _since(config, "accepted-as-of", before, accepted) if self.checks else accepted
-                amplitudes = own.amplitudes(accepted, as_of)
-                sure = self._is_sum(config, arrays, own, model, amplitudes) and sure
-                own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
-            elif own.mark.round < accepted or (self.checks and own.mark.round > accepted):
-                own, sure = None, False  # it missed rounds
-            if own is not None and own.mark.to_bytes() != told:
-                raise RoundError(
-                    f"the server's history of this run is not the one that {self.name} has seen: it says that round "
-                    f"{accepted} was accepted, with another model or strength; start a new run"
-                )
-            if own is not None and own.beside != beside:
-                raise RoundError("the model's whole numbers are not those of the rounds before: they are in no sum")
+        run, accepted = str(config["run"]), _whole(config, "accepted")
+        beside = layout.beside(named(arrays, MODEL)) if self.checks else b""
+        own, sure = self._derived(config, arrays, layout, model, beside)
         if own is None:
             anchor = model if accepted == 0 else self._anchor(arrays)
             if anchor is None:
                 return "anchor"
-            own = self._restored(layout, anchor, model, told)
+            own = self._restored(layout, anchor, model, _content(arrays["state"]))
             _keep(self._anchor_path, anchor)
         if own.mark.model_digest != model_digest(model):
             raise RoundError("the model that the round starts from is not the one that the server's history names")
@@ -537,6 +511,43 @@ class _Desk:
             noted["as_of"] = as_of
         self.note(**noted)
         return ""
+
+    def _derived(
+        self, config: Config, arrays: Arrays, layout: ModelLayout, model: Vector, beside: bytes
+    ) -> tuple[History | None, bool]:
+        """The history up to this model as far as this member has it itself, which must be the server's, and whether it
+        is sure of it; none if it missed rounds."""
+        accepted, before, told = _whole(config, "accepted"), _whole(config, "before"), _content(arrays["state"])
+        own: History | None = None
+        if self.checks and accepted == 0:
+            own = History(self.manifest, layout, model)  # it is the manifest's anchor, or refused
+            if own.mark.to_bytes() != told:
+                raise RoundError("the server's history begins with something else than the anchor")
+            _keep(self._anchor_path, model)
+            return own, True
+        if "mark" not in self.diary or not (self.checks or self.diary.get("run") == str(config["run"])):
+            return None, False
+        # whoever died between two files has a history that does not fit together: as if it had missed rounds
+        with contextlib.suppress(QuorumarkError):
+            own = self._history(layout)
+        if own is None:
+            return None, False
+        sure = self.diary.get("sure") is True
+        if own.mark.round == before and before < accepted:
+            as_of = _since(config, "accepted-as-of", before, accepted) if self.checks else accepted
+            amplitudes = own.amplitudes(accepted, as_of)
+            sure = self._is_sum(config, arrays, own, model, amplitudes) and sure
+            own.accept(accepted, model, amplitudes if amplitudes.marks else None, arrays.get("norms"))
+        elif own.mark.round < accepted or (self.checks and own.mark.round > accepted):
+            return None, False
+        if own.mark.to_bytes() != told:
+            raise RoundError(
+                f"the server's history of this run is not the one that {self.name} has seen: it says that round "
+                f"{accepted} was accepted, with another model or strength; start a new run"
+            )
+        if own.beside != beside:
+            raise RoundError("the model's whole numbers are not those of the rounds before: they are in no sum")
+        return own, sure
 
     def _check_repeated(self, config: Config, own: History) -> int:
         """The round whose mark this one has: its own, or an earlier one from the same model, which it repeats."""
