@@ -48,8 +48,7 @@ PUBLIC = {
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
     embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark ideal_norms marked_vector "
     "model_digest norm_count paper_amplitudes update_norms weights",
-    federation: "Federation FederationMember History Losses RoundReport check_sum checks_sums group_of research_seed "
-    "watch",
+    federation: "Federation FederationMember History Losses RoundReport checks_sums group_of research_seed watch",
     member: "Config MODEL MemberNode RESULT create_memory introduction named refusal",
     server: "CeremonyServer RoundServer introduced",
     signer: "SignerClient SignerServer",
@@ -77,7 +76,7 @@ PUBLIC = {
     suite: "Subject classifier key_of_members load_weights read_results read_subject run",
     attack_report: "COLUMNS ORIGINAL Row attacks_page figures read_rows standalone write_report write_rows",
     usercode: "example_inputs load_function told_by",
-    secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload",
+    secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload pack unpack",
 }
 
 

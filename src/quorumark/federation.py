@@ -66,7 +66,6 @@ __all__ = [
     "History",
     "Losses",
     "RoundReport",
-    "check_sum",
     "checks_sums",
     "group_of",
     "research_seed",
@@ -285,22 +284,21 @@ class FederationMember:
         return self.secagg.upload(plan, whole)
 
     def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
-        """Behind the vector. The key is kept for the sum of this round alone, until the next one is joined."""
+        """Behind the vector. The key is kept for the sum of this round."""
         if len(vouches) != len(plan.members):
             raise MessageError("the server must hand on what every member of the announced set vouches for")
         sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
         self.sure = True
         key = sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = sums.tag(key, whole[:-1], first=self.point == plan.members[0])
-        with self.secagg.state.edit() as memory:
-            memory["sum"] = {"binding": plan.binding.hex(), "key": key.hex()}
+        sums.keep(self.secagg, plan.binding, key)
 
     def check_sum(self, round_no: int, opened: Vector) -> bool | None:
         """Whether this is the sum of a round, with its tag; None if this member did not take part, and cannot say."""
         joined, amplitudes = self._joined.get("model", (0, None))
         if joined != round_no:
             return None
-        return check_sum(self.secagg, round_no, self._known().binding(round_no, amplitudes), opened)
+        return sums.check(self.secagg, round_no, self._known().binding(round_no, amplitudes), opened)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
@@ -360,22 +358,6 @@ class FederationMember:
         """
         if isinstance(self.secagg.state, MemoryState):
             self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
-
-
-def check_sum(member: SecAggMember, round_no: int, binding: bytes, opened: Vector) -> bool | None:
-    """What `FederationMember.check_sum` says, from the member's memory of rounds alone.
-
-    `binding` is that of the round with the history that the sum would follow: a true sum behind another history is not
-    that one's. A member that uploaded and was not asked to unmask may know the key of an attempt that led to nothing:
-    that the tag does not fit then says nothing.
-    """
-    with member.state.edit() as memory:
-        known = memory.get("sum", {})
-        answered = memory["round"] == round_no and "answered" in memory["purposes"].get("model", {})
-    if known.get("binding") != binding.hex():
-        return None
-    fits = sums.holds(bytes.fromhex(known["key"]), opened)
-    return True if fits else False if answered else None
 
 
 def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> None:

@@ -53,7 +53,18 @@ from quorumark.identity import Header, Identity, exchange, open_message, verify_
 from quorumark.keystore import only_one, write_private
 from quorumark.records import Card, Manifest, Member, canonical, digest, parse
 
-__all__ = ["FolderState", "Group", "MemoryState", "Plan", "SecAggMember", "SecAggServer", "State", "Upload"]
+__all__ = [
+    "FolderState",
+    "Group",
+    "MemoryState",
+    "Plan",
+    "SecAggMember",
+    "SecAggServer",
+    "State",
+    "Upload",
+    "pack",
+    "unpack",
+]
 
 _SEED = 5  # field elements in the seed of a self-mask: 305 bits, so that 256-bit keys lose nothing
 _SHARE = 8 * _SEED
@@ -359,18 +370,29 @@ def _read_upload(group: Group, plan: Plan, point: int, data: bytes) -> tuple[byt
 
 def _say(kind: str, about: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:
     """What the server sends: a JSON object, then byte strings, each with its length before it."""
-    head = canonical({"format": f"quorumark-{kind}/v1", **about})
-    return b"".join(len(part).to_bytes(4, "big") + part for part in (head, *parts))
+    return pack((canonical({"format": f"quorumark-{kind}/v1", **about}), *parts))
 
 
-def _hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+def pack(parts: Iterable[bytes]) -> bytes:
+    """Byte strings in one, each with its length before it."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def unpack(data: bytes, what: str) -> list[bytes]:
+    if not isinstance(data, bytes):
+        raise MessageError(f"the server's {what} must be bytes")
     parts, start = [], 0
     while start < len(data):
         stop = start + 4 + int.from_bytes(data[start : start + 4], "big")
         if stop > len(data) or start + 4 > len(data):
-            raise MessageError(f"the server's {kind} is cut short or is none")
-        parts.append(bytes(data[start + 4 : stop]))
+            raise MessageError(f"the server's {what} is cut short or is none")
+        parts.append(data[start + 4 : stop])
         start = stop
+    return parts
+
+
+def _hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    parts = unpack(data, kind)
     try:
         head = parse(parts[0] if parts else b"", f"quorumark-{kind}/v1", f"a server's {kind}")
     except (RecordError, InputError) as error:

@@ -10,13 +10,13 @@ For a server without the key β hides ⟨g, O⟩ entirely, so that the tag says 
 is a guess of one element: 1 in 2^61. Everybody of U must keep the key to itself: one member who gives it to the server
 undoes this.
 
-Each member draws its part of the key anew for each round, and seals it to every other member. A member that could check
+Each member has a new part of the key for each round, and seals it to every other member. A member that could check
 the sum which its round starts from says so, signed (it *vouches*); the others take part only if t members of U do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -26,18 +26,18 @@ from quorumark import field
 from quorumark.errors import MessageError, RoundError
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.identity import Identity, open_message
-from quorumark.secagg import Group
+from quorumark.secagg import Group, SecAggMember
 
 __all__ = [
     "box_for",
+    "check",
     "check_said",
     "check_vouchers",
     "holds",
-    "pack",
+    "keep",
     "round_key",
     "seal_keys",
     "tag",
-    "unpack",
     "vouch",
     "vouchers",
 ]
@@ -118,6 +118,28 @@ def holds(key: bytes, opened: Vector) -> bool:
     return bool(opened[-1] == tag(key, opened[:-1], first=True))
 
 
+def keep(member: SecAggMember, binding: bytes, key: bytes) -> None:
+    """For the sum of the round that this member uploads in, until the next one."""
+    with member.state.edit() as memory:
+        memory["sum"] = {"binding": binding.hex(), "key": key.hex()}
+
+
+def check(member: SecAggMember, round_no: int, binding: bytes, opened: Vector) -> bool | None:
+    """Whether this is the sum of a round, with its tag; None if this member cannot say.
+
+    `binding` is that of the round with the history that the sum would follow: a true sum behind another history is not
+    that one's. A member that uploaded and was not asked to unmask may know the key of an attempt that led to nothing:
+    that the tag does not fit then says nothing.
+    """
+    with member.state.edit() as memory:
+        known = memory.get("sum", {})
+        answered = memory["round"] == round_no and "answered" in memory["purposes"].get("model", {})
+    if known.get("binding") != binding.hex():
+        return None
+    fits = holds(bytes.fromhex(known["key"]), opened)
+    return True if fits else False if answered else None
+
+
 # --- who could check --------------------------------------------------------------------------------------
 
 
@@ -156,27 +178,6 @@ def check_vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[in
             f"from, and only {names} did: wait for members who took part in the last round, or begin a new run from "
             "the anchor"
         )
-
-
-# --- messages ---------------------------------------------------------------------------------------------
-
-
-def pack(parts: Iterable[bytes]) -> bytes:
-    """Byte strings in one, each with its length before it."""
-    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-
-
-def unpack(data: bytes) -> list[bytes]:
-    if not isinstance(data, bytes):
-        raise MessageError("a list of messages from the server must be bytes")
-    parts, start = [], 0
-    while start < len(data):
-        stop = start + 4 + int.from_bytes(data[start : start + 4], "big")
-        if stop > len(data) or start + 4 > len(data):
-            raise MessageError("a list of messages from the server is cut short")
-        parts.append(bytes(data[start + 4 : stop]))
-        start = stop
-    return parts
 
 
 def _word(number: int) -> bytes:

@@ -35,14 +35,14 @@ from numpy.typing import NDArray
 from quorumark import codec, field, sums
 from quorumark.embed import Amplitudes, MarkState, Strength, model_digest, norm_count
 from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
-from quorumark.federation import FederationMember, History, check_sum, checks_sums, group_of, research_seed
+from quorumark.federation import FederationMember, History, checks_sums, group_of, research_seed
 from quorumark.field import Vector
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.identity import Header, Identity
 from quorumark.keystore import Unlock, only_one, replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, Terms, anchor_digest, canonical, digest, parse
-from quorumark.secagg import FolderState, Group, SecAggMember
+from quorumark.secagg import FolderState, Group, SecAggMember, unpack
 from quorumark.setup.folder import advance
 from quorumark.shares import ShareInfo
 from quorumark.verify.certificate import Certificate
@@ -191,9 +191,9 @@ class MemberNode:
         side = desk.member(self._unlock, read_safetensors(desk.result_path), round_no)
         side.ready(round_no)  # as it was: who would join with anything else now is refused
         if side.checks:
-            upload = side.upload(config["announcement"], sums.unpack(config["boxes"]), sums.unpack(config["vouches"]))
-            desk.note_upload(round_no, side._known(), side.as_of or round_no)
-            desk.note(sure=side.sure, top=desk.top(side.history))
+            boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
+            upload = side.upload(config["announcement"], boxes, vouches)
+            desk.note_upload(side, round_no)
         else:
             upload = side.upload(config["announcement"])
         return {"head": upload.head}, {"vector": upload.vector}
@@ -207,13 +207,11 @@ class MemberNode:
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """One message of a round at a time: of two that are served at once, each would undo what the other notes."""
-        place, manifest = self._in_force()
-        return only_one(_group_folder(place, group_of(manifest)))
+        folder = self._home.only_consortium(self._which).path / "rounds"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return only_one(folder)
 
     def _desk(self) -> _Desk:
-        return _Desk(*self._in_force(), self._home.identity(self._unlock))
-
-    def _in_force(self) -> tuple[ConsortiumFolder, Manifest]:
         place = self._home.only_consortium(self._which)
         if not place.manifest_path.exists():
             raise RecordError(f"{self._home.card().name!r} has no manifest yet: the key ceremony comes first")
@@ -223,7 +221,7 @@ class MemberNode:
                 f"the manifest in force at this member is {manifest.digest().hex()[:16]}…, and its operator pinned "
                 f"{self._manifest[:16]}…: compare them, and change the pin if the new one is right"
             )
-        return place, manifest
+        return _Desk(place, manifest, self._home.identity(self._unlock))
 
     # --- setup ---
 
@@ -564,15 +562,18 @@ class _Desk:
                 f"{self.diary['answered_as_of']}, and takes part in no other from it"
             )
 
-    def note_upload(self, round_no: int, history: History, as_of: int) -> None:
-        """What an answer in this round would be for, whatever the server says in between.
+    def note_upload(self, side: FederationMember, round_no: int) -> None:
+        """That t members of the round are sure of its history; what an answer in it would be for, whatever the server
+        says in between.
 
-        From the anchor nothing is ever marked. Nothing is noted of it: a run that begins must not make this member
+        From the anchor nothing is ever marked. No answer is noted for it: a run that begins must not make this member
         forget the model that it answered for, to which a server may still go back (`top`).
         """
-        if not history.mark.round:
-            return
-        self.note(upload_round=round_no, upload_state=history.mark.digest().hex(), upload_as_of=as_of)
+        noted: Config = {"sure": side.sure, "top": self.top(side.history)}
+        if side.history is not None and side.history.mark.round:
+            noted |= {"upload_round": round_no, "upload_state": side.history.mark.digest().hex()}
+            noted["upload_as_of"] = side.as_of
+        self.note(**noted)
 
     def note_answer(self) -> None:
         """Before it answers in the round that it last uploaded in: from that model there is one mark from now on."""
@@ -600,7 +601,7 @@ class _Desk:
         opened = np.concatenate([*parts, np.array([tag], np.uint64)])
         field.check(opened, "the sum that the server announces")
         secagg = SecAggMember(self.identity, self.group, self.memory())
-        found = check_sum(secagg, accepted, own.binding(accepted, amplitudes), opened)
+        found = sums.check(secagg, accepted, own.binding(accepted, amplitudes), opened)
         if found is False:
             raise RoundError(
                 f"the model that the server announces is not the sum of round {accepted}, in which "

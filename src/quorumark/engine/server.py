@@ -34,7 +34,7 @@ from quorumark.identity import Header, open_message
 from quorumark.keystore import replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, Terms, canonical, parse
-from quorumark.secagg import SecAggServer, Upload
+from quorumark.secagg import SecAggServer, Upload, pack
 
 __all__ = ["CeremonyServer", "RoundServer", "introduced"]
 
@@ -186,8 +186,8 @@ class RoundServer:
         config: Config = {"round": self.round_no, "announcement": self._announcement}
         if self.checks:
             said = [self._said[x] for x in self.members]
-            config["boxes"] = sums.pack(sums.box_for(boxes, point) for boxes, _ in said)
-            config["vouches"] = sums.pack(message for _, message in said)
+            config["boxes"] = pack(sums.box_for(boxes, point) for boxes, _ in said)
+            config["vouches"] = pack(message for _, message in said)
         return config
 
     def take_upload(self, point: int, head: bytes, vector: Vector) -> int:

@@ -3,7 +3,8 @@
 A configuration is a TOML file: a title, settings for all of its runs under `[run]`, and the values that vary under
 `[[grid]]`, every combination of which is a run. Two configurations may have the same run: a run is known by its `id`,
 and done once. `[[paper]]` holds the paper's figures: settings that they are about, and `accuracy` (`perplexity`) and
-`z` by strength. With `task = "language"` its runs fine-tune language models, and have their settings.
+`z` by strength; `[aims]` what z should be, by strength. With `task = "language"` its runs fine-tune language models,
+and have their settings.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import itertools
 import os
 import tomllib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ class Configuration:
     paper: tuple[dict[str, Any], ...]
     plot: str  # what its figure is drawn against: members, strength or nothing
     task: str = "vision"  # or language
+    aims: Mapping[str, float] = field(default_factory=dict)  # by strength: what z should be, without costing accuracy
 
     def figure(self, what: str, run: Settings) -> str:
         """The paper's accuracy or z for a run's settings, as it prints it; nothing if it has none."""
@@ -184,7 +186,9 @@ def _parsed(name: str, text: str) -> Configuration:
         for run in _combinations(kind, base, grid):
             runs[run.id] = run
     notes, paper = tuple(body.get("notes", [])), tuple(body.get("paper", []))
-    return Configuration(name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""), task)
+    return Configuration(
+        name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""), task, body.get("aims", {})
+    )
 
 
 def _combinations(kind: type[Settings], base: dict[str, Any], grid: dict[str, Any]) -> Iterator[Settings]:

@@ -51,8 +51,7 @@ _POINTS = 60  # of an accuracy curve
 _NOT_RUN = "not run"
 _DEFAULT = "rho:0.05"  # the strength that a consortium has if it says nothing
 _FLAT = 20  # percent by which z may differ between numbers of members
-_STRONG = {"rho:0.05": 160, "rho:0.1": 320}  # what z should be, by strength
-_LOSS = 0.1  # points of accuracy that they may cost
+_LOSS = 0.1  # points of accuracy that a mark may cost
 _AIM, _USEFUL = 20, 5  # what z should be after attacks, and the percentage of perplexity that they may cost
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
@@ -353,7 +352,7 @@ def page(
         )
         if figures is not None and (figures / f"lab-{configuration.name}.svg").exists():
             parts.append(f"![{configuration.title}]({figures.name}/lab-{configuration.name}.svg)\n")
-        if configuration.name == "table1":
+        if configuration.aims:
             parts += _price(configuration, results)
         if configuration.plot == "members":
             parts += _flat(configuration, results)
@@ -378,7 +377,7 @@ def _vision(configuration: Configuration, results: dict[str, dict[str, Any]]) ->
 
 
 def _price(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
-    """Whether marks of the usual strengths are strong enough and cost nothing, as far as the noise of seeds tells.
+    """Whether marks are as strong as they should be and cost nothing, as far as the noise of seeds tells.
 
     The deviation σ of one run's accuracy is that over the default's seeds (two at least) on the same data. The
     difference of the means of n marked and m unmarked runs has the standard error σ·√(1/n + 1/m).
@@ -391,7 +390,7 @@ def _price(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
     rows = []
     for (dataset, strength), marked in found.items():
         plain, default = found.get((dataset, "none"), []), found.get((dataset, _DEFAULT), [])
-        if strength not in _STRONG or len(default) < 2 or not plain or not _as_long(marked[0], plain[0]):
+        if strength not in configuration.aims or len(default) < 2 or not plain or not _as_long(marked[0], plain[0]):
             continue
         ours, theirs, seeds = ([100 * b["accuracy"]["released"] for b in bodies] for bodies in (marked, plain, default))
         change = statistics.fmean(ours) - statistics.fmean(theirs)
@@ -400,9 +399,8 @@ def _price(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
         free = "true" if change >= -_LOSS else "not told from noise" if change >= -noise else "false"
         counts = f"{len(ours)} and {len(theirs)}"
         figures = [counts, f"{change:+.2f}", f"± {noise:.2f}", free, *(f"{z:.1f}" for z in zs)]
-        rows.append(
-            [dataset, strength, *figures, f"{str(min(zs) >= _STRONG[strength]).lower()} (≥ {_STRONG[strength]})"]
-        )
+        least = configuration.aims[strength]
+        rows.append([dataset, strength, *figures, f"{str(min(zs) >= least).lower()} (≥ {least})"])
     text = f"""\
 Aim: accuracy at most {_LOSS} points lower than without the mark, with z as large as the last column says, both by the
 balanced statistic and by the paper's text. Δ is between means over seeds; *noise* is twice its standard error, from the
