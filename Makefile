@@ -21,7 +21,7 @@ test-slow: setup
 
 # Flower in simulation, which brings along Ray: what `make test` skips where they are not installed
 flower-test: .venv/.flower
-	$(BIN)/python -m pytest -m "not slow" tests/test_flower.py tests/test_flower_examples.py
+	$(BIN)/python -m pytest -m "not slow" tests/test_flower.py tests/test_flower_examples.py tests/test_golden.py
 
 # Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
 deploy-test: .venv/.flower

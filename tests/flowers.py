@@ -95,9 +95,9 @@ class Consortium:
             create_memory(home.only_consortium(), home.identity(unlock), 0)
 
     @classmethod
-    def deal(cls, folder: Path, count: int, threshold: int) -> Consortium:
+    def deal(cls, folder: Path, count: int, threshold: int, **changes: Any) -> Consortium:
         """With a dealer, for more members than a ceremony is quick for."""
-        world = cls.agree(folder, count, threshold, setup="dealer")
+        world = cls.agree(folder, count, threshold, setup="dealer", **changes)
         deal(world.terms, folder / "dealing")
         for _ in range(2):  # all sign, then all take the manifest
             for x in range(1, count + 1):
