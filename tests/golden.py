@@ -3,6 +3,8 @@
     python -m tests.golden              compares with tests/golden.json
     python -m tests.golden --write      makes tests/golden.json anew, where a change of the results is meant
 
+Both need all extras, Flower included; `tests/test_golden.py` skips what is not installed.
+
 A builder makes one entry. An entry is named after what was computed, not after the module that does it. `may_change`
 says for which reason an entry may become another one; all the others must stay the same bits.
 
