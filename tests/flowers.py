@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.engine.member import MemberNode, create_memory
+from quorumark.engine.journal import create_memory
+from quorumark.engine.member import MemberNode
 from quorumark.federation import Federation, FederationMember, Losses
 from quorumark.flower import serve_queries, watermark_mod
 from quorumark.home import Home

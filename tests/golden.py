@@ -241,7 +241,7 @@ def rounds_of(
         models += [model_digest(run.model) for _ in run.rounds(stop)]
     found = told(models, run.reports)
     if strength["rule"] != "paper":  # its amplitudes are opened in the round itself
-        found["amplitudes of the next round"] = digest_of(run.history.amplitudes(rounds + 1).vector)
+        found["amplitudes of the next round"] = digest_of(run.history.amplitudes().vector)
     return found
 
 

@@ -30,7 +30,8 @@ from quorumark.identity import Identity
 from quorumark.keystore import Unlock, read_sealed
 from quorumark.layout import ModelLayout, read_safetensors
 from quorumark.records import Manifest
-from quorumark.secagg import FolderState, _private
+from quorumark.round import FolderState
+from quorumark.round.secagg import _private
 from quorumark.verify.certificate import Certificate
 from tests.overheard import Listener, Words, samples, search, texts, together, windows
 

@@ -20,13 +20,14 @@ from quorumark import codec, field, shamir
 from quorumark import federation as federation_module
 from quorumark.embed import Amplitudes, MarkState, ideal_mark, ideal_norms, norm_count, weights
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
-from quorumark.federation import Federation, FederationMember, History, Losses, _table, group_of, watch
+from quorumark.federation import Federation, FederationMember, Losses, _table, watch
 from quorumark.field import Vector
 from quorumark.identity import Identity, verify_chain
 from quorumark.keystore import Unlock
 from quorumark.layout import ModelLayout, read_safetensors
 from quorumark.records import anchor_digest, canonical, check_follows
-from quorumark.secagg import FolderState, SecAggServer
+from quorumark.round import FolderState, SecAggServer, group_of
+from quorumark.round.history import History
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.local import deal_key, make_key
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter

@@ -23,7 +23,8 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
-from quorumark.engine.member import MODEL, RESULT, MemberNode, create_memory
+from quorumark.engine.journal import create_memory
+from quorumark.engine.member import MODEL, RESULT, MemberNode
 from quorumark.engine.signer import SignerClient, SignerServer
 from quorumark.errors import (
     CeremonyError,
@@ -447,7 +448,7 @@ def test_one_member_with_a_stale_round_or_another_layout_of_its_own(tmp_path: Pa
 
 def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
     """An upload without training, a second one for the same attempt, a request for a round that is over."""
-    from quorumark.engine.server import RoundServer
+    from quorumark.round.server import RoundServer
 
     assert world.manifest is not None
     server = RoundServer(world.manifest, world.layout, world.model, run="1")
@@ -534,8 +535,8 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
         wrapped.start(grid=grid, initial_arrays=records_of(changed), num_rounds=1)
     home, unlock = world.home(1)
     assert world.manifest is not None
-    from quorumark.engine.server import RoundServer
     from quorumark.layout import ModelLayout
+    from quorumark.round.server import RoundServer
 
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="1").offer(world.model)
     model = {MODEL + name: tensor for name, tensor in changed.items()}
@@ -548,7 +549,7 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
 
 def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> None:
     """If it could, for all but one, the sum would show that one's model: joining and being ready are the node's own."""
-    from quorumark.engine.server import RoundServer
+    from quorumark.round.server import RoundServer
 
     assert world.manifest is not None
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="7").offer(world.model)
@@ -579,9 +580,9 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
     negative. What did not move shows S ⊙ τ. Two such rounds give the whole key. Where sums are checked nobody
     uploads."""
     from quorumark.embed import norm_count
-    from quorumark.engine.server import RoundServer
     from quorumark.records import DEFAULT_STRENGTH
     from quorumark.research import KnownKey
+    from quorumark.round.server import RoundServer
 
     units, rng = 48, np.random.default_rng(3)
     true = {
@@ -726,7 +727,7 @@ class InOrder(strategies.FedAvg):  # type: ignore[misc]
 
 def test_a_false_history_is_refused(world: Consortium) -> None:
     """A server that tells a member another history of the same run than it has seen."""
-    from quorumark.engine.server import RoundServer
+    from quorumark.round.server import RoundServer
 
     grid = LocalGrid(app_for(world.folder), 5)
     run(world, grid, 2)
@@ -957,7 +958,7 @@ def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path:
 def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_rounds(tmp_path: Path) -> None:
     """After an amendment there is no memory of the new group yet, and after a loss none at all. A turn of a ceremony
     that is long over must not make one that begins at 0: the same round would be summed twice."""
-    from quorumark.engine.server import RoundServer
+    from quorumark.round.server import RoundServer
 
     world = Consortium.make(tmp_path)
     assert world.manifest is not None

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from quorumark import field, secagg, shamir
+from quorumark import field, shamir
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError, RoundError, SignatureError
 from quorumark.field import P, Stream, Vector
 from quorumark.home import _KEPT
 from quorumark.identity import Identity, exchange
 from quorumark.records import Genesis, Manifest
-from quorumark.secagg import FolderState, Group, MemoryState, Plan, SecAggMember, SecAggServer, State, Upload
+from quorumark.round import FolderState, Group, MemoryState, Plan, SecAggMember, SecAggServer, State, Upload, secagg
 from tests.ceremony import identities, make_terms
 from tests.test_secrecy import ALARM, _features
 

@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorumark import field, sums
+from quorumark import field
 from quorumark.embed import norm_count
 from quorumark.engine.member import MODEL, RESULT, MemberNode
-from quorumark.engine.server import RoundServer
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.federation import Federation, FederationMember, Losses
 from quorumark.field import P
 from quorumark.identity import Identity
 from quorumark.records import DEFAULT_POLICY
 from quorumark.research import KnownKey
-from quorumark.secagg import Group, pack, unpack
+from quorumark.round import Group, pack, sums, unpack
+from quorumark.round.server import RoundServer
 from quorumark.verify.reference import Reference
 from tests.flowers import Consortium, Model, initial, train
 

@@ -17,8 +17,8 @@ part this is S ⊙ τ, exactly.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -39,13 +39,16 @@ __all__ = [
     "MarkState",
     "PaperScale",
     "Strength",
+    "TooStrongError",
     "check_round",
+    "check_size",
     "check_weights",
     "ideal_mark",
     "ideal_norms",
     "marked_vector",
     "model_digest",
     "norm_count",
+    "norm_places",
     "paper_amplitudes",
     "update_norms",
     "weights",
@@ -65,7 +68,7 @@ _RULES = {  # the settings that each rule needs, and those that it may have with
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
 _WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
-_PATIENCE = 2  # rounds given up in a row before one goes without the mark
+_HALVINGS = 3  # so often members may find the mark of a state too strong: the last time there is none
 _STILL = 36  # what moved by less than 2^-18 of its size (squared: 2^-36) did not move
 _ALIKE = 64  # members moved alike where ‖Σ a_k·D_k‖² is all but a 64th of (Σ a_k·‖D_k‖)²
 _LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exactly
@@ -341,6 +344,16 @@ def norm_count(layout: ModelLayout) -> int:
     return sum(sum(carrier.axes) for carrier in _carriers(layout) if carrier.has_norms)
 
 
+def norm_places(layout: ModelLayout) -> Iterator[tuple[str, slice]]:
+    """The carriers that have norms, by name, and where those are among all of them."""
+    start = 0
+    named = [spec.name for spec, _ in layout.spans("carrier") if spec.size]
+    for name, carrier in zip(named, _carriers(layout), strict=True):
+        if carrier.has_norms:
+            yield name, slice(start, start + sum(carrier.axes))
+            start += sum(carrier.axes)
+
+
 def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fraction) -> Vector:
     """⌊a_k·‖D_k‖⌋ in 2^-40 for each row, column and tap: what a member adds to its upload about its own update D_k.
 
@@ -436,6 +449,13 @@ class Amplitudes:
             else:
                 yield spec.name, slice(*(int(i) for i in np.searchsorted(carrying, (place.start, place.stop))))
 
+    def without(self, names: Collection[str]) -> Amplitudes:
+        """The same, with nothing in the carriers of these names."""
+        carriers = [spec.name for spec, _ in self.layout.spans("carrier") if spec.size]
+        kept = zip(carriers, self.scales, strict=True)
+        none = tuple(tuple((0,) * len(v) for v in axes) if name in names else axes for name, axes in kept)
+        return replace(self, scales=none)
+
     def digest(self) -> bytes:
         """What all members of a round must agree on."""
         about = {"key": self.key, "round": self.round, "scales": self.scales}
@@ -460,14 +480,16 @@ def model_digest(model: Vector) -> bytes:
 class MarkState:
     """The history of a run, as far as the mark needs it: three whole numbers per row, column and tap, one per tensor.
 
-    `round` is the last accepted round, `rho` (in 2^-32) what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
-    Two states with the same `digest` give the same amplitudes for ever.
+    `round` counts the accepted rounds, `rho` (in 2^-32) is what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
+    `under` is the manifest under which the last one was summed. Two states with the same `digest` and strength give the
+    same amplitudes for ever.
     """
 
-    FORMAT = "quorumark-mark-state/v1"
+    FORMAT = "quorumark-mark-state/v2"
 
-    def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector) -> None:
-        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds.
+    def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector, start: int = 0) -> None:
+        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds; after
+        those, `start` is how many there were.
 
         Models are kept, not copied: do not change them afterwards.
         """
@@ -477,12 +499,12 @@ class MarkState:
         self._carriers = _carriers(layout)
         self.model = self.anchor = _checked("model", model, layout)
         self.model_digest = self.anchor_digest = model_digest(self.model)
-        self.round = self._updates = self._distance = 0
+        self.round, self.under = start, ""
+        self._updates = self._distance = 0
         nothing = tuple(tuple((0,) * count for count in carrier.axes) for carrier in self._carriers)
         self._moved = self._ema = self._total = nothing
         self._sums = (0,) * len(self._carriers)
-        names = strength.digest(), bytes.fromhex(layout.digest()), key.encode()
-        self._chain = digest("mark history", *names, self.model_digest)
+        self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest)
 
     # --- what it says ---
 
@@ -498,17 +520,23 @@ class MarkState:
         shapes = [_least(tensor) for tensor in self._total]
         return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
 
-    def amplitudes(self, round_no: int) -> Amplitudes:
-        """For a round that comes: A = c · (learning rates' ratio) · min over the axes of min(rms, EMA)."""
-        if round_no <= self.round:
-            raise RoundError(f"round {round_no} is over: the last accepted one is {self.round}")
+    @property
+    def chain(self) -> bytes:
+        """A digest of all models, marks and norms so far, in their order."""
+        return self._chain
+
+    def amplitudes(self, round_no: int, halvings: int = 0) -> Amplitudes:
+        """For the next round: A = c · (learning rates' ratio) · min over the axes of min(rms, EMA).
+
+        A function of the state and of `halvings`, which members ask for while nobody has answered: where the mark was
+        too strong for their updates it halves, and the third time there is none.
+        """
+        self._check_next(round_no)
         rule = self.strength.rule
         c, base = 0, self._moved
         if self._updates >= _WARM and rule != "paper":
-            # rounds that were given up may have been refused because the mark was too strong: it halves, then rests
-            lost = round_no - self.round - 1
-            ratio = self._rate_ratio(round_no) if lost <= _PATIENCE else Fraction(0)
-            base = _scaled(base, ratio.numerator, ratio.denominator << min(lost, _PATIENCE))
+            ratio = self._rate_ratio(round_no) if halvings < _HALVINGS else Fraction(0)
+            base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, _HALVINGS))
             c = self.strength.c_max
             if rule != "relative":
                 # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖
@@ -517,19 +545,31 @@ class MarkState:
                 c = min(c, max(0, missing) // full) if full else 0
         return Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE))
 
+    def _check_next(self, round_no: int) -> None:
+        if round_no != self.round + 1:
+            raise RoundError(f"round {self.round + 1} is next after {self.round} accepted ones, not round {round_no}")
+
     def _rate_ratio(self, round_no: int) -> Fraction:
         """The learning rate over the last update's; at most 1, since a mark never runs ahead of the updates."""
         now, then = self.strength.rate(round_no), self.strength.rate(self.round)
         return min(now / then, Fraction(1)) if then else Fraction(0)
 
-    def advance(self, round_no: int, model: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
-        """A round's global model was accepted; `embedded` is what was added in it, None if nothing.
+    def advance(
+        self,
+        round_no: int,
+        model: Vector,
+        embedded: Amplitudes | None,
+        norms: Vector | None = None,
+        *,
+        under: str = "",
+    ) -> None:
+        """A round's global model was accepted; `embedded` is what was added in it, None if nothing; `under` is the
+        digest of the manifest that it was summed under.
 
         `norms` is the opened sum of the members' norms, if the strength needs them; a run without the mark may leave
         them out, and then nothing counts as learnt. A round that is given up is not told: the last model stands.
         """
-        if round_no <= self.round:
-            raise RoundError(f"round {round_no} is over: the last accepted one is {self.round}")
+        self._check_next(round_no)
         if embedded is not None and (embedded.round, embedded.layout, embedded.key) != (
             round_no,
             self.layout,
@@ -541,7 +581,7 @@ class MarkState:
         self.model_digest = model_digest(self.model)
         sums = [_axis_sums(carrier, self.model, before) for carrier in self._carriers]
         self._moved = tuple(map(_moved, self._carriers, sums))
-        first = self.round == 0
+        first = not self._updates and not any(any(map(any, axes)) for axes in self._ema)
         self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
         self._moved = _map(min, self._moved, self._ema)
         if self.strength.needs_norms:
@@ -551,7 +591,7 @@ class MarkState:
         if embedded is not None:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
             self._sums = tuple(a + _least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
-        self.round, self._updates = round_no, self._updates + 1
+        self.round, self.under, self._updates = round_no, under, self._updates + 1
         if round_no <= self.strength.warmup_rounds:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
         end = self.layout.carrier_size
@@ -588,10 +628,10 @@ class MarkState:
         """For a member that missed rounds. It has no secrets; `digest` settles whether it is the right one."""
         body = {
             "format": self.FORMAT,
-            "strength": self.strength.digest().hex(),
             "layout": self.layout.digest(),
             "key": self.key,
             "round": self.round,
+            "under": self.under,
             "updates": self._updates,
             "distance": self._distance,
             "model": self.model_digest.hex(),
@@ -615,6 +655,7 @@ class MarkState:
         body = parse(data, cls.FORMAT, "a mark's state")
         try:
             state.round, state._updates, state._distance = (body[name] for name in ("round", "updates", "distance"))
+            state.under = str(body["under"])
             state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
             state._sums = tuple(body["sums"])
             state._chain = bytes.fromhex(body["chain"])
@@ -628,7 +669,7 @@ class MarkState:
         if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
             raise RecordError("this is not a mark's state of this layout")
         if state.to_bytes() != data:
-            raise RecordError("this mark's state is of another model, anchor, layout, key or strength")
+            raise RecordError("this mark's state is of another model, anchor, layout or key")
         return state
 
 
@@ -794,7 +835,7 @@ def check_round(
         return False
     if not amplitudes.marks:
         return False
-    _check_size(strength, amplitudes, _checked("before", before, layout), _checked("after", after, layout))
+    check_size(strength, amplitudes, _checked("before", before, layout), _checked("after", after, layout))
     return True
 
 
@@ -810,7 +851,11 @@ def check_weights(manifest: Manifest, members: Sequence[int]) -> None:
         raise RoundError(f"the members' weights hide too little: 1/Σa² = {float(spread):.3g} < {float(least)}")
 
 
-def _check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after: Vector) -> None:
+class TooStrongError(RoundError):
+    """The mark of a round is more than a member's own update hides."""
+
+
+def check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after: Vector) -> None:
     """The mark of a carrier is at most 4·c_max times the member's own update of it; `paper`: of all of them."""
     places = {spec.name: place for spec, place in amplitudes.layout.spans("carrier")}
     marks, updates = {}, {}
@@ -824,7 +869,7 @@ def _check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, afte
         marks, updates = {"the model": sum(marks.values())}, {"the model": sum(updates.values())}
     for name, mark_squared in marks.items():
         if mark_squared * ONE**2 > (4 * strength.c_max) ** 2 * updates[name]:
-            raise RoundError(
+            raise TooStrongError(
                 f"the mark of round {amplitudes.round} in {name!r} is more than {4 * strength.c_max / ONE:.3g} times "
                 "this member's own update of it: it would show"
             )

@@ -11,6 +11,7 @@
     ├── MessageError            a message that is refused: names the sender and the step
     ├── CeremonyError           a key ceremony that cannot go on: says why, and who, where that is known
     ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
+    │   └── AnsweredError       a member has answered from this state: says in which round, and over whom
     ├── EvidenceError           a query, a partial or a certificate that is refused: names whose, and why
     ├── InconclusiveError       a suspect that cannot be tested: says why
     ├── GuardError              a verification query that this member refuses: says why
@@ -89,6 +90,22 @@ class CeremonyError(QuorumarkError):
 
 class RoundError(QuorumarkError):
     """A round that cannot go on, or a step of it that a member refuses; the text says why."""
+
+
+class AnsweredError(RoundError):
+    """A member has answered from this state, and does so in one round only.
+
+    Attributes:
+        round: the round in which it answered.
+        members: the points of those whose sum it helped to open.
+    """
+
+    def __init__(self, text: str, round_no: int, members: tuple[int, ...]) -> None:
+        self.round, self.members = round_no, members
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[AnsweredError], tuple[object, ...]]:
+        return type(self), (str(self), self.round, self.members)
 
 
 class EvidenceError(QuorumarkError):

@@ -190,6 +190,9 @@ class Terms:
     strength: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_STRENGTH))
     statistic: str = DEFAULT_STATISTIC
     policy: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_POLICY))
+    buffers: str = (
+        ""  # the initial model's integers and booleans, as a digest (`ModelLayout.beside`); "" leaves them open
+    )
 
     def __post_init__(self) -> None:
         members = len(self.roster)
@@ -204,6 +207,7 @@ class Terms:
             require(len(set(values)) == members, "the roster", f"must not give two members one {what}")
         require(is_hex(self.layout, 32), "the layout's digest", "must be 32 bytes in hex")
         require(is_hex(self.anchor, 32), "the anchor's digest", "must be 32 bytes in hex")
+        require(self.buffers == "" or is_hex(self.buffers, 32), "the buffers' digest", "must be 32 bytes in hex")
         require(is_count(self.coordinates, 1), "coordinates", "must be a whole number, at least 1")
         require(is_count(self.leaf, 1), "leaf", "must be a whole number, at least 1")
         require(self.key in KEY_KINDS, "key", f"must be one of {', '.join(KEY_KINDS)}, not {self.key!r}")
@@ -443,7 +447,7 @@ class Manifest:
 # --- chains -----------------------------------------------------------------------------------------------
 
 # what no successor may change: the key hangs on it
-_FIXED = ("name", "layout", "coordinates", "anchor", "key", "setup", "leaf", "statistic")
+_FIXED = ("name", "layout", "coordinates", "anchor", "buffers", "key", "setup", "leaf", "statistic")
 
 
 def unchanged(terms: Terms, before: Terms) -> dict[int, int]:

@@ -202,7 +202,7 @@ def _app(folder: Path, marked: bool) -> Any:
 
 def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]]) -> None:
     """Homes for all members, with shares from a dealer."""
-    from quorumark.engine.member import create_memory
+    from quorumark.engine.journal import create_memory
     from quorumark.home import Home
     from quorumark.keystore import Unlock, write_shared
     from quorumark.layout import ModelLayout

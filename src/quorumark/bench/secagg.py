@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import codec, field, sums
+from quorumark import codec, field
 from quorumark.bench import Row, compare
 from quorumark.errors import MissingDependencyError
 from quorumark.field import Stream
 from quorumark.identity import Identity
-from quorumark.secagg import _BOX, Group, MemoryState, SecAggMember, SecAggServer, Upload, _hear, _say
+from quorumark.round import Group, MemoryState, SecAggMember, SecAggServer, Upload, sums
+from quorumark.round.secagg import _BOX, _hear, _say
 
 FULL_SIZE, QUICK_SIZE = 11_200_000, 1_000_000
 MEMBERS, THRESHOLD, DROPS = 8, 2, 3

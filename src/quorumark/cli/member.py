@@ -67,7 +67,7 @@ def rounds(
 ) -> None:
     """Make this member's memory of rounds, without which an engine's rounds are refused. Once; a lost one made anew
     must not begin before a round that this member took part in."""
-    from quorumark.engine.member import create_memory
+    from quorumark.engine.journal import create_memory
     from quorumark.home import Home
 
     member = Home(home)

@@ -2,7 +2,8 @@
 
 The app's `@app.train()` is called with the message as the strategy made it, and gets three more numbers in its config:
 `quorumark-rate` (the learning rate that the manifest has for this round, in units of the first one's: the mark relies
-on it), `quorumark-round`, and in research runs `quorumark-seed`. What it returns never leaves the node as it is: the
+on it), `quorumark-round`, which counts the accepted rounds, and `quorumark-seed`, from this member's own system unless
+its operator lets the server choose it (`quorumark-seeds=true`). What it returns never leaves the node as it is: the
 mod keeps it, and the server gets the masked vector when it asks for that. Nor does the text of an exception, in
 training or evaluation: Flower would send that to the server, and it may quote data or paths. The server hears of which
 kind it was; the rest is in the node's own log.
@@ -18,8 +19,10 @@ homes lie in one folder, which the app's run config names (`quorumark-homes`): m
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from logging import ERROR
+from logging import ERROR, WARNING
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +40,7 @@ __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 QUERY = "quorumark"
 """The action of this project's queries: messages of type `query.quorumark`."""
 
-_ASKED = ("upload", "unmask")
+_ASKED = ("upload", "unmask", "again", "never", "state")
 """The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
 server that could say it for all but one would find that one's model in the sum."""
 
@@ -75,7 +78,7 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
                 return _train(node, message, context, call_next, config, arrays, others)
             if stage not in _ASKED:
                 raise MessageError(f"there is no stage {stage[:40]!r} that a server may ask for in training")
-            return _reply(message, *node.handle(stage, config, arrays))
+            return _reply(message, *node.handle(stage, {**config, "node": str(context.node_id)}, arrays))
         except QuorumarkError as error:
             return _reply(message, {"refused": refusal(error)}, {})
         except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
@@ -105,36 +108,55 @@ def _train(
     if len(models) != 1:
         raise RoundError(f"a training message must hold one ArrayRecord, and this one holds {len(models)}")
     model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()}
-    told, _ = node.handle("join", config, {**arrays, **model})
-    if "needs" in told:
+    about = {**config, "node": str(context.node_id), "settings": _settings(plain, context)}
+    told, _ = node.handle("join", about, {**arrays, **model})
+    if "needs" in told or "refused" in told:
         return _reply(message, told, {})
+    if told["settings-changed"]:
+        _log()(WARNING, "quorumark: what the server tells this app has changed since the last round: look at it")
+    key = str(config["weighted"])
+    if told["repeats"]:  # the same result goes into the same sum once more
+        ready, _ = node.handle("ready", about, {})
+        return _reply(message, ready, {}, {"metrics": flwr.MetricRecord({key: told["examples"]})})
     for record in plain.config_records.values():
         record["quorumark-rate"], record["quorumark-round"] = told["rate"], told["round"]
-        if "seed" in told:
-            record["quorumark-seed"] = told["seed"] & (1 << 63) - 1
+        record["quorumark-seed"] = told["seed"] & (1 << 63) - 1
     message.content = plain
     trained = call_next(message, context)
     if trained.has_error():  # another mod's
         raise RuntimeError(trained.error.reason)
     content = trained.content
     results, metrics = list(content.array_records.values()), dict(content.metric_records)
-    key = str(config["weighted"])
     counts = [record[key] for record in metrics.values() if key in record]
     if len(results) != 1 or len(counts) != 1:
         raise RoundError(f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}")
     examples = int(counts[0]) if float(counts[0]).is_integer() else counts[0]
-    about = {**config, "examples": examples, "node": str(context.node_id), "joined": told.get("joined", "")}
+    about |= {"examples": examples, "joined": told["joined"]}
     result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
     ready, _ = node.handle("ready", about, result)
     return _reply(message, ready, {}, metrics)
 
 
+def _settings(plain: Any, context: Any) -> str:
+    """A digest of what an app is told from outside, but for the round's number: the run config and the strategy's."""
+    told = {
+        f"{name}/{key}": repr(value) for name, record in plain.config_records.items() for key, value in record.items()
+    }
+    told |= {f"run/{key}": repr(value) for key, value in context.run_config.items()}
+    kept = {key: value for key, value in told.items() if not key.endswith("/server-round")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _log() -> Any:
+    from flwr.common.logger import log
+
+    return log
+
+
 def _failed(message: Any, error: Exception) -> Any:
     """What the server may know of a failure that nobody foresaw. Strategies read replies to evaluations themselves, and
     get what Flower would have made of it, without its text."""
-    from flwr.common.logger import log
-
-    log(ERROR, "quorumark: this node failed", exc_info=error)
+    _log()(ERROR, "quorumark: this node failed", exc_info=error)
     why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
     said = f"{type(error).__name__}{why}; the node's log has the rest"
     if message.metadata.message_type.partition(".")[0] == "evaluate":
@@ -173,7 +195,7 @@ def member_of(context: Any) -> Stages:
     settings = context.node_config
     if "quorumark-socket" in settings:
         return SignerClient(str(settings["quorumark-socket"]))
-    pins = {
+    pins: dict[str, Any] = {
         name: str(settings[f"quorumark-{name}"])
         for name in ("terms", "manifest", "consortium")
         if f"quorumark-{name}" in settings
@@ -184,7 +206,8 @@ def member_of(context: Any) -> Stages:
                 "node config", "must name the key file beside the home (quorumark-key-file)", "no key file"
             )
         unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
-        return MemberNode(Home(str(settings["quorumark-home"])), unlock, **pins)
+        seeds = settings.get("quorumark-seeds") is True
+        return MemberNode(Home(str(settings["quorumark-home"])), unlock, seeds=seeds, **pins)
     homes = context.run_config.get("quorumark-homes")
     if homes is None or "partition-id" not in settings:
         raise InputError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.engine.server import CeremonyServer
+from quorumark.engine.ceremony import CeremonyServer
 from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
 from quorumark.flower.server import _accepted, _told

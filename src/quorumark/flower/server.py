@@ -8,6 +8,7 @@ strategy works that is a function of that average.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from logging import INFO, WARNING
@@ -16,12 +17,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from quorumark.engine.server import RoundServer, introduced
+from quorumark.engine.ceremony import introduced
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
 from quorumark.federation import RoundReport, timed, without_values
 from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
 from quorumark.home import read_as
 from quorumark.layout import ModelLayout
+from quorumark.round.server import RoundServer
 from quorumark.verify.reference import LAYOUT, read_chain
 
 __all__ = ["Watermarked", "watermarked"]
@@ -58,16 +60,18 @@ def watermarked(
     stage_timeout: float = 120.0,
     patience: float | None = None,
     linear: bool = False,
+    go_on: bool = False,
 ) -> Watermarked:
     """The same strategy, with secure aggregation and the consortium's mark.
 
     `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says how the model lies in a
-    vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on;
-    `after` is the last round in which these members took part in any run. `stage_timeout` is how long a node may take
-    for an upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes
-    that are silent when more than half have replied get that many times as long as those took, if it is less. `linear`
-    vouches for a strategy of your own: that what it makes of the replies hangs on their weighted average alone. `seed`
-    is for research.
+    vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on. With
+    `go_on` a run goes on from the last model that the members have accepted, which they hand out: a second run from the
+    initial model takes the consent of every member's operator. `after` is the last round in which these members took
+    part in any run. `stage_timeout` is how long a node may take for an upload or an answer, in seconds; training has
+    the strategy's own timeout. With `patience` (3, say), nodes that are silent when more than half have replied get
+    that many times as long as those took, if it is less. `linear` vouches for a strategy of your own: that what it
+    makes of the replies depends on their weighted average alone. `seed` is for research.
     """
     _check_strategy(strategy, linear)
     if patience is not None and not patience >= 1:
@@ -85,6 +89,7 @@ def watermarked(
         seed=seed,
         stage_timeout=stage_timeout,
         patience=patience,
+        go_on=go_on,
     )
 
 
@@ -128,9 +133,11 @@ class Watermarked:
         seed: int | None,
         stage_timeout: float,
         patience: float | None,
+        go_on: bool = False,
     ) -> None:
         self.strategy, self.reports = strategy, list[RoundReport]()
-        self.manifest = read_chain(consortium)[-1]
+        *earlier, self.manifest = read_chain(consortium)
+        self._earlier, self._go_on = tuple(earlier), go_on
         beside = consortium.parent / LAYOUT
         self._layout_path = Path(layout) if layout is not None else beside if beside.exists() else None
         self._folder, self._after, self._seed, self._timeout = folder, after, seed, stage_timeout
@@ -175,11 +182,14 @@ class Watermarked:
             after=self._after,
             seed=self._seed,
             folder=self._folder,
+            earlier=self._earlier,
         )
         carrier = _Carrier(grid, self, server)
+        if self._go_on and server.resumed is None:
+            server.catch_up(lambda stage, config: carrier.ask_all(grid.get_node_ids(), "train", stage, config))
         if server.resumed is not None:
             initial_arrays = to_record(server.resumed)
-            num_rounds = max(0, num_rounds - server.round_no + self._after)
+            num_rounds = max(0, num_rounds - server.accepted)
         told = evaluate_fn and (lambda round_no, arrays: evaluate_fn(round_no, carrier.whole(arrays)))
         metrics = self._inner.train_metrics_aggr_fn
         self._inner.train_metrics_aggr_fn = carrier.metrics
@@ -251,21 +261,24 @@ class _Carrier:
         server, report = self._server, RoundReport(0)
         flwr = flwr_app()
         self._contents = []
-        self._report = report
+        self._report, weights = report, None
         try:
             model = tensors(next(iter(messages[0].content.array_records.values())))
-            offer, arrays = server.offer(model)
-            report.round = server.round_no
-            self._train(messages, offer, arrays, timeout, report)
-            self._sum(messages[0].metadata.message_type, report)
-            weights = server.finish()
+            kind, nodes = messages[0].metadata.message_type, [m.metadata.dst_node_id for m in messages]
+            report.round = server.round_no + 1
+            weights = server.prepare(lambda stage, config: self.ask_all(nodes, kind, stage, config))
+            if weights is None:
+                offer, arrays = server.offer(model)
+                self._train(messages, offer, arrays, timeout, report)
+                self._sum(kind, report)
+                weights = server.finish()
         except (RoundError, EncodingError) as error:
             report.given_up = _text(error)
             log(WARNING, "quorumark: %s; the last model stands", report.given_up)
         self._owner.reports.append(report)
         for point, reason in report.excluded.items():
             log(WARNING, "quorumark: %s is out of round %s: %s", self._name(point), report.round, reason)
-        if report.given_up:
+        if report.given_up or weights is None:
             return []
         report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
         report.disputed = dict(server.disputed)
@@ -281,6 +294,24 @@ class _Carrier:
         key, total = self._owner._inner.weighted_by_key, sum(self._examples(x) for x in report.members)
         content = flwr.RecordDict({"arrays": to_record(weights), "metrics": flwr.MetricRecord({key: total})})
         return [flwr.Message(content, reply_to=messages[0])]
+
+    def ask_all(
+        self, nodes: Iterable[int], message_type: str, stage: str, config: Mapping[str, Any]
+    ) -> dict[int, dict[str, Any]]:
+        """Asks every node for a stage, and gives what the members said, by point."""
+        flwr, manifest, run = flwr_app(), self._server.manifest, str(self._grid.run.run_id)
+        content = {**config, "stage": stage, "run": run}
+        made = [flwr.Message(flwr.RecordDict(records(content, {})), node, message_type) for node in nodes]
+        said: dict[int, dict[str, Any]] = {}
+        for node, reply in exchange(self._grid, made, self._owner._timeout, self._silent).items():
+            try:
+                told = _accepted(reply)
+                point = int(told["point"])
+                introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
+                said[point] = {**told, "arrays": split(reply.content)[1]}
+            except (QuorumarkError, KeyError, TypeError, ValueError) as error:
+                _log()(INFO, "quorumark: node %s, asked for %r: %s", node, stage, _text(error))
+        return said
 
     def _examples(self, point: int) -> int:
         return int(self._server.manifest.terms.member(point).examples)
@@ -328,19 +359,35 @@ class _Carrier:
     def _take_ready(self, node: int, reply: Any, run: str, report: RoundReport) -> None:
         point = self._points.get(node, -node)
         try:
+            told = _told(reply)
+            if "introduction" in told:
+                point = int(told["point"])
+                manifest = self._server.manifest
+                introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
+                self._take_refusal(point, told)
             told = _accepted(reply)
-            point = int(told["point"])
-            manifest = self._server.manifest
-            introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
             if self._nodes.get(point, node) != node:
                 raise RoundError(f"{self._name(point)} runs two nodes: stop one")
             self._server.take_ready(point, told["ready"], told.get("boxes", b""), told.get("vouch", b""))
+            newer = json.loads(told.get("newer", "{}")).items()
+            self._server.take_newer(point, {int(x): bytes.fromhex(message) for x, message in newer})
         except (QuorumarkError, KeyError, TypeError, ValueError) as error:
-            named = self._points.get(node, -node)
+            named = self._points.get(node, point if isinstance(error, RoundError) else -node)
             report.excluded[named] = _text(error)
             return
         self._points[node], self._nodes[point] = point, node
         self._contents.append((point, flwr_app().RecordDict(dict(reply.content.metric_records))))
+
+    def _take_refusal(self, point: int, told: Mapping[str, Any]) -> None:
+        """What a member that does not take part says beside the reason, for the rounds that follow."""
+        if told.get("nonce"):
+            self._server.take_nonce(point, str(told["nonce"]))
+        if "answered" in told:
+            over = tuple(int(x) for x in json.loads(told["over"]))
+            self._server.take_answered(point, int(told["answered"]), over)
+        if "strong" in told:
+            self._server.take_strong(point, told["strong"])
+            raise RoundError("the mark of this round is too strong for its update")
 
     def _sum(self, message_type: str, report: RoundReport) -> None:
         server = self._server

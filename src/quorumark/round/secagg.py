@@ -1,7 +1,7 @@
 """Secure aggregation: a server learns the sum of its members' vectors, and nothing else (docs/secagg.md).
 
 Vectors are of field elements (mod 2^61−1). Each member runs a `SecAggMember`, the server a `SecAggServer`; every stage
-takes bytes and gives bytes. How they travel is somebody else's business.
+takes bytes and gives bytes. Transport is the caller's concern.
 
     ready    a key of this round, signed                                            member → server
     plan     the set U who take part, with their keys (the *announcement*)          server → each
@@ -11,9 +11,10 @@ takes bytes and gives bytes. How they travel is somebody else's business.
 
 It is all or nothing: if one of U is missing, nothing of this attempt is ever opened; the others upload again for a
 smaller U. T = ⌊(n+t−1)/2⌋+1 answers open a sum. Any two sets of T among n members have t in common, so that one of
-them is honest whoever the t−1 colluders are, and an honest member answers once per round and purpose: no two sums of
-one round are ever opened. Everything that members must agree on is in ctx, which enters every key: members who were
-told different things share no masks, and cannot open each other's boxes.
+them is honest whoever the t−1 colluders are, and an honest member answers in one round from each *state* and purpose:
+no two sums from one state are ever opened. A state is what a round starts from, named by the digest `origin`; without
+one, every round is a state of its own. Everything that members must agree on is in ctx, which enters every key: members
+who were told different things share no masks, and cannot open each other's boxes.
 
 What a member must not do twice it writes to disk before anything is sent (`FolderState`).
 """
@@ -21,15 +22,11 @@ What a member must not do twice it writes to disk before anything is sent (`Fold
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,31 +37,23 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from quorumark import field, shamir
 from quorumark.checks import is_count
 from quorumark.errors import (
+    AnsweredError,
     DecodingError,
     InputError,
-    KeystoreError,
     MessageError,
     QuorumarkError,
     RecordError,
     RoundError,
 )
 from quorumark.field import P, Stream, Vector, derive_key
-from quorumark.identity import Header, Identity, exchange, open_message, verify_card, verify_manifest
-from quorumark.keystore import only_one, write_private
-from quorumark.records import Card, Manifest, Member, canonical, digest, parse
+from quorumark.identity import Header, Identity, exchange, open_message
+from quorumark.records import Member, canonical, digest, parse
+from quorumark.round import statements
+from quorumark.round.group import LARGEST_ROUND, Group, check_round_number, word
+from quorumark.round.memory import Memory, State, answers_from, is_newer
+from quorumark.round.statements import Turn
 
-__all__ = [
-    "FolderState",
-    "Group",
-    "MemoryState",
-    "Plan",
-    "SecAggMember",
-    "SecAggServer",
-    "State",
-    "Upload",
-    "pack",
-    "unpack",
-]
+__all__ = ["Plan", "SecAggMember", "SecAggServer", "Upload", "pack", "unpack"]
 
 _SEED = 5  # field elements in the seed of a self-mask: 305 bits, so that 256-bit keys lose nothing
 _SHARE = 8 * _SEED
@@ -72,218 +61,8 @@ _BOX = _SHARE + 16
 # elements that all masks are added to before the next ones: 8 MiB, enough to be worth spreading over threads, and small
 # enough to stay in a third-level cache
 _PIECE = 1 << 20
-_SMALLEST_SET = 3  # of two members, each learns the other's vector from the sum
-_LARGEST_ROUND = 1 << 53
 # every box has a key of its own (ctx, sender, recipient, seed), so one nonce is right
 _NONCE = bytes(12)
-
-
-# --- who takes part ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Group:
-    """Who may take part, and how many may collude: up to threshold − 1 members, with the server.
-
-    `context` says what the group is for (a manifest's digest, or a name that its members agreed on). With
-    `cohort_size`, so many members are drawn for each round, publicly, and the others rest.
-    """
-
-    roster: tuple[Member, ...]
-    threshold: int
-    context: bytes = b""
-    attempts: int = 3
-    cohort_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.context, bytes):
-            raise InputError("context", "must be bytes", type(self.context).__name__)
-        points = [member.point for member in self.roster]
-        if points != list(range(1, len(points) + 1)):
-            raise InputError("roster", f"must list the points 1..{len(points)} in order", points)
-        for what in ("name", "ed25519", "x25519"):
-            if len({getattr(member, what) for member in self.roster}) != len(points):
-                raise InputError("roster", f"must not give two members one {what}", "a roster that does")
-        drawn = self.cohort_size
-        if drawn is not None and (not is_count(drawn, _SMALLEST_SET) or drawn > len(points)):
-            raise InputError("cohort_size", f"must be a whole number in {_SMALLEST_SET}..{len(points)}", drawn)
-        if self.size < _SMALLEST_SET:
-            raise InputError("roster", f"must have at least {_SMALLEST_SET} members", len(points))
-        if not is_count(self.threshold, 2) or self.threshold > self.size:
-            raise InputError("threshold", f"must be a whole number in 2..{self.size}", self.threshold)
-        if not is_count(self.attempts, 1):
-            raise InputError("attempts", "must be a whole number, at least 1", self.attempts)
-
-    @classmethod
-    def of_cards(cls, cards: Iterable[Card], threshold: int, context: bytes = b"", **settings: Any) -> Group:
-        """A group of members who know each other's cards. Points follow the keys, so that the order does not matter."""
-        known = sorted(cards, key=lambda card: card.ed25519)
-        for card in known:
-            verify_card(card)
-        roster = tuple(Member(x, c.name, c.ed25519, c.x25519, examples=1) for x, c in enumerate(known, 1))
-        return cls(roster, threshold, context, **settings)
-
-    @classmethod
-    def of_manifest(cls, manifest: Manifest, **settings: Any) -> Group:
-        """The group of a consortium. Its id hangs on the manifest's digest, so on the epoch: epochs do not mix."""
-        verify_manifest(manifest)
-        return cls(manifest.terms.roster, manifest.terms.threshold, manifest.digest(), **settings)
-
-    @cached_property
-    def id(self) -> bytes:
-        """Everything above in one digest; all messages are bound to it."""
-        about = {
-            "roster": [member.as_dict() for member in self.roster],
-            "threshold": self.threshold,
-            "attempts": self.attempts,
-            "cohort_size": self.cohort_size,
-        }
-        return digest("secagg group", self.context, canonical(about))
-
-    @property
-    def size(self) -> int:
-        """n: members who may take part in one round."""
-        return len(self.roster) if self.cohort_size is None else self.cohort_size
-
-    @property
-    def quorum(self) -> int:
-        """T: answers that open a sum. It depends on nothing that the server chooses."""
-        return (self.size + self.threshold - 1) // 2 + 1
-
-    @property
-    def least(self) -> int:
-        """The smallest U."""
-        return max(self.quorum, _SMALLEST_SET)
-
-    def cohort(self, round_no: int) -> tuple[int, ...]:
-        """The members drawn for a round: those with the n smallest digests of (group, round, point)."""
-        everyone = range(1, len(self.roster) + 1)
-        if self.cohort_size is None:
-            return tuple(everyone)
-        lot = sorted(everyone, key=lambda x: digest("secagg cohort", self.id, _word(_round(round_no)), _word(x)))
-        return tuple(sorted(lot[: self.size]))
-
-    def member(self, point: int) -> Member:
-        if point not in range(1, len(self.roster) + 1):
-            raise RecordError(f"the group has no member at point {point}")
-        return self.roster[point - 1]
-
-    def point_of(self, ed25519: str) -> int:
-        for member in self.roster:
-            if member.ed25519 == ed25519:
-                return member.point
-        raise RecordError("this identity is not a member of the group")
-
-    def name(self, point: int) -> str:
-        return repr(self.member(point).name)
-
-    def names(self, points: Iterable[int]) -> str:
-        return ", ".join(self.name(x) for x in points)
-
-    def header(self, step: str, session: bytes, sender: int, attempt: int = 0) -> Header:
-        return Header(self.id.hex(), session.hex(), f"secagg/{step}", sender, attempt=attempt)
-
-    def session(self, round_no: int, purpose: str) -> bytes:
-        """What *ready* belongs to; the later messages belong to ctx."""
-        return digest("secagg session", self.id, _word(round_no), purpose.encode())
-
-
-# --- what a member remembers ------------------------------------------------------------------------------
-
-
-class State(ABC):
-    """A member's memory of the current round: what it must not do twice, and the keys that it needs to go on.
-
-    `edit` gives it as a dict, and writes what was changed when the block ends without an error. Nobody else edits
-    meanwhile.
-    """
-
-    @contextmanager
-    def edit(self) -> Iterator[dict[str, Any]]:
-        with self._alone():
-            before = self._load()
-            memory: dict[str, Any] = json.loads(before)
-            yield memory
-            after = canonical(memory)
-            if after != before:
-                self._save(after)
-
-    def _alone(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    @abstractmethod
-    def _load(self) -> bytes: ...
-
-    @abstractmethod
-    def _save(self, content: bytes) -> None: ...
-
-    @staticmethod
-    def _empty(group: Group, after: int) -> bytes:
-        if not is_count(after):
-            raise InputError("after", "must be a round's number, at least 0", after)
-        return canonical({"group": group.id.hex(), "round": after, "open": False, "purposes": {}})
-
-
-class MemoryState(State):
-    """For simulations: forgotten with the process, and with it the right to take part in a round that has begun."""
-
-    def __init__(self, group: Group, after: int = 0) -> None:
-        self._content = self._empty(group, after)
-        self._lock = threading.Lock()
-
-    def _alone(self) -> AbstractContextManager[Any]:
-        return self._lock
-
-    def _load(self) -> bytes:
-        return self._content
-
-    def _save(self, content: bytes) -> None:
-        self._content = content
-
-
-class FolderState(State):
-    """In a folder of its own, sealed under a key that comes from the member's private keys, synced before `edit` ends.
-
-    The file must never be brought back from a backup: a member that forgets what it sent may send it twice. Whoever
-    lost it creates it anew with `after` = the last round that it may have taken part in.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], identity: Identity) -> None:
-        self._folder = Path(folder)
-        self._path = self._folder / "rounds.sealed"
-        self._cipher = AESGCM(derive_key(identity.to_secret_bytes(), "secagg state"))
-
-    @classmethod
-    def create(cls, folder: str | os.PathLike[str], identity: Identity, group: Group, after: int) -> FolderState:
-        """The memory of a member that has not taken part in any round later than `after`, of this group or another one
-        of the same members (of an earlier epoch, say): 0 for one that never took part in any."""
-        state = cls(folder, identity)
-        if state._path.exists():
-            raise KeystoreError(f"{str(state._path)!r} exists already")
-        state._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state._save(cls._empty(group, after))
-        return state
-
-    def _alone(self) -> AbstractContextManager[None]:
-        if not self._folder.is_dir():
-            raise KeystoreError(f"there is no memory of rounds in {str(self._folder)!r}: create it")
-        return only_one(self._folder)
-
-    def _load(self) -> bytes:
-        try:
-            sealed = self._path.read_bytes()
-            return self._cipher.decrypt(sealed[:12], sealed[12:], _STATE_FORMAT)
-        except OSError as error:
-            raise KeystoreError(f"cannot read the memory of rounds {str(self._path)!r}: {error.strerror}") from None
-        except (InvalidTag, ValueError):
-            raise KeystoreError(f"{str(self._path)!r} is damaged or another member's") from None
-
-    def _save(self, content: bytes) -> None:
-        nonce = os.urandom(12)
-        write_private(self._path, nonce + self._cipher.encrypt(nonce, content, _STATE_FORMAT))
-
-
-_STATE_FORMAT = b"quorumark-rounds/v1"
 
 
 # --- messages ---------------------------------------------------------------------------------------------
@@ -307,8 +86,8 @@ class Plan:
     def ctx(self) -> bytes:
         """The digest of all of it, which enters every key."""
         numbers = (self.quorum, self.round, self.attempt, self.length)
-        everyone = b"".join(_word(x) + bytes.fromhex(key) for x, key in zip(self.members, self.keys, strict=True))
-        return digest("secagg ctx", self.group, self.purpose.encode(), *map(_word, numbers), self.binding, everyone)
+        everyone = b"".join(word(x) + bytes.fromhex(key) for x, key in zip(self.members, self.keys, strict=True))
+        return digest("secagg ctx", self.group, self.purpose.encode(), *map(word, numbers), self.binding, everyone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,7 +177,7 @@ def _hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     except (RecordError, InputError) as error:
         raise MessageError(f"the server's {kind} is refused: {error}") from None
     sound = all(is_count(head.get(name), 1) for name in ("round", "attempt")) and isinstance(head.get("purpose"), str)
-    if not sound or head["round"] >= _LARGEST_ROUND:
+    if not sound or head["round"] >= LARGEST_ROUND:
         raise MessageError(f"the server's {kind} is refused: it names no round, purpose and attempt")
     return head, parts[1:]
 
@@ -409,7 +188,8 @@ def _hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
 class SecAggMember:
     """One member's side. It may be made anew at any time: what matters is in `state`."""
 
-    def __init__(self, identity: Identity, group: Group, state: State) -> None:
+    def __init__(self, identity: Identity, group: Group, state: State, *, leaving: bool = False) -> None:
+        """`leaving`: only to say that it answers nothing more (`never`), in a group that it may have left."""
         self.group = group
         self.point = group.point_of(identity.ed25519)
         self._identity = identity
@@ -417,30 +197,45 @@ class SecAggMember:
         self._lasting: dict[int, bytes] = {}
         self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
         with state.edit() as memory:
-            if memory["group"] != group.id.hex():
+            if memory["group"] != group.id.hex() and not leaving:
                 raise RoundError("this memory of rounds belongs to another group, manifest or epoch")
 
     def __repr__(self) -> str:
         return f"SecAggMember(point {self.point}, secrets hidden)"
 
-    def ready(self, round_no: int, binding: bytes, length: int, purpose: str = "model") -> bytes:
+    def ready(
+        self,
+        round_no: int,
+        binding: bytes,
+        length: int,
+        purpose: str = "model",
+        *,
+        origin: bytes | None = None,
+        turn: Turn | None = None,
+        closed: Container[str] = (),
+    ) -> bytes:
         """Joins a round, and leaves all earlier ones for good.
 
         `binding` is a digest of all else that the members must agree on, which the caller computes itself: the model
         that training started from, the weights, … `length` is that of the vectors. `purpose` tells several sums of one
-        round apart; every one has its own keys and is opened once.
+        round apart; every one has its own keys. `origin` is the digest of the state that the round starts from, `turn`
+        what the server says about earlier rounds from it; `closed` are earlier groups, by id, in which nothing from it
+        can be opened any more.
         """
-        _round(round_no)
+        check_round_number(round_no)
         _check_told(binding, length, purpose)
+        start = origin or own_origin(self.group, round_no)
         if self.point not in self.group.cohort(round_no):
             raise RoundError(f"{self._name()} is not drawn for round {round_no}")
-        told = {"binding": binding.hex(), "length": length}
+        told = {"binding": binding.hex(), "length": length, "origin": start.hex()}
         with self.state.edit() as memory:
-            if round_no > memory["round"]:
-                memory.update(round=round_no, open=True, purposes={})
-                self._shared.clear()
-            if round_no == memory["round"] and memory["open"] and purpose not in memory["purposes"]:
-                memory["purposes"][purpose] = {**told, "secret": os.urandom(32).hex(), "attempt": 0}
+            if round_no > memory["round"] or (round_no == memory["round"] and purpose not in memory["purposes"]):
+                about = self.check_free(memory, start, purpose, turn or Turn(round_no), closed)
+                if round_no > memory["round"]:
+                    memory.update(round=round_no, open=True, purposes={})
+                    self._shared.clear()
+                if memory["open"]:
+                    memory["purposes"][purpose] = {**told, **about, "secret": os.urandom(32).hex(), "attempt": 0}
             entry = self._entry(memory, round_no, purpose)
             if {name: entry[name] for name in told} != told:
                 raise RoundError(
@@ -449,7 +244,102 @@ class SecAggMember:
                 )
             key = _private(entry).public_key().public_bytes_raw()
         header = self.group.header("ready", self.group.session(round_no, purpose), self.point)
-        return self._identity.write(header, key + binding + _word(length))
+        return self._identity.write(header, key + binding + word(length))
+
+    def check_free(
+        self, memory: Memory, origin: bytes, purpose: str, turn: Turn, closed: Container[str] = ()
+    ) -> dict[str, Any]:
+        """Whether this member may take part from a state; an AnsweredError if it has answered from it and may not.
+
+        It changes the memory: statements that it was shown once it need not be shown again.
+        """
+        if [self.group.id.hex(), origin.hex()] in memory["closed"]:
+            raise RoundError(
+                f"{self._name()} has said that it answers nothing more from this model under this manifest"
+            )
+        if not is_newer(memory, origin):
+            nonce = bytes.fromhex(memory["nonce"])
+            statements.check_newer(self.group, origin, nonce, turn.newer.get(self.point, {}))
+            memory["known"].append(origin.hex())
+        if turn.repeats:
+            return {"repeats": self._repeated(memory, origin, purpose, turn.repeats)}
+        given = answers_from(memory, origin, purpose)
+        standing = [last for last, group in given if not self._given_up(origin, last, group, turn, closed)]
+        if not standing:
+            memory["answered"].get(origin.hex(), {}).pop(purpose, None)
+            return {}
+        if memory["simulation"]:
+            return {}
+        if memory["consents"].get(origin.hex()):
+            return {"consented": True}
+        last = standing[-1]
+        raise AnsweredError(
+            f"{self._name()} has answered in round {last} from this model, and takes part in no other from it: open "
+            "that sum, or let the others give it up",
+            last,
+            tuple(self._kept(memory, purpose, last).get("members", ())),
+        )
+
+    def _given_up(self, origin: bytes, last: int, group: str, turn: Turn, closed: Container[str]) -> bool:
+        """Whether a sum that this member answered for can never be opened."""
+        if group in closed:
+            return True
+        if group != self.group.id.hex() or last not in turn.never:
+            return False
+        statements.check_given_up(self.group, origin, last, turn.never[last])
+        return True
+
+    def _repeated(self, memory: Memory, origin: bytes, purpose: str, last: int) -> list[int]:
+        """The members of a round that is made again, which must be the same ones."""
+        entry = memory["purposes"].get(purpose, {}) if memory["round"] == last else {}
+        if entry.get("origin") == origin.hex() and "members" in entry:
+            return list(entry["members"])
+        kept = self._kept(memory, purpose, last)
+        if kept and last in [r for r, _ in answers_from(memory, origin, purpose)]:
+            return list(kept["members"])
+        raise RoundError(f"{self._name()} has not uploaded in round {last} from this model, and cannot make it again")
+
+    @staticmethod
+    def _kept(memory: Memory, purpose: str, round_no: int) -> dict[str, Any]:
+        """The answer of a round, if it is the last one that this member gave."""
+        kept: dict[str, Any] = memory["answer"].get(purpose, {})
+        return kept if kept.get("round") == round_no else {}
+
+    def never(self, origin: bytes, round_no: int) -> bytes:
+        """Says, signed, that this member has not answered in a round from a state and never will; 0: in none of this
+        group. What it has joined of that is over."""
+        with self.state.edit() as memory:
+            if not is_newer(memory, origin):
+                raise RoundError(
+                    f"the memory of {self._name()} was made anew: it does not know what it answered before"
+                )
+            given = [entry for answers in memory["answered"].get(origin.hex(), {}).values() for entry in answers]
+            mine = self.group.id.hex()
+            if any(group == mine and round_no in (0, last) for last, group in given):
+                raise RoundError(f"{self._name()} has answered from this model")
+            if round_no == 0:
+                if [mine, origin.hex()] not in memory["closed"]:
+                    memory["closed"].append([mine, origin.hex()])
+                if memory["group"] == mine:
+                    memory.update(open=False, purposes={})
+            elif memory["round"] <= check_round_number(round_no):
+                memory.update(round=round_no, open=False, purposes={})
+            self._shared.clear()
+        return statements.sign(self._identity, self.group, "never", origin, word(round_no))
+
+    def newer(self, origin: bytes, nonces: Mapping[int, str]) -> dict[int, bytes]:
+        """Signed statements for members whose memory was made anew, where this state is newer than their nonces."""
+        made = {}
+        with self.state.edit() as memory:
+            if not is_newer(memory, origin):
+                return {}
+            for point, nonce in nonces.items():
+                entry = memory["nonces"].get(str(point))
+                if entry is None or entry["nonce"] != nonce:
+                    memory["nonces"][str(point)] = {"nonce": nonce, "last": origin.hex(), "newer": False}
+                elif entry["newer"] and entry["last"] == origin.hex():
+                    made[point] = statements.sign(self._identity, self.group, "newer", origin, bytes.fromhex(nonce))
+        return made
 
     def plan(self, announcement: bytes) -> Plan:
         """The attempt that the server announces, if this member may take part in it."""
@@ -464,7 +354,7 @@ class SecAggMember:
             raise RoundError(f"{self._name()} is not in the announced set")
         if len(members) < group.least:
             raise RoundError(
-                f"the announced set has {len(members)} members; at least max(T, {_SMALLEST_SET}) = {group.least} must "
+                f"the announced set has {len(members)} members; at least max(T, 3) = {group.least} must "
                 f"take part, or {group.threshold - 1} colluders and the server see single vectors"
             )
         with self.state.edit() as memory:
@@ -483,10 +373,11 @@ class SecAggMember:
         self._admit(entry, plan)
         return plan
 
-    def upload(self, plan: Plan, vector: Vector) -> Upload:
+    def upload(self, plan: Plan, vector: Vector, *, marked: bool = False) -> Upload:
         """Masks the vector, in place. This member will then answer for this attempt or a later one, no earlier one.
 
-        Once per attempt: two vectors under the same masks would show their difference.
+        Once per attempt: two vectors under the same masks would show their difference. `marked` is remembered for what
+        an operator may be asked to consent to.
         """
         point, ctx = self.point, plan.ctx
         if not isinstance(vector, np.ndarray) or vector.dtype != np.uint64 or vector.shape != (plan.length,):
@@ -516,17 +407,21 @@ class SecAggMember:
                 hashed.update(vector[part])
             body = hashed.digest() + digest("secagg boxes", boxes) + commitment
             message = self._identity.write(self.group.header("upload", ctx, point, plan.attempt), body)
-            entry.update(attempt=plan.attempt, members=list(plan.members), keys=list(plan.keys))
+            entry.update(attempt=plan.attempt, members=list(plan.members), keys=list(plan.keys), marked=marked)
         return Upload(len(message).to_bytes(4, "big") + message + boxes, vector)
 
     def unmask(self, request: bytes) -> bytes:
         """The shares of all self-masks, once all of U have uploaded; then the keys of this round are erased.
 
-        Once per round and purpose, and never for an attempt before the last one that this member uploaded for.
+        One answer for each state and purpose, and never for an attempt before the last one that this member uploaded
+        for. The same answer may be sent again.
         """
         head, parts = _hear("request", request)
         round_no, purpose, attempt = head["round"], head["purpose"], head["attempt"]
         with self.state.edit() as memory:
+            kept = self._kept(memory, purpose, round_no)
+            if kept.get("attempt") == attempt:
+                return bytes.fromhex(kept["message"])
             entry = self._entry(memory, round_no, purpose)
             if attempt != entry["attempt"]:
                 raise RoundError(
@@ -547,9 +442,17 @@ class SecAggMember:
                     raise MessageError(
                         f"the share from {self.group.name(dealer)} cannot be opened (step 'secagg/unmask')"
                     ) from None
+            message = self._identity.write(self.group.header("unmask", plan.ctx, self.point, attempt), shares)
             memory["purposes"][purpose] = {"answered": attempt}  # the keys are gone
+            given = memory["answered"].setdefault(entry["origin"], {}).setdefault(purpose, [])
+            given.append([round_no, self.group.id.hex()])
+            about = {"round": round_no, "attempt": attempt, "members": list(plan.members)}
+            memory["answer"][purpose] = {**about, "message": message.hex()}
+            memory["marked"] = memory["marked"] or entry["marked"]
+            if entry.get("consented"):
+                memory["consents"].pop(entry["origin"], None)
             self._shared.clear()
-        return self._identity.write(self.group.header("unmask", plan.ctx, self.point, attempt), shares)
+        return message
 
     def close(self) -> None:
         """Ends the current round for this member: it erases the round's keys, and answers no more."""
@@ -569,7 +472,7 @@ class SecAggMember:
         if entry is None:
             raise RoundError(f"{self._name()} has not joined round {round_no} ({purpose!r})")
         if "answered" in entry:
-            raise RoundError(f"{self._name()} has answered in round {round_no} ({purpose!r}), and does so once")
+            raise RoundError(f"{self._name()} has already answered in round {round_no} ({purpose!r})")
         return entry
 
     def _admit(self, entry: dict[str, Any], plan: Plan) -> None:
@@ -582,6 +485,10 @@ class SecAggMember:
         mine = (self.group.id, self.group.quorum, entry["length"], entry["binding"])
         if (plan.group, plan.quorum, plan.length, plan.binding.hex()) != mine:
             raise RoundError("this plan was not made by this member in this round")
+        if "repeats" in entry and list(plan.members) != entry["repeats"]:
+            raise RoundError(
+                f"a sum that is made again is of the same members {entry['repeats']}, not of {list(plan.members)}"
+            )
         if last:
             before = dict(zip(entry["members"], entry["keys"], strict=True))
             now = dict(zip(plan.members, plan.keys, strict=True))
@@ -639,7 +546,7 @@ class SecAggServer:
         self.excluded: dict[int, str] = {}
         self.disputed: dict[int, tuple[int, ...]] = {}
         self._stage = "ready"
-        self._plan = Plan(group.id, group.quorum, _round(round_no), purpose, 0, length, binding, (), ())
+        self._plan = Plan(group.id, group.quorum, check_round_number(round_no), purpose, 0, length, binding, (), ())
         self._cohort = group.cohort(round_no)
         self._readies: dict[int, tuple[bytes, str]] = {}  # message, key
         self._uploads: dict[int, tuple[bytes, bytes, bytes]] = {}  # message, boxes, commitment
@@ -687,6 +594,21 @@ class SecAggServer:
         """Members of U whose upload or, once they were asked, whose answer has not come."""
         came: Mapping[int, object] = self._uploads if self._stage == "upload" else self._answers
         return tuple(x for x in self._plan.members if x not in came)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Who may be in U, before it is fixed."""
+        return tuple(sorted(self._readies))
+
+    def leave_out(self, points: Iterable[int]) -> None:
+        """Members who are ready and must not be in U."""
+        for point in points:
+            del self._readies[point]
+
+    @property
+    def answers(self) -> int:
+        """How many answers have come."""
+        return len(self._answers)
 
     def take_upload(self, point: int, upload: Upload | bytes) -> None:
         """Adds a vector to the sum, if everything about it is right."""
@@ -759,11 +681,11 @@ class SecAggServer:
             raise RoundError(f"round {self._plan.round} has no answers to finish with")
         if len(self._answers) < self.group.quorum:
             lost = self.group.names(self.missing)
-            raise self._give_up(f"{len(self._answers)} members answered, and {self.group.quorum} must; missing: {lost}")
+            raise self._waiting(f"{len(self._answers)} members answered, and {self.group.quorum} must; missing: {lost}")
         plan, masks = self._plan, []
         for dealer, seed in self._seeds().items():
             if _commitment(plan.ctx, dealer, seed) != self._uploads[dealer][2]:
-                raise self._give_up(
+                raise self._waiting(
                     f"the mask of {self.group.name(dealer)} does not open: it dealt wrong shares, or an answer is wrong"
                 )
             masks.append((_self_mask(plan.ctx, dealer, seed), True))
@@ -793,7 +715,7 @@ class SecAggServer:
         if liars is None:
             about = self.group.names(dealer for dealer, part in columns.items() if wrong(part) is None)
             spare = len(points) - self.group.quorum
-            raise self._give_up(
+            raise self._waiting(
                 f"the shares of the masks of {about} do not fit together: dealt wrong, or more than {spare // 2} "
                 f"of the {len(points)} answers are wrong"
             )
@@ -810,6 +732,38 @@ class SecAggServer:
 
     def _about(self) -> dict[str, Any]:
         return {"round": self._plan.round, "purpose": self._plan.purpose, "attempt": self._plan.attempt}
+
+    # --- a sum that is asked for again ---
+
+    def kept(self) -> tuple[bytes, Vector]:
+        """What it takes to ask for the answers again, in another process: nothing secret."""
+        plan = self._plan
+        about = {**self._about(), "length": plan.length, "binding": plan.binding.hex(), "members": list(plan.members)}
+        readies = [part for x in plan.members for part in (self._readies[x][0], self._readies[x][1].encode())]
+        uploads = [part for x in plan.members for part in self._uploads[x]]
+        return _say("kept-sum", about, [*readies, *uploads]), self._sum
+
+    @classmethod
+    def reopened(cls, group: Group, head: bytes, vector: Vector) -> SecAggServer:
+        """What `kept` gave, in the stage in which answers are asked for."""
+        about, parts = _hear("kept-sum", head)
+        server = cls(group, about["round"], bytes.fromhex(about["binding"]), about["length"], about["purpose"])
+        members = about["members"]
+        if len(parts) != 5 * len(members) or vector.shape != (about["length"],):
+            raise MessageError("a kept sum is damaged")
+        readies, uploads = parts[: 2 * len(members)], parts[2 * len(members) :]
+        for i, x in enumerate(members):
+            server._readies[x] = readies[2 * i], readies[2 * i + 1].decode()
+            message, boxes, commitment = uploads[3 * i : 3 * i + 3]
+            server._uploads[x] = message, boxes, commitment
+        keys = tuple(server._readies[x][1] for x in members)
+        server._plan = replace(server._plan, attempt=about["attempt"], members=tuple(members), keys=keys)
+        server._sum, server._stage = np.ascontiguousarray(vector, np.uint64), "unmask"
+        return server
+
+    def _waiting(self, reason: str) -> RoundError:
+        """The sum may still be opened: the same members can be asked again."""
+        return RoundError(f"round {self._plan.round} ({self._plan.purpose!r}) cannot be opened yet: {reason}")
 
     def _give_up(self, reason: str) -> RoundError:
         self._stage = "over"
@@ -842,21 +796,21 @@ def _private(entry: Mapping[str, Any]) -> X25519PrivateKey:
 
 def _pair_mask(pair: bytes, low: int, high: int) -> Stream:
     """The lower one adds it, the higher one subtracts it."""
-    return Stream(pair, "secagg mask", _word(low), _word(high))
+    return Stream(pair, "secagg mask", word(low), word(high))
 
 
 def _self_mask(ctx: bytes, point: int, seed: Vector) -> Stream:
-    return Stream(_bytes(seed), "secagg self mask", ctx, _word(point))
+    return Stream(_bytes(seed), "secagg self mask", ctx, word(point))
 
 
 def _commitment(ctx: bytes, point: int, seed: Vector) -> bytes:
     """Shows nothing of 305 random bits, and shows the server that it opened the right ones."""
-    return digest("secagg seed", ctx, _word(point), _bytes(seed))
+    return digest("secagg seed", ctx, word(point), _bytes(seed))
 
 
 def _cipher(pair: bytes, sender: int, recipient: int, commitment: bytes) -> AESGCM:
     """Directed, and for one seed: a box is no box of the other direction, another attempt or another upload."""
-    return AESGCM(derive_key(pair, "secagg box", _word(sender), _word(recipient), commitment))
+    return AESGCM(derive_key(pair, "secagg box", word(sender), word(recipient), commitment))
 
 
 def _add_masks(vector: Vector, part: slice, masks: Sequence[tuple[Stream, bool]]) -> None:
@@ -892,14 +846,9 @@ def _bytes(vector: Vector) -> bytes:
     return vector.astype("<u8", copy=False).tobytes()
 
 
-def _word(number: int) -> bytes:
-    return number.to_bytes(8, "big")
-
-
-def _round(number: int) -> int:
-    if not is_count(number, 1) or number >= _LARGEST_ROUND:
-        raise InputError("round", "must be a whole number, at least 1", repr(number))
-    return number
+def own_origin(group: Group, round_no: int) -> bytes:
+    """The state of a round that starts from nothing in particular: the round itself."""
+    return digest("secagg origin", group.id, word(round_no))
 
 
 def _check_told(binding: bytes, length: int, purpose: str) -> None:

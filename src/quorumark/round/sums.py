@@ -26,7 +26,10 @@ from quorumark import field
 from quorumark.errors import MessageError, RoundError
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.identity import Identity, open_message
-from quorumark.secagg import Group, SecAggMember
+from quorumark.round.group import Group, word
+from quorumark.round.memory import State, answers_from
+from quorumark.round.secagg import SecAggMember
+from quorumark.round.statements import Turn
 
 __all__ = [
     "box_for",
@@ -84,19 +87,19 @@ def round_key(
             parts.append(_cipher(identity, group, round_no, binding, sender, point).decrypt(_NONCE, box, None))
         except (InvalidTag, ValueError):
             raise MessageError(f"the box from {group.name(sender)} cannot be opened (step 'sums/key')") from None
-    about = b"".join(map(_word, members))
-    return derive_key(b"".join(parts), "sum key", group.id, _word(round_no), binding, about)
+    about = b"".join(map(word, members))
+    return derive_key(b"".join(parts), "sum key", group.id, word(round_no), binding, about)
 
 
 def _own_part(identity: Identity, group: Group, round_no: int, binding: bytes) -> bytes:
     """From the member's private keys, so that nothing must be remembered between two messages."""
-    return derive_key(identity.to_secret_bytes(), "sum key part", group.id, _word(round_no), binding)
+    return derive_key(identity.to_secret_bytes(), "sum key part", group.id, word(round_no), binding)
 
 
 def _cipher(identity: Identity, group: Group, round_no: int, binding: bytes, sender: int, recipient: int) -> AESGCM:
     other = recipient if group.point_of(identity.ed25519) == sender else sender
     secret = identity.exchange(group.member(other).x25519)
-    about = group.id, _word(round_no), binding, _word(sender), _word(recipient)
+    about = group.id, word(round_no), binding, word(sender), word(recipient)
     return AESGCM(derive_key(secret, "sum key box", *about))
 
 
@@ -118,26 +121,27 @@ def holds(key: bytes, opened: Vector) -> bool:
     return bool(opened[-1] == tag(key, opened[:-1], first=True))
 
 
-def keep(member: SecAggMember, binding: bytes, key: bytes) -> None:
-    """For the sum of the round that this member uploads in, until the next one."""
+def keep(member: SecAggMember, origin: bytes, turn: Turn, key: bytes) -> None:
+    """For the sum of the round that this member uploads in, until it uploads in another one."""
+    about = {"origin": origin.hex(), "round": turn.round, "halvings": turn.halvings}
     with member.state.edit() as memory:
-        memory["sum"] = {"binding": binding.hex(), "key": key.hex()}
+        memory["sum"] = {**about, "key": key.hex()}
 
 
-def check(member: SecAggMember, round_no: int, binding: bytes, opened: Vector) -> bool | None:
-    """Whether this is the sum of a round, with its tag; None if this member cannot say.
+def check(state: State, origin: bytes, halvings: int, opened: Vector) -> bool | None:
+    """Whether this is the sum of a round from the state `origin`, with its tag and a mark that was halved so many
+    times; None if this member cannot say.
 
-    `binding` is that of the round with the history that the sum would follow: a true sum behind another history is not
-    that one's. A member that uploaded and was not asked to unmask may know the key of an attempt that led to nothing:
-    that the tag does not fit then says nothing.
+    A true sum that follows another history is from another state. A member that uploaded and was not asked to unmask
+    may know the key of an attempt that led to nothing: that the tag does not fit then says nothing.
     """
-    with member.state.edit() as memory:
-        known = memory.get("sum", {})
-        answered = memory["round"] == round_no and "answered" in memory["purposes"].get("model", {})
-    if known.get("binding") != binding.hex():
+    with state.edit() as memory:
+        known = memory["sum"]
+        answered = [last for last, _ in answers_from(memory, origin, "model")]
+    if known.get("origin") != origin.hex():
         return None
-    fits = holds(bytes.fromhex(known["key"]), opened)
-    return True if fits else False if answered else None
+    fits = known["halvings"] == halvings and holds(bytes.fromhex(known["key"]), opened)
+    return True if fits else False if known["round"] in answered else None
 
 
 # --- who could check --------------------------------------------------------------------------------------
@@ -178,7 +182,3 @@ def check_vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[in
             f"from, and only {names} did: wait for members who took part in the last round, or begin a new run from "
             "the anchor"
         )
-
-
-def _word(number: int) -> bytes:
-    return number.to_bytes(8, "big")

@@ -1,0 +1,344 @@
+"""A member in a round, without its training: it joins, uploads and answers, and decides each of that by itself.
+
+    side = RoundMember(identity, manifest, layout, share, memory=…)
+    side.history = …                        # the models that it accepted
+    side.begin(turn)                        # may it take part? before anything is trained
+    side.take(result)                       # what training made of the global model
+    side.too_strong() or side.ready()       # → server
+    side.upload(announcement, …)            # → server
+    side.unmask(request)                    # → server
+
+A simulation and the engines are thin around this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import codec, field
+from quorumark.embed import (
+    Amplitudes,
+    PaperScale,
+    Strength,
+    TooStrongError,
+    check_round,
+    check_size,
+    check_weights,
+    marked_vector,
+    norm_count,
+    paper_amplitudes,
+    update_norms,
+    weights,
+)
+from quorumark.errors import InputError, MessageError, RoundError
+from quorumark.field import Vector
+from quorumark.identity import Identity
+from quorumark.layout import ModelLayout
+from quorumark.records import Manifest
+from quorumark.round import statements, sums
+from quorumark.round.group import group_of, word
+from quorumark.round.history import History, checks_sums
+from quorumark.round.memory import MemoryState, State
+from quorumark.round.secagg import Plan, SecAggMember, Upload
+from quorumark.round.statements import Turn
+from quorumark.shares import ShareFile, ShareInfo
+
+__all__ = ["RoundMember"]
+
+
+class RoundMember:
+    """One organisation's side of a round.
+
+    `share` is its `ShareFile`, which is checked against the manifest, or (for research) the vector. `mark=False` is for
+    a run without the mark, in which all must agree. `own_key`, signs of its own, makes it a member of the baseline in
+    which everybody has a key.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        layout: ModelLayout,
+        share: ShareFile | Vector | None = None,
+        *,
+        mark: bool = True,
+        memory: State | None = None,
+        own_key: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.manifest, self.layout = manifest, layout
+        self.group = group_of(manifest)
+        self.marks = mark
+        self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
+        self.secagg = SecAggMember(identity, self.group, memory or MemoryState(self.group))
+        self.point = self.secagg.point
+        if mark and (share is None) == (own_key is None):
+            raise InputError("share", "or own_key, exactly one of the two, must be given to a member that marks", "")
+        if mark and share is not None:
+            _check_share(share, manifest, self.point)
+        self.history: History | None = None
+        self.checks = checks_sums(manifest)
+        self.sure = True  # whether it has seen for itself that its history is what was summed
+        self.turn: Turn | None = None
+        self._identity = identity
+        self._share, self._own_key = share, own_key
+        self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
+        self._result: NDArray[Any] | None = None
+        self._closed: frozenset[str] = frozenset()  # earlier groups in which nothing from this state can be opened
+        self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
+        self._scaled: tuple[int, Vector, Any] | None = None
+        self._paper: Amplitudes | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(point {self.point} of {self.manifest.terms.name!r}, secrets hidden)"
+
+    # --- may it take part? ---
+
+    def begin(self, turn: Turn) -> None:
+        """Whether this member may take part in a round, by what the server says about it; an error if not.
+
+        1. The mark is as strong as the state says, or halved because enough members asked for that.
+        2. Under earlier manifests nothing can be opened from this state any more.
+        3. It has not answered from this state, or that sum can never be opened, or it is made again.
+        """
+        history = self._known()
+        statements.check_halved(self.group, history.state, turn.halvings, turn.strong)
+        with self.secagg.state.edit() as memory:
+            closed = self._check_closed(memory, history, turn)
+            joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
+            if joined.get("origin") != history.state.hex():  # who has joined a round can answer in no earlier one
+                self.secagg.check_free(deepcopy(memory), history.state, "model", turn, closed)
+        self.turn, self._closed = turn, closed
+
+    @property
+    def state(self) -> bytes:
+        """What the round starts from."""
+        return self._known().state
+
+    def _check_closed(self, memory: Mapping[str, Any], history: History, turn: Turn) -> frozenset[str]:
+        if memory["consents"].get(history.state.hex()) or memory["simulation"]:
+            return frozenset()
+        found = []
+        for manifest in history.unclosed():
+            group = group_of(manifest)
+            statements.check_closed(group, history.state, turn.closed.get(manifest.digest().hex(), {}))
+            found.append(group.id.hex())
+        return frozenset(found)
+
+    def never(self, state: bytes, round_no: int) -> bytes:
+        """Signed: it has answered nothing from this state in this round (0: in any), and never will."""
+        return self.secagg.never(state, round_no)
+
+    # --- a round ---
+
+    def take(self, result: Mapping[str, Any]) -> None:
+        """What training made of the global model; it is kept until the round is over."""
+        self._result = None
+        self.layout.encode(result)  # NaN, another shape or an overflow stops here, by the tensor's name
+        self._result = self.layout.flatten(result)  # a copy: the function may go on using its tensors
+
+    def take_again(self, result: NDArray[Any]) -> None:
+        """The same as one vector, as it was kept."""
+        self._result = result
+
+    @property
+    def result(self) -> NDArray[Any]:
+        return self._trained()
+
+    def too_strong(self) -> bytes | None:
+        """Signed, if the mark of this round is more than this member's own update hides: it cannot take part."""
+        turn, amplitudes = self._begun(), self._amplitudes("model")
+        if amplitudes is None or not amplitudes.marks or turn.repeats:
+            return None
+        before, after = self._known().mark.model, codec.encode(self._trained(), name="model")
+        try:
+            check_size(self.strength, amplitudes, before, after)
+        except TooStrongError:
+            state = self._known().state
+            return statements.sign(self._identity, self.group, "strong", state, word(turn.halvings))
+        return None
+
+    def ready(self, purpose: str = "model") -> bytes:
+        """Joins the round, bound to what this member itself knows of the history and the strength."""
+        turn, amplitudes = self._begun(), self._amplitudes(purpose)
+        self._joined[purpose] = turn.round, amplitudes
+        return self.secagg.ready(
+            turn.round,
+            self._known().binding(turn.round, amplitudes),
+            self.length(purpose),
+            purpose,
+            origin=self._known().state,
+            turn=turn,
+            closed=self._closed,
+        )
+
+    def _amplitudes(self, purpose: str) -> Amplitudes | None:
+        """The mark of the round that has begun."""
+        if not self.marks or purpose != "model":
+            return None
+        if self._scale is None:
+            return self._known().amplitudes(self._begun().halvings)
+        if self._paper is None or self._paper.round != self._known().round:
+            raise RoundError(f"the scale of round {self._begun().round} has not been summed")
+        return self._paper
+
+    def length(self, purpose: str = "model") -> int:
+        """Of the vectors that are summed: the model, the members' norms where the mark needs them, and a tag."""
+        if purpose == "scale":
+            return self.scale_length()
+        return self.layout.size + (norm_count(self.layout) if self.has_norms else 0) + (1 if self.checks else 0)
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether it uploads the norms of its update: not in a run without the mark, which has no use for them."""
+        return self.marks and self.strength.needs_norms
+
+    def said(self) -> tuple[bytes, bytes]:
+        """What goes with *ready* where sums are checked: its part of the round's key, sealed, and whether it vouches.
+
+        Both are for the others of the round, and bound to what this member joined it with.
+        """
+        if not self.checks:
+            return b"", b""
+        round_no, amplitudes = self._joined["model"]
+        binding = self._known().binding(round_no, amplitudes)
+        boxes = sums.seal_keys(self._identity, self.group, round_no, binding)
+        return boxes, sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
+
+    def upload(self, announcement: bytes, boxes: Sequence[bytes] = (), vouches: Sequence[bytes] = ()) -> Upload:
+        """The weighted model and this member's part of the mark, under masks: exactly what it joined the round for.
+
+        Where sums are checked, `boxes` and `vouches` are what the members of the announced set said (`said`): their
+        boxes for this member, and their vouchers, in the set's order.
+        """
+        plan = self.secagg.plan(announcement)
+        result = self._trained()
+        joined, amplitudes = self._joined.get(plan.purpose, (0, None))
+        if joined != plan.round:
+            raise RoundError(f"member {self.point} has not joined round {plan.round} ({plan.purpose!r})")
+        before, after = self._known().mark.model, codec.encode(result, name="model")
+        if plan.purpose == "scale":
+            return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
+        check_weights(self.manifest, plan.members)
+        exact = weights(self.manifest, plan.members)[self.point]
+        share_of = float(exact)
+        whole = np.empty(self.length(), np.uint64)
+        y = codec.encode(result, share_of, whole[: self.layout.size], name="model")
+        if self.has_norms:
+            whole[self.layout.size : whole.size - self.checks] = update_norms(self.layout, before, after, exact)
+        marks = amplitudes is not None and check_round(
+            self.strength, self.manifest, amplitudes, plan.members, before, after
+        )
+        if marks and amplitudes is not None:
+            self._add_mark(y, amplitudes, plan.members, share_of)
+        if self.checks:
+            self._add_tag(whole, plan, boxes, vouches)
+        return self.secagg.upload(plan, whole, marked=marks)
+
+    def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
+        """After the vector. The key is kept for the sum of this round."""
+        if len(vouches) != len(plan.members):
+            raise MessageError("the server must hand on what every member of the announced set vouches for")
+        sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
+        self.sure = True
+        key = sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
+        whole[-1] = sums.tag(key, whole[:-1], first=self.point == plan.members[0])
+        sums.keep(self.secagg, self._known().state, self._begun(), key)
+
+    def check_sum(self, opened: Vector) -> bool | None:
+        """Whether this is the sum of the round from the present state; None if this member cannot say."""
+        return sums.check(self.secagg.state, self._known().state, self._begun().halvings, opened)
+
+    def unmask(self, request: bytes) -> bytes:
+        return self.secagg.unmask(request)
+
+    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
+        """The round's sum is the global model now."""
+        self._known().accept(round_no, encoded, embedded, norms)
+        self._scaled, self._result = None, None
+
+    def give_up(self) -> None:
+        """The round led to nothing: what belongs to it is forgotten, and the paper's average is as it was."""
+        if self._scaled is not None and self._scale is not None:
+            self._scale._ema = self._scaled[2]
+        self._scaled, self._result = None, None
+
+    # --- the paper's rule: a sum of scales first ---
+
+    @property
+    def average(self) -> list[int] | None:
+        """The running average that the paper's rule has at this member."""
+        return None if self._scale is None else self._scale._ema
+
+    @average.setter
+    def average(self, value: list[int] | None) -> None:
+        if self._scale is not None:
+            self._scale._ema = value
+
+    def take_scales(self, total: Vector, members: tuple[int, ...]) -> Amplitudes:
+        """From the opened sum of all scales: the strength of this round."""
+        key, round_no = self.manifest.terms.key, self._known().round
+        self._paper = paper_amplitudes(self.strength, self.layout, key, round_no, total, len(members))
+        return self._paper
+
+    def scale_length(self) -> int:
+        carriers = sum(1 for spec, _ in self.layout.spans("carrier") if spec.size)
+        return carriers if self.strength.per == "tensor" else 1
+
+    def _own_scale(self, round_no: int, before: Vector, after: Vector) -> Vector:
+        """Moved on once a round, however many attempts it takes."""
+        if self._scale is None:
+            raise RoundError("a scale is summed under the rule 'paper' only")
+        if self._scaled is None or self._scaled[0] != round_no:
+            ema = self._scale._ema
+            self._scaled = round_no, self._scale.scale(before, after), ema
+        return self._scaled[1].copy()
+
+    # --- what it knows ---
+
+    def _add_mark(self, y: Vector, amplitudes: Amplitudes, members: tuple[int, ...], share_of: float) -> None:
+        if self._own_key is not None:
+            _own_mark(y, amplitudes, self._own_key, share_of)
+            return
+        if self._share is None:
+            raise RoundError(f"member {self.point} has no share: without it the sum would be garbage and show others'")
+        pieces: Iterable[Vector] = self._share.pieces() if isinstance(self._share, ShareFile) else [self._share]
+        marked_vector(y, amplitudes, self.manifest, members, self.point, pieces)
+
+    def _known(self) -> History:
+        if self.history is None:
+            raise RoundError(f"member {self.point} knows no history: give it one that starts from the initial model")
+        return self.history
+
+    def _begun(self) -> Turn:
+        if self.turn is None:
+            raise RoundError(f"no round has begun for member {self.point}")
+        return self.turn
+
+    def _trained(self) -> NDArray[Any]:
+        if self._result is None:
+            raise RoundError(f"member {self.point} has not trained in this round")
+        return self._result
+
+
+def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> None:
+    """A wrong share, or one of another epoch, would turn the sum into garbage that shows the others' shares."""
+    if isinstance(share, ShareFile):
+        if share.info != ShareInfo.under(manifest, point, share.info.block):
+            raise InputError("share", "must be this member's, of the manifest's epoch", f"epoch {share.info.epoch}")
+        if share.root().hex() != manifest.roots[point - 1]:
+            raise InputError("share", "must be what the manifest's root commits to", "another")
+    elif not isinstance(share, np.ndarray) or share.shape != (manifest.share_length,):
+        received = getattr(share, "shape", type(share).__name__)
+        raise InputError("share", f"must be a vector of {manifest.share_length} elements", received)
+
+
+def _own_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], weight: float) -> None:
+    """The baseline's mark: a_k·S ⊙ key_k, as if the member had marked its own model."""
+    carrying = amplitudes.layout.carrying()
+    marks = np.round(amplitudes.vector.astype(np.float64) * weight).astype(np.int64) * key
+    y[carrying] = field.add(np.ascontiguousarray(y[carrying]), field.from_signed(marks))

@@ -1,0 +1,590 @@
+"""The server's side of a run, whatever carries the messages (docs/engines.md).
+
+    server = RoundServer(manifest, layout, model, run="17")
+    each round:
+        weights = server.prepare(ask)                             # what must be settled first; a sum, if one was open
+        config, arrays = server.offer(model)                      # to everybody, with the model
+        server.take_ready(point, ready, boxes, vouch)             # from everybody who trained; or take_strong
+        server.announce()                                         # server.asked(point) goes to each of server.members
+        server.take_upload(point, head, vector)
+        while server.missing: server.retry()                      # server.asked(point) to server.members again
+        server.take_answer(point, message)                        # server.request(point) asks for it
+        weights = server.finish()                                 # Σ a_k·θ_k + S ⊙ τ: what the strategy works with
+
+The next `offer` is told the model that the strategy made of it. A RoundError gives a round up: the last model stands.
+
+From each model one sum is opened. Before the server asks for the first answer it writes what it needs to open the sum
+later (nothing secret): if it dies, or too few answer, `prepare` asks again. What cannot be opened any more is given up
+by the members (statements "never"), or made again from the same results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import field
+from quorumark.embed import Amplitudes, MarkState, norm_count
+from quorumark.errors import QuorumarkError, RecordError, RoundError
+from quorumark.field import Vector
+from quorumark.keystore import replacing, write_private
+from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
+from quorumark.records import Manifest, canonical, parse
+from quorumark.round import statements, sums
+from quorumark.round.group import group_of, word
+from quorumark.round.history import History, Settled, checks_sums
+from quorumark.round.secagg import SecAggServer, Upload, pack
+from quorumark.round.statements import Said, Turn
+
+__all__ = ["Ask", "RoundServer"]
+
+Config = dict[str, Any]
+Weights = Mapping[str, Any]
+Ask = Callable[[str, Config], Mapping[int, Config]]
+"""Asks every member that can be reached for a stage, and gives what they said, by point."""
+
+_RUN = "quorumark-engine-run/v2"
+_SUM = ("tag", "halvings", "under", "held")  # what members are told of the sum that a model comes from
+
+
+class RoundServer:
+    """One run. With a `folder`, a run whose server died goes on where it was.
+
+    `after`: the last round that these members may have joined, under whatever run; numbers never repeat. `earlier`: the
+    manifests before this one. `marks=False` is for a run without the mark.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: ModelLayout,
+        model: Weights,
+        *,
+        run: str = "",
+        after: int = 0,
+        seed: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        earlier: tuple[Manifest, ...] = (),
+        marks: bool = True,
+    ) -> None:
+        self.manifest, self.layout, self.group = manifest, layout, group_of(manifest)
+        self.like, self.round_no, self.marks = dict(model), after, marks
+        self.checks = checks_sums(manifest)
+        self.resumed: dict[str, Any] | None = None
+        self._run, self._seed = run, seed
+        self._folder = None if folder is None else Path(folder)
+        self._earlier = earlier
+        self._settled: Settled | None = None  # what the last sum led to, until it is accepted
+        self._opened: Vector | None = None  # that sum, with its tag, where sums are checked
+        self._under = manifest  # it was summed under
+        self._last: dict[str, Any] = {}  # of the last accepted sum: what members check it by
+        self._turn = Turn(max(1, after))
+        self._past = _Past()
+        self._nonces: dict[int, str] = {}
+        self._said: dict[int, tuple[bytes, bytes]] = {}  # boxes and vouchers of those who are ready
+        self._announcement = b""
+        self._sum: SecAggServer | None = None  # the round under way
+        self._open: _Open | None = None  # from the present model: members were asked for its answers
+        self._amplitudes: Amplitudes | None = None
+        if self._folder is not None and (self._folder / "run.json").exists():
+            self._resume()
+        else:
+            self._anchor = layout.encode(model)
+            self.history = History(manifest, layout, self._anchor, earlier)
+            self.history.beside = layout.beside(model) if self.checks else b""
+
+    # --- before a round ---
+
+    def prepare(self, ask: Ask) -> dict[str, Any] | None:
+        """Settles what earlier rounds from the present model left open. A sum that opens now is this round's result.
+
+        A RoundError says what the run is waiting for.
+        """
+        if self._settled is not None:
+            return None
+        past = self._current_past()
+        if self._open is not None:
+            server = self._open.server
+            if self._ask_again(server, ask):
+                self.round_no += 1  # this round is spent on it
+                return self.finish()
+            if not self._ask_to_give_up(self._open, past, ask):
+                raise RoundError(
+                    f"the sum of round {server.plan.round} is open: {server.answers} members have answered, and "
+                    f"{server.group.quorum} must; it is asked for again in the next round"
+                )
+            self._drop_open()
+        for round_no in sorted(past.answered):
+            if not self._is_given_up(past, round_no):
+                self._gather(ask, past, round_no)
+        for manifest in self.history.unclosed():
+            self._close(ask, past, manifest)
+        return None
+
+    def _ask_again(self, server: SecAggServer, ask: Ask) -> bool:
+        """Whether the sum can be opened, once all members were asked again."""
+        requests = {str(x): server.request(x).hex() for x in server.plan.members}
+        for point, said in ask("again", {"requests": json.dumps(requests)}).items():
+            there = int(said.get("point-there", point))
+            if "answer" in said and there in server.missing:
+                try:
+                    server.take_answer(there, said["answer"])
+                except QuorumarkError:
+                    continue  # `excluded` says why
+        return server.answers >= server.group.quorum
+
+    def _ask_to_give_up(self, left: _Open, past: _Past, ask: Ask) -> bool:
+        """Whether enough members say that they never answer for an open sum."""
+        if left.manifest.digest() == self.manifest.digest():
+            self._gather(ask, past, left.server.plan.round)
+            return self._is_given_up(past, left.server.plan.round)
+        return self._close(ask, past, left.manifest)
+
+    def _gather(self, ask: Ask, past: _Past, round_no: int) -> None:
+        told = {"state": past.state.hex(), "of-round": round_no, "of-manifest": self.manifest.digest().hex()}
+        for point, said in ask("never", told).items():
+            if "never" in said:
+                past.never.setdefault(round_no, {})[point] = said["never"]
+
+    def _is_given_up(self, past: _Past, round_no: int) -> bool:
+        found = statements.signers(self.group, "never", past.state, word(round_no), past.never.get(round_no, {}))
+        return len(found) >= self.group.closing
+
+    def _close(self, ask: Ask, past: _Past, manifest: Manifest) -> bool:
+        """Gathers statements of the members under an earlier manifest, by their points under it."""
+        name, group = manifest.digest().hex(), group_of(manifest)
+        known = past.closed.setdefault(name, {})
+        if len(statements.signers(group, "never", past.state, word(0), known)) < group.closing:
+            told = {"state": past.state.hex(), "of-round": 0, "of-manifest": name}
+            for said in ask("never", told).values():
+                if "never" in said:
+                    known[int(said["point-there"])] = said["never"]
+        return len(statements.signers(group, "never", past.state, word(0), known)) >= group.closing
+
+    def _current_past(self) -> _Past:
+        if self._past.state != self.history.state:
+            self._past = _Past(self.history.state)
+        return self._past
+
+    # --- a round ---
+
+    def offer(self, model: Weights) -> tuple[Config, dict[str, NDArray[Any]]]:
+        """Begins the next round from a model: what every member must be told besides it."""
+        self.advance(model)
+        self.begin()
+        history = self.history
+        config: Config = {
+            "manifest": self.manifest.digest().hex(),
+            "run": self._run,
+            "round": self.round_no,
+            "accepted": history.mark.round,
+            "turn": self._turn.to_bytes(),
+            "nonces": json.dumps({str(x): nonce for x, nonce in self._nonces.items()}),
+        }
+        if self._seed is not None:
+            config["seed"] = self._seed
+        arrays: dict[str, NDArray[Any]] = {
+            "state": np.frombuffer(history.mark.to_bytes(), np.uint8),
+            "layout": np.frombuffer(self.layout.to_bytes(), np.uint8),
+        }
+        if self._last:
+            config |= {f"sum-{name}": self._last[name] for name in _SUM}
+            arrays |= {name: self._last[name] for name in ("rest", "norms") if self._last[name] is not None}
+        return config, arrays
+
+    def advance(self, model: Weights) -> Turn:
+        """Begins the next round: accepts the model that was made of the last sum, if there is one, and takes a turn."""
+        if self._settled is not None:
+            self._accept(model)
+        self.round_no += 1
+        self._save(model)
+        history, past = self.history, self._current_past()
+        if history.warming and history.round > history.strength.warmup_rounds:
+            raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
+        standing = [r for r in past.answered if not self._is_given_up(past, r)]
+        self._turn = Turn(
+            self.round_no,
+            past.halvings,
+            max(standing, default=0),
+            past.never,
+            past.strong,
+            past.closed,
+            past.newer,
+        )
+        self._amplitudes = None
+        if self.marks and history.strength.rule != "paper":
+            self._amplitudes = history.amplitudes(past.halvings)
+        self._sum = None
+        self._said.clear()
+        return self._turn
+
+    @property
+    def turn(self) -> Turn:
+        return self._turn
+
+    def begin(self, purpose: str = "model", amplitudes: Amplitudes | None = None) -> None:
+        """A sum of the round that has begun; `amplitudes` where they come from a sum themselves (the paper's rule)."""
+        if amplitudes is not None:
+            self._amplitudes = amplitudes
+        marks = self._amplitudes if purpose == "model" else None
+        binding = self.history.binding(self.round_no, marks)
+        self._sum = SecAggServer(self.group, self.round_no, binding, self.length(purpose), purpose)
+
+    def length(self, purpose: str = "model") -> int:
+        if purpose != "model":
+            carriers = sum(1 for spec, _ in self.layout.spans("carrier") if spec.size)
+            return carriers if self.history.strength.per == "tensor" else 1
+        norms = norm_count(self.layout) if self._has_norms else 0
+        return self.layout.size + norms + (1 if self.checks else 0)
+
+    @property
+    def _has_norms(self) -> bool:
+        return self.marks and self.history.strength.needs_norms
+
+    @property
+    def anchor(self) -> Vector:
+        """For members who join a run that is under way and never saw it."""
+        return self._anchor
+
+    def take_ready(self, point: int, message: bytes, boxes: bytes = b"", vouch: bytes = b"") -> None:
+        """What a member said when it was ready; `boxes` and `vouch` where sums are checked."""
+        server = self._running()
+        if self.checks and server.plan.purpose == "model":
+            sums.check_said(self.group, self.round_no, server.plan.binding, point, boxes, vouch)
+        server.take_ready(point, message)
+        self._said[point] = bytes(boxes), bytes(vouch)
+
+    def take_strong(self, point: int, message: bytes) -> None:
+        """A member says that the mark of this round is too strong for its update: it does not take part."""
+        past, level = self._current_past(), self._turn.halvings
+        if statements.signers(self.group, "strong", past.state, word(level), {point: message}):
+            past.strong.setdefault(level, {})[point] = message
+
+    def take_answered(self, point: int, round_no: int, members: tuple[int, ...]) -> None:  # noqa: ARG002
+        """A member does not take part because it has answered in an earlier round from this model, over these members.
+
+        That is the member's word: what follows from it is checked by all who take part.
+        """
+        self._current_past().answered[round_no] = tuple(members)
+
+    def take_nonce(self, point: int, nonce: str) -> None:
+        """A member's memory was made anew: the others must see this before it may take part."""
+        self._nonces[point] = nonce
+
+    def take_newer(self, point: int, said: Said) -> None:
+        """A member says that the present model is newer than others' nonces."""
+        for other, message in said.items():
+            self._current_past().newer.setdefault(other, {})[point] = message
+
+    def announce(self) -> bytes:
+        """Fixes the set U. Where too few are ready because the mark is too strong for them, it is halved next time."""
+        past, server = self._current_past(), self._running()
+        try:
+            if self._turn.repeats:
+                self._check_repeated(server, past)
+            self._announcement = server.announce()
+        except RoundError:
+            complaints = past.strong.get(self._turn.halvings, {})
+            if len(complaints) < self.group.blocking or past.halvings != self._turn.halvings:
+                raise
+            past.halvings += 1
+            raise RoundError(
+                f"the mark of round {self.round_no} is too strong for {self.group.names(complaints)}: it is halved in "
+                "the next round"
+            ) from None
+        return self._announcement
+
+    def _check_repeated(self, server: SecAggServer, past: _Past) -> None:
+        members = past.answered.get(self._turn.repeats, ())
+        missing = set(members) - set(server.ready)
+        if missing or not members:
+            raise RoundError(
+                f"members have answered in round {self._turn.repeats}, and its sum must be made again by the same "
+                f"ones; not ready: {self.group.names(sorted(missing)) or 'all'}. If one of them is lost for ever, the "
+                "operators of the others must consent to another sum (quorumark member consent)"
+            )
+        server.leave_out(set(server.ready) - set(members))
+
+    def told(self, point: int) -> tuple[bytes, list[bytes], list[bytes]]:
+        """For the upload of a member of the announced set: the announcement, its boxes, and everybody's vouchers."""
+        if not self.checks:
+            return self._announcement, [], []
+        said = [self._said[x] for x in self.members]
+        return self._announcement, [sums.box_for(boxes, point) for boxes, _ in said], [vouch for _, vouch in said]
+
+    def asked(self, point: int) -> Config:
+        """The same as an engine carries it."""
+        announcement, boxes, vouches = self.told(point)
+        config: Config = {"round": self.round_no, "announcement": announcement}
+        return config | ({"boxes": pack(boxes), "vouches": pack(vouches)} if self.checks else {})
+
+    def take_upload(self, point: int, head: bytes, vector: Vector) -> int:
+        """How many bytes it was."""
+        self._running().take_upload(point, Upload(head, vector))
+        return len(head) + vector.nbytes
+
+    def retry(self) -> bytes:
+        self._announcement = self._running().retry()
+        return self._announcement
+
+    def request(self, point: int) -> bytes:
+        """What to ask a member of U. From the first request on this sum is the one from this model."""
+        server = self._running()
+        made = server.request(point)
+        if server.plan.purpose == "model" and (self._open is None or self._open.server is not server):
+            self._open = _Open(server, self._turn.halvings, self.manifest, self._amplitudes)
+            self._save_open()
+        return made
+
+    def take_answer(self, point: int, message: bytes) -> None:
+        self._running().take_answer(point, message)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._running().plan.members
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return self._running().missing
+
+    @property
+    def attempt(self) -> int:
+        return self._running().plan.attempt
+
+    @property
+    def disputed(self) -> dict[int, tuple[int, ...]]:
+        return self._running().disputed
+
+    def open(self) -> Vector:
+        """The sum that is under way, as it is."""
+        return self._running().finish()
+
+    def finish(self) -> dict[str, Any]:
+        """What the opened sum makes of the model, as tensors."""
+        left = self._open
+        if left is not None:
+            self._sum, self._amplitudes = left.server, left.amplitudes
+            self._turn = Turn(left.server.plan.round, left.halvings)
+        opened = self._running().finish()
+        whole = opened[: len(opened) - self.checks]
+        self._settled = self.history.settle(whole, self.like, self._amplitudes, norms=self._has_norms)
+        self._opened, self._under = opened, self.manifest if left is None else left.manifest
+        return self._settled.weights
+
+    @property
+    def settled(self) -> Settled:
+        """What the sum that was finished led to."""
+        if self._settled is None:
+            raise RoundError("no sum is waiting to be accepted")
+        return self._settled
+
+    @property
+    def opened(self) -> Vector:
+        """That sum, with its tag where sums are checked."""
+        if self._opened is None:
+            raise RoundError("no sum is waiting to be accepted")
+        return self._opened
+
+    @property
+    def accepted(self) -> int:
+        """How many rounds were accepted since the anchor."""
+        return self.history.mark.round - (0 if self.history.warming else self.history.strength.warmup_rounds)
+
+    @property
+    def marked(self) -> bool:
+        return self._settled is not None and self._settled.embedded is not None
+
+    @property
+    def c(self) -> float:
+        return self._amplitudes.c / (1 << 32) if self.marked and self._amplitudes is not None else 0.0
+
+    @property
+    def rho(self) -> float:
+        """ρ up to the last model that was offered."""
+        return self.history.mark.rho / (1 << 32)
+
+    def _accept(self, model: Weights) -> None:
+        """The model that the strategy made of the last sum is the global one now."""
+        settled, encoded = self.settled, self.layout.encode(model)
+        history, halvings = self.history, self._turn.halvings
+        if self.checks:
+            if not (encoded == settled.encoded).all():
+                raise RoundError(
+                    "the model is not the sum of the last round, and the members check that: use a strategy that takes "
+                    "the sum as it is, such as FedAvg, or let all members sign that they do not check sums (quorumark "
+                    "consortium amend --policy sums=unchecked)"
+                )
+            rest = _smallest(field.to_signed(field.sub(self.opened[: self.layout.size], encoded)))
+            norms = self.opened[self.layout.size : -1].copy() if self._has_norms else None
+            self._last = {"tag": int(self.opened[-1]), "rest": rest, "norms": norms}
+        else:
+            self._last = {"tag": 0, "rest": None, "norms": settled.norms}
+        under = self._under.digest().hex()
+        self._last |= {"halvings": halvings, "under": under, "held": json.dumps(settled.held)}
+        history.accept(history.round, encoded, settled.embedded, settled.norms, under)
+        self.like = dict(model)
+        self._settled = self._opened = self._open = None
+
+    def _running(self) -> SecAggServer:
+        if self._sum is None:
+            raise RoundError("no round is under way")
+        return self._sum
+
+    # --- a run that goes on ---
+
+    def close(self, model: Weights) -> None:
+        """The run is over, with this model: a later run may go on from it."""
+        if self._settled is not None:
+            self._accept(model)
+            self._save(model)
+
+    def catch_up(self, ask: Ask) -> bool:
+        """Goes on from the last state that members have accepted, if they have come further than this run: for a server
+        that lost its folder. What a member hands out the others check, as if this server had said it."""
+        replies = [said for said in ask("state", {}).values() if said.get("accepted", 0) > self.history.mark.round]
+        for said in sorted(replies, key=lambda r: -int(r["accepted"])):
+            try:
+                self._adopt(said, said["arrays"])
+            except (QuorumarkError, KeyError, TypeError, ValueError):
+                continue
+            return True
+        return False
+
+    def _adopt(self, said: Config, arrays: Mapping[str, NDArray[Any]]) -> None:
+        model = {name: np.array(arrays[f"model:{name}"]) for name in self.like}
+        encoded = self.layout.encode(model)
+        history = History(self.manifest, self.layout, self._anchor, self._earlier)
+        start = encoded if history.warming else self._anchor
+        state, key = arrays["state"].tobytes(), self.manifest.terms.key
+        mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, start)
+        beside = self.layout.beside(model) if self.checks else b""
+        self._last = {name: said[f"sum-{name}"] for name in _SUM}
+        self._last |= {name: arrays.get(name) for name in ("rest", "norms")}
+        self.history, self.like, self.resumed = history.restored(mark, beside), model, model
+        self.round_no = max(self.round_no, int(said["round"]))
+
+    def _save(self, model: Weights) -> None:
+        """The model first, then the state that names it: a crash leaves the round before, or this one."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        anchor = self._folder / "anchor.npy"
+        if not anchor.exists():
+            with replacing(anchor) as file:
+                np.save(file, self._anchor)
+        number = self.history.mark.round
+        name, summed = f"model-{number}.safetensors", f"sum-{number}.npz"
+        if not (self._folder / name).exists():
+            write_safetensors(model, self._folder / name)
+        if self._last and not (self._folder / summed).exists():
+            with replacing(self._folder / summed) as file:
+                np.savez(file, **{k: v for k, v in self._last.items() if v is not None})
+        body = {
+            "format": _RUN,
+            "manifest": self.manifest.digest().hex(),
+            "round": self.round_no,
+            "model": name,
+            "mark": self.history.mark.to_bytes().decode(),
+        }
+        write_private(self._folder / "run.json", canonical(body))
+        for old in (*self._folder.glob("model-*.safetensors"), *self._folder.glob("sum-*.npz")):
+            if old.name not in (name, summed):
+                old.unlink()
+        if self._open is None:  # its successor is on disk
+            (self._folder / "open.npz").unlink(missing_ok=True)
+
+    def _save_open(self) -> None:
+        """Before the first request: what it takes to ask again."""
+        if self._folder is None or self._open is None:
+            return
+        head, vector = self._open.server.kept()
+        under = self._open.manifest.digest().hex()
+        about = canonical({"state": self.history.state.hex(), "halvings": self._open.halvings, "under": under})
+        with replacing(self._folder / "open.npz") as file:
+            np.savez(file, about=_octets(about), head=_octets(head), vector=vector)
+
+    def _drop_open(self) -> None:
+        self._open = None
+        if self._folder is not None:
+            (self._folder / "open.npz").unlink(missing_ok=True)
+
+    def _resume(self) -> None:
+        assert self._folder is not None  # noqa: S101
+        body = parse((self._folder / "run.json").read_bytes(), _RUN, "a run's state")
+        known = {manifest.digest().hex() for manifest in (*self._earlier, self.manifest)}
+        if body.get("manifest") not in known:
+            raise RecordError(f"{str(self._folder)!r} holds a run of another consortium: use a new folder")
+        try:
+            kept = read_safetensors(self._folder / body["model"])
+            self.resumed = {name: np.array(kept[name]) for name in self.like}
+            self.like = dict(self.resumed)
+            self._anchor = np.load(self._folder / "anchor.npy")
+            history = History(self.manifest, self.layout, self._anchor, self._earlier)
+            model = self.layout.encode(self.resumed)
+            start = model if history.warming else self._anchor
+            state, key = body["mark"].encode(), self.manifest.terms.key
+            mark = MarkState.from_bytes(state, history.strength, self.layout, key, model, start)
+            self.history = history.restored(mark, self.layout.beside(self.resumed) if self.checks else b"")
+            path = self._folder / f"sum-{mark.round}.npz"
+            if path.exists():
+                with np.load(path) as found:
+                    self._last = {name: found.get(name) for name in ("rest", "norms")}
+                    self._last |= {name: int(found[name]) for name in ("tag", "halvings")}
+                    self._last |= {name: str(found[name]) for name in ("under", "held")}
+            self.round_no = max(self.round_no, int(body["round"]))
+            self._resume_open()
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
+
+    def _resume_open(self) -> None:
+        assert self._folder is not None  # noqa: S101
+        path = self._folder / "open.npz"
+        if not path.exists():
+            return
+        with np.load(path) as found:
+            about = json.loads(found["about"].tobytes())
+            under = next(m for m in (*self._earlier, self.manifest) if m.digest().hex() == about["under"])
+            if about["state"] == self.history.state.hex():
+                server = SecAggServer.reopened(group_of(under), found["head"].tobytes(), found["vector"])
+                marks = self.history.amplitudes_under(under, int(about["halvings"])) if self.marks else None
+                self._open = _Open(server, int(about["halvings"]), under, marks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Open:
+    """A sum whose members were asked to answer."""
+
+    server: SecAggServer
+    halvings: int
+    manifest: Manifest
+    amplitudes: Amplitudes | None
+
+
+class _Past:
+    """What is known of earlier rounds from one state."""
+
+    def __init__(self, state: bytes = b"") -> None:
+        self.state = state
+        self.halvings = 0
+        self.answered: dict[int, tuple[int, ...]] = {}
+        self.never: dict[int, dict[int, bytes]] = {}
+        self.strong: dict[int, dict[int, bytes]] = {}
+        self.closed: dict[str, dict[int, bytes]] = {}
+        self.newer: dict[int, dict[int, bytes]] = {}
+
+
+def _smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """In the smallest integers that hold them."""
+    sizes = (kind for kind in (np.int16, np.int32) if np.abs(numbers).max(initial=0) <= np.iinfo(kind).max)
+    return numbers.astype(next(sizes, np.int64))
+
+
+def _octets(content: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(content, np.uint8)
