@@ -323,7 +323,7 @@ class Journal:
             own.accept(number, encoded, embedded, arrays.get("norms"), name)
             return False
         opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
-        found = sums.check(self.memory(), own.state, halvings, opened)
+        found = sums.check(self.memory(), own.state, whole(config, "sum-round"), halvings, opened)
         if found is False:
             raise RoundError(
                 f"the model that the server announces is not the sum of the last round, in which {self.name} took "
@@ -373,7 +373,7 @@ class Journal:
         if "sum-under" not in config:
             self._sum_path.unlink(missing_ok=True)
             return
-        about = {name: config[f"sum-{name}"] for name in ("tag", "halvings", "under", "held")}
+        about = {name: config[f"sum-{name}"] for name in ("tag", "round", "halvings", "under", "held")}
         found: dict[str, Any] = {name: arrays[name] for name in ("rest", "norms") if name in arrays}
         with replacing(self._sum_path) as file:
             np.savez(file, about=np.frombuffer(canonical(about), np.uint8), **found)

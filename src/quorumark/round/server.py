@@ -51,7 +51,7 @@ Ask = Callable[[str, Config], Mapping[int, Config]]
 """Asks every member that can be reached for a stage, and gives what they said, by point."""
 
 _RUN = "quorumark-engine-run/v2"
-_SUM = ("tag", "halvings", "under", "held")  # what members are told of the sum that a model comes from
+_SUM = ("tag", "round", "halvings", "under", "held")  # what members are told of the sum that a model comes from
 
 
 class RoundServer:
@@ -427,7 +427,8 @@ class RoundServer:
         else:
             self._last = {"tag": 0, "rest": None, "norms": settled.norms}
         under = self._under.digest().hex()
-        self._last |= {"halvings": halvings, "under": under, "held": json.dumps(settled.held)}
+        self._last |= {"round": self._turn.round, "halvings": halvings, "under": under}
+        self._last["held"] = json.dumps(settled.held)
         history.accept(history.round, encoded, settled.embedded, settled.norms, under)
         self.like = dict(model)
         self._settled = self._opened = self._open = None
@@ -536,7 +537,7 @@ class RoundServer:
             if path.exists():
                 with np.load(path) as found:
                     self._last = {name: found.get(name) for name in ("rest", "norms")}
-                    self._last |= {name: int(found[name]) for name in ("tag", "halvings")}
+                    self._last |= {name: int(found[name]) for name in ("tag", "round", "halvings")}
                     self._last |= {name: str(found[name]) for name in ("under", "held")}
             self.round_no = max(self.round_no, int(body["round"]))
             self._resume_open()

@@ -137,15 +137,15 @@ class Turn:
     def from_bytes(cls, data: bytes) -> Turn:
         try:
             body = parse(data, cls.FORMAT, "a round's turn")
-            numbers = [body[name] for name in ("round", "halvings", "repeats")]
-            if not all(is_count(n) for n in numbers):
+            round_no, halvings, repeats = (body[name] for name in ("round", "halvings", "repeats"))
+            if not is_count(halvings) or not is_count(repeats):
                 raise ValueError
-            check_round_number(numbers[0])
+            check_round_number(round_no)
             never, strong, newer = (_statements(body[name], int) for name in ("never", "strong", "newer"))
             closed = _statements(body["closed"], str)
         except (KeyError, TypeError, ValueError, AttributeError, RecordError, InputError):
             raise MessageError("the server's message about this round cannot be read") from None
-        return cls(*numbers, never, strong, closed, newer)
+        return cls(round_no, halvings, repeats, never, strong, closed, newer)
 
 
 _LISTS = ("never", "strong", "closed", "newer")

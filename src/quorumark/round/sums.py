@@ -128,9 +128,9 @@ def keep(member: SecAggMember, origin: bytes, turn: Turn, key: bytes) -> None:
         memory["sum"] = {**about, "key": key.hex()}
 
 
-def check(state: State, origin: bytes, halvings: int, opened: Vector) -> bool | None:
+def check(state: State, origin: bytes, round_no: int, halvings: int, opened: Vector) -> bool | None:
     """Whether this is the sum of a round from the state `origin`, with its tag and a mark that was halved so many
-    times; None if this member cannot say.
+    times; None if this member cannot say, because it last uploaded in another round.
 
     A true sum that follows another history is from another state. A member that uploaded and was not asked to unmask
     may know the key of an attempt that led to nothing: that the tag does not fit then says nothing.
@@ -138,7 +138,7 @@ def check(state: State, origin: bytes, halvings: int, opened: Vector) -> bool | 
     with state.edit() as memory:
         known = memory["sum"]
         answered = [last for last, _ in answers_from(memory, origin, "model")]
-    if known.get("origin") != origin.hex():
+    if (known.get("origin"), known.get("round")) != (origin.hex(), round_no):
         return None
     fits = known["halvings"] == halvings and holds(bytes.fromhex(known["key"]), opened)
     return True if fits else False if known["round"] in answered else None
