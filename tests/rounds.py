@@ -85,6 +85,10 @@ class Run:
         for x in range(1, self.world.count + 1):
             if x not in {*absent, *self.gone}:
                 self.join_one(x, offer, told, model)
+        for x, more in self.server.late().items():
+            if x not in {*absent, *self.gone}:
+                self.refused.pop(x, None)
+                self.join_one(x, {**offer, **more}, told, model)
 
     def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any], model: Model) -> None:
         try:
@@ -116,9 +120,7 @@ class Run:
     def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:  # noqa: ARG002
         return train(model, 0.01, reply["seed"], reply["rate"])
 
-    def upload(
-        self, lost: Iterable[int] = (), change: Callable[[dict[str, Any]], None] = lambda *_: None
-    ) -> None:
+    def upload(self, lost: Iterable[int] = (), change: Callable[[dict[str, Any]], None] = lambda *_: None) -> None:
         self._upload(set(lost), change)
         while self.server.missing:
             self.server.retry()

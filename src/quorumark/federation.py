@@ -375,6 +375,8 @@ class Federation:
             with _excluding(report, x):
                 if stage == "again":
                     said[x] = {"answer": member.unmask(bytes.fromhex(requests[str(x)]))}
+                elif stage == "state":
+                    said[x] = {"answered": member.answered(bytes.fromhex(config["of-state"]))}
                 elif stage == "never":
                     said[x] = {"never": member.never(bytes.fromhex(config["state"]), config["of-round"])}
         return said

@@ -59,20 +59,55 @@ def restore(
 
 @app.command("rounds")
 def rounds(
-    after: Annotated[int, typer.Option(help="The last round that this member may have taken part in; 0 if none.")],
+    new: Annotated[bool, typer.Option("--new", help="This member never took part in a round.")] = False,
+    lost: Annotated[
+        bool, typer.Option("--lost", help="It may have, and its memory of them is gone, or was in no backup.")
+    ] = False,
     home: HomeOption = DEFAULT_HOME,
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
     which: Which = None,
 ) -> None:
-    """Make this member's memory of rounds, without which an engine's rounds are refused. Once; a lost one made anew
-    must not begin before a round that this member took part in."""
+    """Make this member's memory of rounds, without which an engine's rounds are refused. With --lost it takes part
+    again as soon as others say that the model is newer than its loss; until then it could do things twice."""
     from quorumark.engine.journal import create_memory
+    from quorumark.errors import InputError
+    from quorumark.home import Home
+
+    if new == lost:
+        raise InputError("--new or --lost", "must be given, one of the two", "both" if new else "neither")
+    member = Home(home)
+    create_memory(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)), lost=lost)
+    name = member.card().name
+    if lost:
+        typer.echo(f"{name} takes part again once the others have gone on for two rounds without it")
+    else:
+        typer.echo(f"{name} takes part in rounds")
+
+
+@app.command("consent")
+def consent(
+    here: Annotated[
+        bool, typer.Option("--here", help="To another sum from the last model, not to a second run from the first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    home: HomeOption = DEFAULT_HOME,
+    key_file: KeyFile = None,
+    passphrase_file: PassphraseFile = None,
+    which: Which = None,
+) -> None:
+    """Let this member answer once more from a model for which it has answered: a second run from the initial model, or
+    another sum from the last one, where the first can never be opened."""
+    from quorumark.engine.journal import Journal
     from quorumark.home import Home
 
     member = Home(home)
-    create_memory(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)), after)
-    typer.echo(f"{member.card().name} takes part in rounds after {after}")
+    journal = Journal(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)))
+    typer.echo(journal.consent(here=here))
+    if not yes and not typer.confirm("Consent?"):
+        raise typer.Exit(1)
+    journal.give_consent(here=here)
+    typer.echo("noted")
 
 
 @app.command("serve", short_help="Hold the share in a process of its own, for an engine's node.")

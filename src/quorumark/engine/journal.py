@@ -10,6 +10,7 @@ for the consortium, whatever its manifests.
     layout.json            how models lie in a vector
     sum.npz                what the others check that model by, if this member hands it out
     result.sealed          what it trained from that state, until a successor is accepted
+    marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made
 
 None of it is in a backup.
 """
@@ -40,7 +41,7 @@ from quorumark.round import sums
 from quorumark.round.group import group_of
 from quorumark.round.history import History, checks_sums
 from quorumark.round.member import RoundMember
-from quorumark.round.memory import FolderState, adopt, follow
+from quorumark.round.memory import FolderState, adopt, answers_from, follow
 from quorumark.round.statements import Turn
 from quorumark.shares import ShareInfo
 
@@ -50,6 +51,7 @@ Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
+_MARKED = "marked.txt"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Journal:
         self._result_path, self._sum_path = self._folder / "result.sealed", self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
+        self._marked_path = self._folder / _MARKED
         self.notes = Notes()
         if self._notes_path.exists():
             self.notes = Notes.from_bytes(self._notes_path.read_bytes())
@@ -188,6 +191,63 @@ class Journal:
             raise missing
         return result
 
+    # --- models with a mark ---
+
+    def note_marked(self, side: RoundMember) -> None:
+        """Before it uploads: from a model with a mark no other key may be summed."""
+        if side.history is not None and side.is_marked:
+            name = side.history.mark.model_digest.hex()
+            known = self._marked_path.read_text().split() if self._marked_path.exists() else []
+            if name not in known:
+                write_private(self._marked_path, "\n".join([*known, name, ""]).encode())
+
+    def check_other_keys(self, encoded: Vector) -> None:
+        """Two keys in sums from one model show where they differ: half of the signs of both."""
+        name = model_digest(encoded).hex()
+        for path in self.place.path.parent.glob(f"*/rounds/{_MARKED}"):
+            if path != self._marked_path and name in path.read_text().split():
+                raise RoundError(
+                    f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
+                    "sums from it with two keys would show both. Go on with that consortium, or begin from another one"
+                )
+
+    # --- consent ---
+
+    def state_of_anchor(self) -> bytes:
+        """What a run begins from."""
+        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
+        history = History(self.manifest, layout, np.load(self._anchor_path), self.chain[:-1])
+        history.beside = bytes.fromhex(self.notes.beside)
+        return history.state
+
+    def consent(self, *, here: bool) -> str:
+        """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""
+        with self.memory().edit() as memory:
+            marked = bool(memory["marked"])
+        if here:
+            return (
+                f"{self.name} has answered for a sum from the last model. Another sum from it can show the key to a "
+                "server that holds both, above all if a member helps it: consent only if a member or the server's files "
+                "are lost for ever."
+            )
+        text = f"{self.name} has taken part in a run from the initial model. A second run shows more of the members' "
+        if not marked:
+            return (
+                text
+                + "updates: two sums from one model differ by what training did differently. Nothing was marked yet."
+            )
+        return text + (
+            "updates, and each run with marked rounds tells a server more about the key: this can show the key, above "
+            "all where training repeats itself."
+        )
+
+    def give_consent(self, *, here: bool) -> None:
+        """The operator's: this member may answer once more from a state."""
+        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
+        state = self.history(layout).state if here else self.state_of_anchor()
+        with self.memory().edit() as memory:
+            memory["consents"][state.hex()] = True
+
     # --- the history ---
 
     def layout(self, data: bytes) -> ModelLayout:
@@ -226,6 +286,7 @@ class Journal:
         noted (`sure`).
         """
         encoded = layout.encode(model)
+        self.check_other_keys(encoded)
         beside = layout.beside(model) if self.checks else b""
         own, sure = self._derived(config, arrays, layout, model, encoded, beside)
         if own is None:
@@ -378,17 +439,25 @@ class Journal:
         with replacing(self._sum_path) as file:
             np.savez(file, about=np.frombuffer(canonical(about), np.uint8), **found)
 
+    def where(self, state: bytes) -> Config:
+        """Where this member is: how many rounds it has accepted, the last number that it joined, and in which round,
+        over whom, it has answered from a state."""
+        with self.memory().edit() as memory:
+            last, given = int(memory["round"]), answers_from(memory, state, "model")
+            kept = memory["answer"].get("model", {})
+        answered = given[-1][0] if given else 0
+        over = kept["members"] if answered and kept.get("round") == answered else []
+        accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
+        return {"accepted": accepted, "round": last, "answered": answered, "over": json.dumps(over)}
+
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""
         if not self.notes.mark or not self._sum_path.exists():
-            return {"accepted": 0}, {}
+            return {}, {}
         with np.load(self._sum_path) as kept:
             about = json.loads(kept["about"].tobytes())
             arrays = {name: kept[name] for name in ("rest", "norms") if name in kept}
-        with self.memory().edit() as memory:
-            last = int(memory["round"])
         config: Config = {f"sum-{name}": value for name, value in about.items()}
-        config |= {"accepted": json.loads(self.notes.mark)["round"], "round": last}
         arrays["state"] = np.frombuffer(self.notes.mark.encode(), np.uint8)
         arrays |= {MODEL + name: np.array(tensor) for name, tensor in read_safetensors(self._model_path).items()}
         return config, arrays

@@ -10,7 +10,7 @@
     unmask   a request                                          shares of the seeds
     again    requests of a sum that is still open               the same answer once more
     never    a state and a round                                signed: it never answers there
-    state                                                       the last model that it accepted
+    state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
     answer   a query, the suspect, the anchor, the layout       this member's partial, if its policy allows
     sign     a certificate                                      the certificate with this member's signature
@@ -209,6 +209,7 @@ class MemberNode:
             return {**told, "strong": complaint}, {}
         told["ready"] = side.ready()
         journal.keep_result(side, round_no)
+        journal.note_marked(side)
         journal.note(ready=round_no)
         if side.checks:
             told["boxes"], told["vouch"] = side.said()
@@ -255,7 +256,8 @@ class MemberNode:
     def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The last model that this member accepted, for a server that lost its own copy."""
         journal = self._journal()
-        told, found = journal.hand_out()
+        told, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
+        told |= journal.where(bytes.fromhex(str(config["of-state"])))
         return {**told, **self._introduced(journal, config)}, found
 
     def _summing(self, journal: Journal) -> SecAggMember:

@@ -185,8 +185,9 @@ class Watermarked:
             earlier=self._earlier,
         )
         carrier = _Carrier(grid, self, server)
-        if self._go_on and server.resumed is None:
-            server.catch_up(lambda stage, config: carrier.ask_all(grid.get_node_ids(), "train", stage, config))
+        if server.resumed is None:
+            nodes = list(grid.get_node_ids())
+            server.survey(lambda stage, told: carrier.ask_all(nodes, "train", stage, told), go_on=self._go_on)
         if server.resumed is not None:
             initial_arrays = to_record(server.resumed)
             num_rounds = max(0, num_rounds - server.accepted)
@@ -349,12 +350,28 @@ class _Carrier:
                     content = flwr.RecordDict({**others, **records(offer, extra)})
                     again.append(flwr.Message(content, message.metadata.dst_node_id, message.metadata.message_type))
                 replies |= self._exchange(again, timeout, report)
-        self._nodes = {}
-        for node, reply in replies.items():
-            self._take_ready(node, reply, str(offer["run"]), report)
+            self._nodes = {}
+            for node, reply in replies.items():
+                self._take_ready(node, reply, str(offer["run"]), report)
+            self._train_late(made, offer, timeout, report)
         silent = {m.metadata.dst_node_id for m in made} - replies.keys()
         lost = [self._points.get(node, -node) for node in silent]
         report.lost["train"] = tuple(sorted(lost))
+
+    def _train_late(self, made: list[Any], offer: Mapping[str, Any], timeout: float, report: RoundReport) -> None:
+        """Members whose memory was made anew, once the others have said that the model is newer."""
+        flwr, told = flwr_app(), self._server.late()
+        again = {}
+        for message in made:
+            node = message.metadata.dst_node_id
+            point = self._points.get(node, 0)
+            if point in told:
+                _, arrays, others = split(message.content)
+                content = flwr.RecordDict({**others, **records({**offer, **told[point]}, arrays)})
+                again[node] = flwr.Message(content, node, message.metadata.message_type)
+                report.excluded.pop(point, None)
+        for node, reply in self._exchange(list(again.values()), timeout, report).items():
+            self._take_ready(node, reply, str(offer["run"]), report)
 
     def _take_ready(self, node: int, reply: Any, run: str, report: RoundReport) -> None:
         point = self._points.get(node, -node)
@@ -364,6 +381,7 @@ class _Carrier:
                 point = int(told["point"])
                 manifest = self._server.manifest
                 introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
+                self._points[node] = point
                 self._take_refusal(point, told)
             told = _accepted(reply)
             if self._nodes.get(point, node) != node:

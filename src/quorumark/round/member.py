@@ -43,7 +43,7 @@ from quorumark.records import Manifest
 from quorumark.round import statements, sums
 from quorumark.round.group import group_of, word
 from quorumark.round.history import History, checks_sums
-from quorumark.round.memory import MemoryState, State
+from quorumark.round.memory import MemoryState, State, answers_from
 from quorumark.round.secagg import Plan, SecAggMember, Upload
 from quorumark.round.statements import Turn
 from quorumark.shares import ShareFile, ShareInfo
@@ -129,6 +129,12 @@ class RoundMember:
             found.append(group.id.hex())
         return frozenset(found)
 
+    def answered(self, state: bytes) -> int:
+        """The last round in which it answered from a state, 0 if it did not."""
+        with self.secagg.state.edit() as memory:
+            given = answers_from(memory, state, "model")
+        return given[-1][0] if given else 0
+
     def never(self, state: bytes, round_no: int) -> bytes:
         """Signed: it has answered nothing from this state in this round (0: in any), and never will."""
         return self.secagg.never(state, round_no)
@@ -185,6 +191,12 @@ class RoundMember:
         if self._paper is None or self._paper.round != self._known().round:
             raise RoundError(f"the scale of round {self._begun().round} has not been summed")
         return self._paper
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the round starts from a model with a mark in it, or puts one in."""
+        amplitudes = self._amplitudes("model")
+        return bool(self._known().mark.rho) or (amplitudes is not None and amplitudes.marks)
 
     def length(self, purpose: str = "model") -> int:
         """Of the vectors that are summed: the model, the members' norms where the mark needs them, and a tag."""

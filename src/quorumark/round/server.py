@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,11 @@ class RoundServer:
         return self._close(ask, past, left.manifest)
 
     def _gather(self, ask: Ask, past: _Past, round_no: int) -> None:
+        """Statements that give a round up, if there can be enough: a member that signs one can no longer help to open
+        that sum, nor to make it again."""
+        free = [x for x, said in self._ask_where(ask).items() if not said["answered"]]
+        if len(free) < self.group.closing:
+            return
         told = {"state": past.state.hex(), "of-round": round_no, "of-manifest": self.manifest.digest().hex()}
         for point, said in ask("never", told).items():
             if "never" in said:
@@ -282,6 +287,20 @@ class RoundServer:
         """A member says that the present model is newer than others' nonces."""
         for other, message in said.items():
             self._current_past().newer.setdefault(other, {})[point] = message
+
+    def late(self) -> dict[int, Config]:
+        """Members whose memory was made anew and who may take part now, since enough others have said in this round
+        that the model is newer; what they must be told in place of what they were offered."""
+        past, found = self._current_past(), {}
+        for point, nonce in self._nonces.items():
+            said = past.newer.get(point, {})
+            if (
+                point not in self._said
+                and len(statements.signers(self.group, "newer", past.state, bytes.fromhex(nonce), said))
+                >= self.group.threshold
+            ):
+                found[point] = {"turn": replace(self._turn, newer=past.newer).to_bytes()}
+        return found
 
     def announce(self) -> bytes:
         """Fixes the set U. Where too few are ready because the mark is too strong for them, it is halved next time."""
@@ -446,17 +465,28 @@ class RoundServer:
             self._accept(model)
             self._save(model)
 
-    def catch_up(self, ask: Ask) -> bool:
-        """Goes on from the last state that members have accepted, if they have come further than this run: for a server
-        that lost its folder. What a member hands out the others check, as if this server had said it."""
-        replies = [said for said in ask("state", {}).values() if said.get("accepted", 0) > self.history.mark.round]
-        for said in sorted(replies, key=lambda r: -int(r["accepted"])):
-            try:
-                self._adopt(said, said["arrays"])
-            except (QuorumarkError, KeyError, TypeError, ValueError):
-                continue
-            return True
-        return False
+    def survey(self, ask: Ask, *, go_on: bool = False) -> None:
+        """Asks where the members are, before the first round of a run that has no files: which numbers are taken, and
+        in which rounds from the present model they have answered. With `go_on` the run goes on from the last model that
+        they have accepted; what one hands out the others check, as if this server had said it.
+        """
+        said = self._ask_where(ask)
+        if go_on and any(r["accepted"] > self.history.mark.round for r in said.values()):
+            replies = ask("state", {"of-state": self.history.state.hex(), "with-model": True})
+            for reply in sorted(replies.values(), key=lambda r: -int(r["accepted"])):
+                try:
+                    self._adopt(reply, reply["arrays"])
+                except (QuorumarkError, KeyError, TypeError, ValueError):
+                    continue
+                break
+            said = self._ask_where(ask)
+        for point, reply in said.items():
+            self.round_no = max(self.round_no, int(reply["round"]))
+            if reply["answered"]:
+                self.take_answered(point, int(reply["answered"]), tuple(json.loads(reply["over"])))
+
+    def _ask_where(self, ask: Ask) -> Mapping[int, Config]:
+        return ask("state", {"of-state": self.history.state.hex(), "with-model": False})
 
     def _adopt(self, said: Config, arrays: Mapping[str, NDArray[Any]]) -> None:
         model = {name: np.array(arrays[f"model:{name}"]) for name in self.like}
@@ -469,7 +499,6 @@ class RoundServer:
         self._last = {name: said[f"sum-{name}"] for name in _SUM}
         self._last |= {name: arrays.get(name) for name in ("rest", "norms")}
         self.history, self.like, self.resumed = history.restored(mark, beside), model, model
-        self.round_no = max(self.round_no, int(said["round"]))
 
     def _save(self, model: Weights) -> None:
         """The model first, then the state that names it: a crash leaves the round before, or this one."""
