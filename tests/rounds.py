@@ -59,7 +59,7 @@ class Run:
         `lie` changes what members are told when they join, `change` what they are told before they upload.
         """
         server, self.refused = self.server, {}
-        weights = server.prepare(self.ask)
+        weights = server.prepare(self.ask, self.model)
         if weights is None:
             offer, told = self.offer(lie)
             self.join(offer, told, absent)
@@ -96,7 +96,7 @@ class Run:
             if "refused" in reply:
                 self._take_refusal(x, reply)
             made = {} if reply["repeats"] else self.trained(x, model, reply)
-            about = {**offer, "examples": 100 + x, "joined": reply["joined"]}
+            about = {**offer, "examples": self.server.manifest.terms.member(x).examples, "joined": reply["joined"]}
             ready, _ = self.node(x).handle("ready", about, {RESULT + name: t for name, t in made.items()})
         except QuorumarkError as error:
             self.refused[x] = str(error)

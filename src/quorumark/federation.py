@@ -260,7 +260,7 @@ class Federation:
     def _run(self, report: RoundReport) -> None:
         server = self.server
         with timed(report, "unmask"):
-            weights = server.prepare(lambda stage, config: self._ask(stage, config, report))
+            weights = server.prepare(lambda stage, config: self._ask(stage, config, report), server.like)
         if weights is None:
             turn = server.advance(server.like)
             taking_part = self._train_all(report)

@@ -267,7 +267,7 @@ class _Carrier:
             model = tensors(next(iter(messages[0].content.array_records.values())))
             kind, nodes = messages[0].metadata.message_type, [m.metadata.dst_node_id for m in messages]
             report.round = server.round_no + 1
-            weights = server.prepare(lambda stage, config: self.ask_all(nodes, kind, stage, config))
+            weights = server.prepare(lambda stage, config: self.ask_all(nodes, kind, stage, config), model)
             if weights is None:
                 offer, arrays = server.offer(model)
                 self._train(messages, offer, arrays, timeout, report)

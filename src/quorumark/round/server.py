@@ -2,7 +2,7 @@
 
     server = RoundServer(manifest, layout, model, run="17")
     each round:
-        weights = server.prepare(ask)                             # what must be settled first; a sum, if one was open
+        weights = server.prepare(ask, model)                      # what must be settled first; a sum, if one was open
         config, arrays = server.offer(model)                      # to everybody, with the model
         server.take_ready(point, ready, boxes, vouch)             # from everybody who trained; or take_strong
         server.announce()                                         # server.asked(point) goes to each of server.members
@@ -102,13 +102,11 @@ class RoundServer:
 
     # --- before a round ---
 
-    def prepare(self, ask: Ask) -> dict[str, Any] | None:
-        """Settles what earlier rounds from the present model left open. A sum that opens now is this round's result.
-
-        A RoundError says what the run is waiting for.
+    def prepare(self, ask: Ask, model: Weights) -> dict[str, Any] | None:
+        """Accepts the model that was made of the last sum, and settles what earlier rounds from it left open. A sum
+        that opens now is this round's result. A RoundError says what the run is waiting for.
         """
-        if self._settled is not None:
-            return None
+        self.close(model)
         past = self._current_past()
         if self._open is not None:
             server = self._open.server
