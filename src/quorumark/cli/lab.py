@@ -67,6 +67,12 @@ def run(
     abreast: Annotated[
         int, typer.Option(min=1, help="Runs with images that are made at once, each in a thread of its own.")
     ] = 1,
+    dither: Annotated[
+        float | None, typer.Option(help="κ: members add noise of κ times the mark's amplitude beside it, in all.")
+    ] = None,
+    continuity: Annotated[
+        bool, typer.Option("--continuity", help="Count the rows that the continuity rule would silence.")
+    ] = False,
     masked: Annotated[
         int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
     ] = 0,
@@ -86,6 +92,8 @@ def run(
     from quorumark.lab.workbench import Workbench
 
     chosen, clock = _chosen(configuration, only, seed, rounds, evaluate_every, patience), Clock(seconds)
+    nets: Any = ({} if dither is None else {"dither": dither}) | ({"continuity": True} if continuity else {})
+    chosen = [replace(settings, **nets) for settings in chosen]
     if read(configuration).task == "language":
         plan = None if attacks is None else read_plan(attacks)
         bench = Workbench(

@@ -12,19 +12,22 @@ from typing import Any
 
 from quorumark.errors import InputError, MissingDependencyError
 from quorumark.lab.config import Configuration
-from quorumark.lab.results import BALANCED, MEAN, best_evidence, finished, groups
+from quorumark.lab.results import BALANCED, CODE, best_evidence, finished, groups
 
 __all__ = ["digest", "draw", "points"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """z of the runs of one setting, by the project's statistic and by the paper's code; `full` if they are whole."""
+    """z of the runs of one setting, by the project's statistic and by the paper's code; `full` if they are whole.
+
+    Results that are older than the code's statistic have no z by it.
+    """
 
     line: str
     at: float
     ours: float
-    papers: float
+    papers: float | None
     full: bool
 
 
@@ -40,7 +43,9 @@ def points(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
         rule, _, number = first.strength.partition(":")
         members = configuration.plot == "members"
         at, name = (first.members, first.strength) if members else (float(number), f"{first.dataset}, {rule}")
-        ours, papers = (statistics.fmean(b["z"]["released"][s] for b in bodies) for s in (BALANCED, MEAN))
+        ours = statistics.fmean(b["z"]["released"][BALANCED] for b in bodies)
+        code = [b["z"]["released"][CODE] for b in bodies if CODE in b["z"]["released"]]
+        papers = statistics.fmean(code) if code else None
         found.append(Point(name, at, ours, papers, finished(bodies[0], first)))
     return found
 
@@ -70,13 +75,15 @@ def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path:
             drawn.sort(key=lambda point: point.at)
             xs, colour = [point.at for point in drawn], f"C{number}"
             axes.plot(xs, [point.ours for point in drawn], "-", color=colour, label=name)
-            axes.plot(xs, [point.papers for point in drawn], "--", color=colour, alpha=0.6)
+            code = [(point.at, point.papers) for point in drawn if point.papers is not None]
+            axes.plot([at for at, _ in code], [z for _, z in code], "--", color=colour, alpha=0.6)
             for point in drawn:
                 face = colour if point.full else "white"
                 for z, mark in ((point.ours, "o"), (point.papers, "s")):
-                    axes.plot([point.at], [z], mark, color=colour, markerfacecolor=face, markersize=5)
+                    if z is not None:
+                        axes.plot([point.at], [z], mark, color=colour, markerfacecolor=face, markersize=5)
         axes.axhline(4, color="grey", linewidth=1)
-        zs = [z for point in found for z in (point.ours, point.papers)] or [10.0]
+        zs = [z for point in found for z in (point.ours, point.papers) if z is not None] or [10.0]
         axes.set(ylabel="z", yscale="symlog", ylim=(min(0.0, 1.5 * min(zs)), 2 * max(zs)))
         if configuration.plot == "members":
             axes.set_xscale("log", base=2)
@@ -87,13 +94,11 @@ def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path:
             axes.set_xlabel("c or ρ*")
         signs = [
             Line2D([], [], color="black", marker="o", label="balanced statistic"),
-            Line2D(
-                [], [], color="black", linestyle="--", marker="s", alpha=0.6, label="mean of cosines (paper's code)"
-            ),
+            Line2D([], [], color="black", linestyle="--", marker="s", alpha=0.6, label="the paper's code"),
             Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="white", label="shorter runs"),
             Line2D([], [], color="grey", linewidth=1, label="z = 4"),
         ]
         handles = axes.get_legend_handles_labels()[0] + signs
         figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
         figure.savefig(path, metadata={"Date": None, "Description": digest(found)})
-    return 2 * len(found)
+    return sum(1 if point.papers is None else 2 for point in found)
