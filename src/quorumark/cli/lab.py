@@ -220,6 +220,23 @@ def table(
     typer.echo(f"written: {out}")
 
 
+@app.command("collect")
+def collect(
+    source: Annotated[Path, typer.Argument(help="A folder with result files, of runs on another machine.")],
+    results: Results = Path("results"),
+) -> None:
+    """Take over result files that are new, or of longer runs than those that are here."""
+    from quorumark.errors import InputError
+    from quorumark.lab.results import read_all, write
+
+    found = read_all(source)
+    if not found:
+        raise InputError("SOURCE", "must be a folder with result files", str(source))
+    for name, body in found.items():
+        taken = write(body, results) is not None
+        typer.echo(f"{name}: {body['rounds']} rounds, {'taken' if taken else 'a longer run is here'}")
+
+
 @app.command("plot")
 def plot(
     configuration: Annotated[str, typer.Argument(help="clients or strength.")] = "clients",
