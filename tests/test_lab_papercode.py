@@ -124,6 +124,36 @@ def test_the_statistic_of_the_paper_s_code() -> None:
     assert mean_cosines(small.trainable, torch.zeros_like(vector), [right], "cpu") == [0.0]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_paper_s_code_on_a_gpu_is_as_on_the_cpu(count: int) -> None:
+    small, ends = Small(), []
+    keys, shares = small.keys(count), [Fraction(1, 3)] * 3
+    for device in ("cpu", "cuda"):
+        trainable, model = Trainable(small.layout, small.names, device), small.start.to(device)
+        mark = CodeMark(0.3, small.layout, trainable, model, keys, device)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(1, 4):
+            rows = model + 0.02 * torch.randn(3, model.numel(), generator=generator).to(device)
+            model, _ = mark.apply(number, model, weighted_sum(rows, shares), shares, rows.__getitem__)
+        ends.append((model.cpu().numpy(), mark.rho, code_scores(trainable, model, keys, device, count=20)))
+    assert np.allclose(ends[0][0], ends[1][0], rtol=0, atol=1e-6)
+    assert ends[0][1] == pytest.approx(ends[1][1], rel=1e-4)
+    assert ends[0][2] == pytest.approx(ends[1][2], rel=1e-2, abs=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_safety_nets_on_a_gpu() -> None:
+    scale, total = torch.full((40_000,), 1 << 22, device="cuda"), torch.zeros(40_000, dtype=torch.int64, device="cuda")
+    Dither(3.0, 0).add(total, slice(0, 40_000), scale, 1, 4)
+    assert float(total.double().std()) / 2**22 == pytest.approx(3.0, rel=0.03)
+    run = Run(replace(MINI, strength="rho:0.1", dither=3.0, continuity=True, rounds=6), data.load("shapes"), "cuda")
+    run.train()
+    assert run.continuity is not None
+    assert run.continuity.summary()["rows"] < 0.5
+    run.close()
+
+
 def test_what_sigma_is_for_the_paper_s_network() -> None:
     """0.01, by which the code divides, is σ for 10 classes; for 100 it is 0.0089."""
     for classes, sigma in ((10, 0.0101), (100, 0.0089)):
@@ -263,7 +293,7 @@ def test_a_run_with_dither_goes_on_as_it_was(tmp_path: Path) -> None:
 
 
 def test_rows_that_jump_are_counted() -> None:
-    layout, rng = ModelLayout.of({"a": np.zeros((4, 6), np.float32), "b": np.zeros((3, 2, 5), np.float32)}), None
+    layout = ModelLayout.of({"a": np.zeros((4, 6), np.float32), "b": np.zeros((3, 2, 5), np.float32)})
     rng = np.random.default_rng(0)
     continuity, model = Continuity(layout, "cpu"), torch.zeros(layout.size)
     widths, ema, silenced = np.array([6] * 4 + [10] * 3), None, []

@@ -14,7 +14,7 @@ As everywhere in the lab, what is added is rounded to whole numbers of 2^-40. Th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -118,11 +118,12 @@ class CodeMark:
         spread = tensors.spread(amplitudes.to(torch.int64))
         self.added = spread[: self._end]
         if self._signs is not None:
-            total[tensors.index] += spread * self._signs
+            mark = spread * self._signs
         else:
+            mark = torch.zeros_like(spread)
             for key, own in zip(self._keys, each, strict=True):
-                part = tensors.spread(torch.round(own * _SCALE).to(torch.int64))
-                total[tensors.index] += part * key.signs(self.device)
+                mark += tensors.spread(torch.round(own * _SCALE).to(torch.int64)) * key.signs(self.device)
+        total[tensors.index] += mark
         self._model = decoded(total)
         return self._model, self._c
 
@@ -144,7 +145,7 @@ class CodeMark:
 # --- the statistic ----------------------------------------------------------------------------------------
 
 
-def mean_cosines(trainable: Trainable, vector: Tensor, keys: Sequence[Signs], device: Any) -> list[float]:
+def mean_cosines(trainable: Trainable, vector: Tensor, keys: Iterable[Signs], device: Any) -> list[float]:
     """The mean over the tensors of cos(θ_T, τ_T), for each key; a tensor of zeros counts as 0."""
     norms = trainable.norms(vector)
     scale = torch.where(norms > 0, 1 / norms, 0.0) / (trainable.sizes.double().sqrt() * len(trainable.places))
@@ -159,7 +160,7 @@ def code_scores(
 
     With a key for each member the mean over them, and the least and the largest.
     """
-    random = [SeededKey(trainable.size, 1 << 33, number) for number in range(count)]
+    random = (SeededKey(trainable.size, 1 << 33, number) for number in range(count))  # one at a time: 1.4 MB each
     sigma = statistics.pstdev(mean_cosines(trainable, vector, random, device), 0.0)
     cosines = mean_cosines(trainable, vector, keys, device)
     mean = statistics.fmean(cosines)
