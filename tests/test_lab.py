@@ -1204,6 +1204,23 @@ def test_the_lab_s_figures_are_of_these_results(name: str) -> None:
     assert digest(found[1:]) != digest(found)
 
 
+def test_a_figure_s_line_joins_runs_of_one_length() -> None:
+    from quorumark.lab.plot import Point, joined, points
+    from quorumark.lab.results import read_all
+
+    drawn = [Point("a", at, 1.0, None, rounds == 300, rounds) for at, rounds in ((4, 30), (8, 30), (32, 300), (64, 30))]
+    assert [point.at for point in joined(drawn)] == [4, 8, 64]
+    assert [point.at for point in joined(drawn[1:3])] == [32]
+    assert joined([]) == []
+    found = points(read("clients"), read_all(Path(__file__).parent.parent / "results"))
+    code = [point for point in found if point.line == "paper-code:0.025"]
+    assert {point.at for point in code} - {point.at for point in joined(code)} == {32}  # 300 rounds among 30
+    zs = {point.at: point.papers or 0.0 for point in joined(code)}
+    assert (f"{zs[4]:.1f}", f"{zs[8]:.1f}", f"{zs[128]:.1f}") == ("3.7", "4.1", "8.1")  # as the notes say
+    assert min(z for at, z in zs.items() if at > 8) > zs[8]
+    assert max(zs.values()) == zs[128]
+
+
 def test_figures_and_timings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "figures" / "f.svg"

@@ -14,7 +14,7 @@ from quorumark.errors import InputError, MissingDependencyError
 from quorumark.lab.config import Configuration
 from quorumark.lab.results import BALANCED, CODE, best_evidence, finished, groups
 
-__all__ = ["digest", "draw", "points"]
+__all__ = ["Point", "digest", "draw", "joined", "points"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Point:
     ours: float
     papers: float | None
     full: bool
+    rounds: int
 
 
 def points(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[Point]:
@@ -46,8 +47,18 @@ def points(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
         ours = statistics.fmean(b["z"]["released"][BALANCED] for b in bodies)
         code = [b["z"]["released"][CODE] for b in bodies if CODE in b["z"]["released"]]
         papers = statistics.fmean(code) if code else None
-        found.append(Point(name, at, ours, papers, finished(bodies[0], first)))
+        found.append(Point(name, at, ours, papers, finished(bodies[0], first), bodies[0]["rounds"]))
     return found
+
+
+def joined(drawn: list[Point]) -> list[Point]:
+    """The points of a line that are drawn as one: those of the length that most of its runs have.
+
+    z may grow with the rounds, and a longer run among shorter ones would look like an effect of what is on the x axis.
+    """
+    lengths = [point.rounds for point in drawn]
+    usual = max(sorted(set(lengths), reverse=True), key=lengths.count, default=0)  # the longer one, if there are two
+    return [point for point in drawn if point.rounds == usual]
 
 
 def digest(found: list[Point]) -> str:
@@ -56,7 +67,10 @@ def digest(found: list[Point]) -> str:
 
 
 def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path: Path) -> int:
-    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. How many."""
+    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. How many.
+
+    A line joins runs of one length only; others of it are points beside it.
+    """
     found = points(configuration, results)
     try:
         import matplotlib as mpl
@@ -73,9 +87,9 @@ def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path:
             lines[point.line].append(point)
         for number, (name, drawn) in enumerate(lines.items()):
             drawn.sort(key=lambda point: point.at)
-            xs, colour = [point.at for point in drawn], f"C{number}"
-            axes.plot(xs, [point.ours for point in drawn], "-", color=colour, label=name)
-            code = [(point.at, point.papers) for point in drawn if point.papers is not None]
+            line, colour = joined(drawn), f"C{number}"
+            axes.plot([point.at for point in line], [point.ours for point in line], "-", color=colour, label=name)
+            code = [(point.at, point.papers) for point in line if point.papers is not None]
             axes.plot([at for at, _ in code], [z for _, z in code], "--", color=colour, alpha=0.6)
             for point in drawn:
                 face = colour if point.full else "white"
