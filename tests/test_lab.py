@@ -503,7 +503,7 @@ def test_an_update_that_is_too_large_is_told_by_the_next_who_ask(tmp_path: Path)
     run.round()
     run.save(tmp_path / "c.pt")
     before = (tmp_path / "c.pt").read_bytes()
-    assert run.mark is not None
+    assert isinstance(run.mark, Mark)
     local = run.model.expand(4, -1).clone()
     local[2, 0] += 17.0
     run.mark.apply(2, run.model, weighted_sum(local, run.weights), run.weights, local.__getitem__)
@@ -585,7 +585,18 @@ def test_z_finds_the_key_that_was_embedded_and_no_other() -> None:
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strength", ["none", "rho:0.05", "paper:0.025", "per-client:0.1", "per-client-rho:0.05"])
+@pytest.mark.parametrize(
+    "strength",
+    [
+        "none",
+        "rho:0.05",
+        "paper:0.025",
+        "per-client:0.1",
+        "per-client-rho:0.05",
+        "paper-code:0.1",
+        "per-client-paper-code:0.1",
+    ],
+)
 def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> None:
     settings, images = replace(MINI, strength=strength), data.load("shapes")
     whole = Run(settings, images)
@@ -615,7 +626,7 @@ def test_a_run_goes_back_to_a_checkpoint_while_its_state_is_on_the_move(tmp_path
     run.round()
     run.round()
     run.save(tmp_path / "c.pt")
-    assert run.mark is not None
+    assert isinstance(run.mark, Mark)
     run.mark._worker.submit(time.sleep, 0.2)
     run.round()  # its part of the state comes late
     run.restore(tmp_path / "c.pt")
@@ -905,12 +916,13 @@ def test_settings_are_checked() -> None:
 
 def test_the_paper_s_cells_have_their_configurations() -> None:
     runs = {name: {run.id for run in read(name).runs} for name in configurations()}
-    assert set(runs) == {"clients", "language", "null", "robustness", "strength", "table1", "table2"}
-    for strength in ("none", "rho0.05", "paper0.025", "paper0.05", "paper0.075", "paper0.1"):
+    assert set(runs) == {"clients", "dither", "language", "null", "robustness", "strength", "table1", "table2"}
+    for strength in ("none", "rho0.05", "paper-code0.025", "paper-code0.05", "paper-code0.075", "paper-code0.1"):
         for dataset in ("cifar10", "cifar100", "tiny-imagenet"):
             assert {f"{dataset}-resnet18-k32-iid-{strength}-s{seed}" for seed in (0, 1, 2)} <= runs["table1"]
     assert {f"cifar100-resnet18-k32-dirichlet{g}-none-s0" for g in ("0.25", "0.5", "0.75", "1.0")} <= runs["table2"]
-    assert {f"cifar10-resnet18-k{k}-iid-per-client0.1-s0" for k in (4, 8, 16, 32, 64, 128)} <= runs["clients"]
+    for strength in ("per-client0.1", "per-client-paper-code0.1", "paper-code0.025"):
+        assert {f"cifar10-resnet18-k{k}-iid-{strength}-s0" for k in (4, 8, 16, 32, 64, 128)} <= runs["clients"]
     first = read("table1").runs[0]
     assert (first.rounds, first.global_batch, first.lr, first.decay) == (300, 2048, 1e-3, 1e-4)
     assert read("table1").figure("accuracy", first) == "88.08 ± 0.53"
@@ -920,7 +932,8 @@ def _miniature(name: str, path: Path) -> int:
     """A configuration with every kind of run that it has, small: one seed, few members, images of noise with bars."""
     lines, seen = ['title = "miniature"', f'plot = "{read(name).plot}"'], set()
     for run in read(name).runs:
-        chosen = (run.strength, run.partition, 4 if run.members <= 32 else 6, run.augment, bool(run.null_keys))
+        members = 4 if run.members <= 32 else 6
+        chosen = (run.strength, run.partition, members, run.augment, bool(run.null_keys), run.dither)
         if run.seed or chosen in seen:
             continue
         seen.add(chosen)
@@ -929,6 +942,7 @@ def _miniature(name: str, path: Path) -> int:
             "[[grid]]", 'dataset = "shapes"', f'model = "{model}"', "rounds = 3", "global_batch = 192",
             f'strength = "{run.strength}"', f'partition = "{run.partition}"', f"members = {chosen[2]}",
             f"augment = {json.dumps(run.augment)}", f"null_keys = {20 if run.null_keys else 0}",
+            f"dither = {run.dither}", f"continuity = {str(run.continuity).lower()}",
         ]  # fmt: skip
     path.write_text("\n".join(lines))
     return len(seen)
@@ -1023,7 +1037,7 @@ def test_results_become_a_page_and_a_changed_page_is_noticed(tmp_path: Path) -> 
     row = next(line for line in text.splitlines() if line.startswith("| cifar10 | 32 | iid | none | 88.08"))
     assert f"{100 * bodies[0]['accuracy']['released']:.2f}" in row
     assert "shorter (2 rounds, 1 of 3 seeds)" in row
-    assert "| cifar10 | 32 | iid | paper:0.1 | 86.89 ± 0.32 |  |" in text
+    assert "| cifar10 | 32 | iid | paper-code:0.1 | 86.89 ± 0.32 |  |" in text
     assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
     page.write_text(text.replace("88.08", "88.09"))
     assert isinstance(CliRunner().invoke(app, [*words, "--check"]).exception, RecordError)
@@ -1188,6 +1202,23 @@ def test_the_lab_s_figures_are_of_these_results(name: str) -> None:
     found = points(read(name), read_all(root / "results"))
     assert digest(found) in (root / "docs" / "figures" / f"lab-{name}.svg").read_text()
     assert digest(found[1:]) != digest(found)
+
+
+def test_a_figure_s_line_joins_runs_of_one_length() -> None:
+    from quorumark.lab.plot import Point, joined, points
+    from quorumark.lab.results import read_all
+
+    drawn = [Point("a", at, 1.0, None, rounds == 300, rounds) for at, rounds in ((4, 30), (8, 30), (32, 300), (64, 30))]
+    assert [point.at for point in joined(drawn)] == [4, 8, 64]
+    assert [point.at for point in joined(drawn[1:3])] == [32]
+    assert joined([]) == []
+    found = points(read("clients"), read_all(Path(__file__).parent.parent / "results"))
+    code = [point for point in found if point.line == "paper-code:0.025"]
+    assert {point.at for point in code} - {point.at for point in joined(code)} == {32}  # 300 rounds among 30
+    zs = {point.at: point.papers or 0.0 for point in joined(code)}
+    assert (f"{zs[4]:.1f}", f"{zs[8]:.1f}", f"{zs[128]:.1f}") == ("3.7", "4.1", "8.1")  # as the notes say
+    assert min(z for at, z in zs.items() if at > 8) > zs[8]
+    assert max(zs.values()) == zs[128]
 
 
 def test_figures_and_timings(tmp_path: Path) -> None:

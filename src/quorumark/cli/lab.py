@@ -67,6 +67,12 @@ def run(
     abreast: Annotated[
         int, typer.Option(min=1, help="Runs with images that are made at once, each in a thread of its own.")
     ] = 1,
+    dither: Annotated[
+        float | None, typer.Option(help="κ: members add noise of κ times the mark's amplitude beside it, in all.")
+    ] = None,
+    continuity: Annotated[
+        bool, typer.Option("--continuity", help="Count the rows that the continuity rule would silence.")
+    ] = False,
     masked: Annotated[
         int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
     ] = 0,
@@ -86,6 +92,8 @@ def run(
     from quorumark.lab.workbench import Workbench
 
     chosen, clock = _chosen(configuration, only, seed, rounds, evaluate_every, patience), Clock(seconds)
+    nets: Any = ({} if dither is None else {"dither": dither}) | ({"continuity": True} if continuity else {})
+    chosen = [replace(settings, **nets) for settings in chosen]
     if read(configuration).task == "language":
         plan = None if attacks is None else read_plan(attacks)
         bench = Workbench(
@@ -210,6 +218,23 @@ def table(
         return
     replace_text(out, text)
     typer.echo(f"written: {out}")
+
+
+@app.command("collect")
+def collect(
+    source: Annotated[Path, typer.Argument(help="A folder with result files, of runs on another machine.")],
+    results: Results = Path("results"),
+) -> None:
+    """Take over result files that are new, or of longer runs than those that are here."""
+    from quorumark.errors import InputError
+    from quorumark.lab.results import read_all, write
+
+    found = read_all(source)
+    if not found:
+        raise InputError("SOURCE", "must be a folder with result files", str(source))
+    for name, body in found.items():
+        taken = write(body, results) is not None
+        typer.echo(f"{name}: {body['rounds']} rounds, {'taken' if taken else 'a longer run is here'}")
 
 
 @app.command("plot")

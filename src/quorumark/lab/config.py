@@ -3,7 +3,8 @@
 A configuration is a TOML file: a title, settings for all of its runs under `[run]`, and the values that vary under
 `[[grid]]`, every combination of which is a run. Two configurations may have the same run: a run is known by its `id`,
 and done once. `[[paper]]` holds the paper's figures: settings that they are about, and `accuracy` (`perplexity`) and
-`z` by strength; `[aims]` what z should be, by strength. With `task = "language"` its runs fine-tune language models,
+`z` by strength; `[aims]` what z should be, by strength; `[[reproduce]]` which of the paper's claims the page holds
+against its rule's runs. With `task = "language"` its runs fine-tune language models,
 and have their settings.
 """
 
@@ -13,7 +14,7 @@ import itertools
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,17 @@ class Settings:
     evaluate_every: int = 1
     augment: tuple[str, ...] = ()
     null_keys: int = 0  # other keys that the released model is tested with
+    dither: float = 0.0  # κ of the members' noise beside the mark (`quorumark.lab.dither`); 0: none
+    continuity: bool = False  # count the rows that the continuity rule would silence
 
     def __post_init__(self) -> None:
         strength_settings(self.strength)
         if self.gamma is not None and not self.gamma > 0:
             raise InputError("partition", "must be iid or dirichlet:GAMMA", repr(self.partition))
+        if not 0 <= self.dither <= 100:
+            raise InputError("dither", "must be from 0 to 100", self.dither)
+        if self.dither and (self.strength == "none" or self.papers_code):
+            raise InputError("dither", "must be 0 without a mark and under the rule paper-code", self.dither)
         for name in ("members", "rounds", "global_batch", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise InputError(name, "must be 1 or more", getattr(self, name))
@@ -69,10 +76,21 @@ class Settings:
         return self.strength.startswith("per-client")
 
     @property
+    def papers_code(self) -> bool:
+        """Whether the rule is that of the paper's public code (`quorumark.lab.papercode`)."""
+        return self.strength.startswith(("paper-code:", "per-client-paper-code:"))
+
+    @property
     def id(self) -> str:
         """The run's name, without its length: a longer run of the same settings takes a shorter one's place."""
         parts = [self.dataset, self.model, f"k{self.members}", self.partition, self.strength, f"s{self.seed}"]
+        parts += [f"dither{self.dither:g}"] * bool(self.dither) + ["continuity"] * self.continuity
         return "-".join(parts).replace(":", "")
+
+    @property
+    def unmarked(self) -> Settings:
+        """The same run without a mark, and without what goes with one."""
+        return replace(self, strength="none", dither=0.0, continuity=False)
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,6 +118,10 @@ class LanguageSettings(Settings):
         super().__post_init__()
         if self.partition != "iid":
             raise InputError("partition", "must be iid for text", repr(self.partition))
+        if self.papers_code or self.dither or self.continuity:
+            raise InputError(
+                "strength", "must not be paper-code for text, nor have dither or continuity", self.strength
+            )
         if self.sequence < 2 or self.patience < 0 or self.max_coordinates < 0:
             rule = "must be 2 or more, patience and max_coordinates 0 or more"
             raise InputError("sequence", rule, (self.sequence, self.patience, self.max_coordinates))
@@ -110,21 +132,30 @@ class LanguageSettings(Settings):
 
     def asdict(self) -> dict[str, Any]:
         """Without what is for images only."""
-        return {k: v for k, v in super().asdict().items() if k not in ("augment", "validation")}
+        for_images = ("augment", "validation", "dither", "continuity")
+        return {k: v for k, v in super().asdict().items() if k not in for_images}
 
 
 def strength_settings(text: str) -> dict[str, str] | None:
     """A strength as docs/strength.md has it, from its short form: none, rho:0.05, paper:0.025, per-client:0.1, …
 
-    `per-client` is the paper's rule with a key for each member, `per-client-rho` this project's.
+    `paper` is the rule of the paper's text, `paper-code` that of its public code, which only the lab has. `per-client`
+    is the text's rule with a key for each member, `per-client-paper-code` the code's, `per-client-rho` this project's.
     """
     rule, _, number = text.partition(":")
-    names = {"rho": "rho", "target": "z", "relative": "c", "paper": "c", "per-client": "c", "per-client-rho": "rho"}
+    names = {"rho": "rho", "target": "z", "relative": "c", "paper": "c", "paper-code": "c", "per-client": "c",
+             "per-client-paper-code": "c", "per-client-rho": "rho"}  # fmt: skip
     if text == "none":
         return None
     if rule not in names or not number:
         raise InputError("strength", f"must be none or one of {', '.join(names)} with a number", repr(text))
-    return {"rule": {"per-client": "paper", "per-client-rho": "rho"}.get(rule, rule), names[rule]: number}
+    same = {"per-client": "paper", "per-client-paper-code": "paper-code", "per-client-rho": "rho"}
+    try:
+        if not 0 < float(number) < 1e6:
+            raise ValueError
+    except ValueError:
+        raise InputError("strength", f"must have a number above 0 after {rule}:", repr(text)) from None
+    return {"rule": same.get(rule, rule), names[rule]: number}
 
 
 TASKS: dict[str, type[Settings]] = {"vision": Settings, "language": LanguageSettings}
@@ -142,6 +173,7 @@ class Configuration:
     plot: str  # what its figure is drawn against: members, strength or nothing
     task: str = "vision"  # or language
     aims: Mapping[str, float] = field(default_factory=dict)  # by strength: what z should be, without costing accuracy
+    reproduce: tuple[dict[str, Any], ...] = ()  # dataset, strength, and the z ± within and loss that the paper has
 
     def figure(self, what: str, run: Settings) -> str:
         """The paper's accuracy or z for a run's settings, as it prints it; nothing if it has none."""
@@ -186,8 +218,9 @@ def _parsed(name: str, text: str) -> Configuration:
         for run in _combinations(kind, base, grid):
             runs[run.id] = run
     notes, paper = tuple(body.get("notes", [])), tuple(body.get("paper", []))
+    aims, reproduce = body.get("aims", {}), tuple(body.get("reproduce", []))
     return Configuration(
-        name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""), task, body.get("aims", {})
+        name, body["title"], tuple(runs.values()), notes, paper, body.get("plot", ""), task, aims, reproduce
     )
 
 

@@ -28,9 +28,11 @@ from torch import Tensor
 from quorumark.errors import RecordError, RoundError
 from quorumark.lab import augment, data, models
 from quorumark.lab.config import Settings, strength_settings
+from quorumark.lab.dither import Continuity, Dither
 from quorumark.lab.fleet import Fleet, Optimiser
 from quorumark.lab.mark import Mark, decoded, weighted_sum
 from quorumark.lab.observer import Observer
+from quorumark.lab.papercode import CodeKey, CodeMark, Trainable
 from quorumark.layout import ModelLayout, write_safetensors
 from quorumark.research import SeededKey
 
@@ -97,9 +99,11 @@ class Run:
             SeededKey(self.layout.coordinates, settings.seed, number)
             for number in range(settings.members if settings.per_client else 1)
         ]
-        strength = strength_settings(settings.strength)
-        self.mark = None if strength is None else Mark(strength, self.layout, self.initial, self.keys, self.device)
+        self.trainable = Trainable(self.layout, {name for name, _ in module.named_parameters()}, self.device)
+        self.code_keys = [CodeKey.of(self.trainable, key, settings.seed, n) for n, key in enumerate(self.keys)]
+        self.mark = self._mark()
         self.observer = None if observe is None else self._observer(observe)
+        self.continuity = Continuity(self.layout, self.device) if settings.continuity else None
         self.log: list[RoundLog] = []
         self._open: list[tuple[RoundLog, Tensor]] = []  # rounds that the device may still be at
         self._since = 0.0
@@ -134,6 +138,16 @@ class Run:
 
         self.validation = ready(images.train_x[held_out], images.train_y[held_out])
         self.test = ready(images.test_x, images.test_y)
+
+    def _mark(self) -> Mark | CodeMark | None:
+        settings, strength = self.settings, strength_settings(self.settings.strength)
+        if strength is None:
+            return None
+        if settings.papers_code:
+            args = float(strength["c"]), self.layout, self.trainable, self.initial, self.code_keys, self.device
+            return CodeMark(*args)
+        dither = Dither(settings.dither, settings.seed) if settings.dither else None
+        return Mark(strength, self.layout, self.initial, self.keys, self.device, dither)
 
     def _observer(self, coalitions: Sequence[int]) -> Observer:
         return Observer(self.layout, self.initial, coalitions, self.settings.members)
@@ -209,6 +223,8 @@ class Run:
             own = self.observer.own(self.fleet.theta, self.weights, before, self.fleet.order.to_layout)
             added = None if self.mark is None or self.mark.added is None else self.mark.added.double() * 2.0**-40
             self.observer.see(before, self.model, added, own)
+        if self.continuity is not None:
+            self.continuity.see(before, self.model)
         accuracy = None
         if number % settings.evaluate_every == 0 or number == settings.rounds:
             accuracy = self.fleet.accuracy(self.model, *self.validation)
@@ -263,6 +279,7 @@ class Run:
             "log": [asdict(entry) for entry in self.log],
             "mark": None if self.mark is None else self.mark.saved(),
             "observer": None if self.observer is None else self.observer.saved(),
+            "continuity": None if self.continuity is None else self.continuity.saved(),
         }
         partial = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,6 +309,8 @@ class Run:
         self.log, self._open = [RoundLog(**entry) for entry in body["log"]], []
         if self.mark is not None:
             self.mark.restore(body["mark"], self.model)
+        if self.continuity is not None:
+            self.continuity.restore(body["continuity"])
         seen = body.get("observer")
         if seen is not None:
             self.observer = self._observer(seen["coalitions"])

@@ -26,6 +26,7 @@ from torch import Tensor
 from quorumark import field
 from quorumark.embed import Amplitudes, MarkState, PaperScale, Strength, paper_amplitudes
 from quorumark.errors import InputError
+from quorumark.lab.dither import Dither, raised
 from quorumark.layout import ModelLayout
 from quorumark.research import SeededKey
 
@@ -153,14 +154,20 @@ class Mark:
     """What is added in each round of a run, and the state that decides it.
 
     `settings` are the strength's (docs/strength.md). With several keys this is the baseline in which every member has
-    its own: each adds a_k·S ⊙ τ_k.
+    its own: each adds a_k·S ⊙ τ_k. `dither` is noise that members add beside it (`quorumark.lab.dither`).
     """
 
     def __init__(
-        self, settings: dict[str, str], layout: ModelLayout, initial: Tensor, keys: Sequence[SeededKey], device: Any
+        self,
+        settings: dict[str, str],
+        layout: ModelLayout,
+        initial: Tensor,
+        keys: Sequence[SeededKey],
+        device: Any,
+        dither: Dither | None = None,
     ) -> None:
         """`initial` is θ_0 in the layout's order."""
-        self.layout, self.device, self.keys = layout, device, list(keys)
+        self.layout, self.device, self.keys, self.dither = layout, device, list(keys), dither
         carrying = layout.carrying()  # all of the carriers, or a sample of them
         self._carrying: Any = carrying if isinstance(carrying, slice) else torch.from_numpy(carrying).to(device)
         self.strength = Strength.of(settings, layout.coordinates)
@@ -209,11 +216,14 @@ class Mark:
         else:
             amplitudes = self._next.result() if self._next is not None else self.state.amplitudes(round_no)
         embedded = amplitudes if amplitudes.marks else None
-        self.added = None
+        self.added = energies = None
         if embedded is not None:
-            self._add(total, embedded, weights)
+            vector = self._add(total, embedded, weights)
+            if self.dither is not None:
+                self.dither.add(total, self._carrying, vector, round_no, len(weights))
+                energies = self.dither.energies(vector, carrying_axes(self.layout))
         after = decoded(total)
-        self._advance(round_no, encoded(after), embedded, squares, weights)
+        self._advance(round_no, encoded(after), embedded, squares, weights, energies)
         return after, 0.0 if embedded is None else embedded.c / _ONE
 
     def _difference(self, before: Tensor, model: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
@@ -241,13 +251,16 @@ class Mark:
         embedded: Amplitudes | None,
         squares: Tensor | None,
         weights: Sequence[Fraction],
+        energies: Tensor | None = None,
     ) -> None:
         """The only place where the state moves on: in the worker, which also makes the next round's amplitudes.
 
-        `model` is E(θ) on the device; it and the members' `squares` are on their way to the host when it starts.
+        `model` is E(θ) on the device; it and the members' `squares` are on their way to the host when it starts, and so
+        are the dither's `energies`, which must not count as motion that members have in common.
         """
         arriving = self._arriving("model", model)
         sums = None if squares is None else self._arriving("squares", squares)
+        noise = None if energies is None else self._arriving("energies", energies)
         arrived = torch.cuda.Event() if model.is_cuda else None
         if arrived is not None:
             arrived.record()
@@ -258,7 +271,8 @@ class Mark:
             told: tuple[Any, ...] = ()
             if sums is not None:
                 norms = [axis_norms(sums[:, k].numpy(), weight) for k, weight in enumerate(weights)]
-                told = (np.sum(norms, axis=0, dtype=np.int64).astype(np.uint64),)
+                all_norms: Any = np.sum(norms, axis=0, dtype=np.int64).astype(np.uint64)
+                told = (all_norms if noise is None else raised(all_norms, noise.numpy()),)
             self.state.advance(round_no, field.from_signed(arriving.numpy()), embedded, *told)
             return self.state.amplitudes(round_no + 1)
 
@@ -291,15 +305,16 @@ class Mark:
             out[place].view(shape).copy_(least.expand(shape))
         return out[self._carrying]
 
-    def _add(self, total: Tensor, amplitudes: Amplitudes, weights: Sequence[Fraction]) -> None:
-        """total += S ⊙ τ, or the members' own marks, as `federation` rounds them."""
+    def _add(self, total: Tensor, amplitudes: Amplitudes, weights: Sequence[Fraction]) -> Tensor:
+        """total += S ⊙ τ, or the members' own marks, as `federation` rounds them; S."""
         vector = self.added = self.amplitude_vector(amplitudes)
         if self._signs is not None:
             total[self._carrying] += vector * self._signs
-            return
+            return vector
         for key, weight in zip(self.keys, weights, strict=True):
             part = torch.round(vector.double() * float(weight)).to(torch.int64)
             total[self._carrying] += part * key.signs(self.device)
+        return vector
 
     def _scale(self, k: int, difference: Tensor) -> int:
         """The paper's scale of member k, as `embed.PaperScale` has it: c·‖Δ_k‖·EMA_k."""

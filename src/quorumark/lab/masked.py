@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from quorumark import field, shamir
-from quorumark.errors import RoundError
+from quorumark.errors import InputError, RoundError
 from quorumark.federation import Federation, FederationMember
 from quorumark.identity import Identity
 from quorumark.lab import data
@@ -40,6 +40,8 @@ class MaskedRound:
 
 def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[MaskedRound]:
     """Runs the first rounds of a run on both sides."""
+    if settings.papers_code or settings.dither:
+        raise InputError("--masked", "must be left out under paper-code and with dither: only the lab has them", rounds)
     run = Run(replace(settings, rounds=rounds), images)
     federation, manifest, shares = _federation(run)
     if run.mark is not None:

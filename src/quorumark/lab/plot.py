@@ -12,20 +12,24 @@ from typing import Any
 
 from quorumark.errors import InputError, MissingDependencyError
 from quorumark.lab.config import Configuration
-from quorumark.lab.results import BALANCED, MEAN, best_evidence, finished, groups
+from quorumark.lab.results import BALANCED, CODE, best_evidence, finished, groups
 
-__all__ = ["digest", "draw", "points"]
+__all__ = ["Point", "digest", "draw", "joined", "points"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """z of the runs of one setting, by the project's statistic and by the paper's code; `full` if they are whole."""
+    """z of the runs of one setting, by the project's statistic and by the paper's code; `full` if they are whole.
+
+    Results that are older than the code's statistic have no z by it.
+    """
 
     line: str
     at: float
     ours: float
-    papers: float
+    papers: float | None
     full: bool
+    rounds: int
 
 
 def points(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[Point]:
@@ -40,9 +44,21 @@ def points(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
         rule, _, number = first.strength.partition(":")
         members = configuration.plot == "members"
         at, name = (first.members, first.strength) if members else (float(number), f"{first.dataset}, {rule}")
-        ours, papers = (statistics.fmean(b["z"]["released"][s] for b in bodies) for s in (BALANCED, MEAN))
-        found.append(Point(name, at, ours, papers, finished(bodies[0], first)))
+        ours = statistics.fmean(b["z"]["released"][BALANCED] for b in bodies)
+        code = [b["z"]["released"][CODE] for b in bodies if CODE in b["z"]["released"]]
+        papers = statistics.fmean(code) if code else None
+        found.append(Point(name, at, ours, papers, finished(bodies[0], first), bodies[0]["rounds"]))
     return found
+
+
+def joined(drawn: list[Point]) -> list[Point]:
+    """The points of a line that are drawn as one: those of the length that most of its runs have.
+
+    z may grow with the rounds, and a longer run among shorter ones would look like an effect of what is on the x axis.
+    """
+    lengths = [point.rounds for point in drawn]
+    usual = max(sorted(set(lengths), reverse=True), key=lengths.count, default=0)  # the longer one, if there are two
+    return [point for point in drawn if point.rounds == usual]
 
 
 def digest(found: list[Point]) -> str:
@@ -51,7 +67,10 @@ def digest(found: list[Point]) -> str:
 
 
 def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path: Path) -> int:
-    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. How many."""
+    """z as an SVG, solid by our statistic, dashed by the paper's; points are filled where runs are full. How many.
+
+    A line joins runs of one length only; others of it are points beside it.
+    """
     found = points(configuration, results)
     try:
         import matplotlib as mpl
@@ -68,15 +87,17 @@ def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path:
             lines[point.line].append(point)
         for number, (name, drawn) in enumerate(lines.items()):
             drawn.sort(key=lambda point: point.at)
-            xs, colour = [point.at for point in drawn], f"C{number}"
-            axes.plot(xs, [point.ours for point in drawn], "-", color=colour, label=name)
-            axes.plot(xs, [point.papers for point in drawn], "--", color=colour, alpha=0.6)
+            line, colour = joined(drawn), f"C{number}"
+            axes.plot([point.at for point in line], [point.ours for point in line], "-", color=colour, label=name)
+            code = [(point.at, point.papers) for point in line if point.papers is not None]
+            axes.plot([at for at, _ in code], [z for _, z in code], "--", color=colour, alpha=0.6)
             for point in drawn:
                 face = colour if point.full else "white"
                 for z, mark in ((point.ours, "o"), (point.papers, "s")):
-                    axes.plot([point.at], [z], mark, color=colour, markerfacecolor=face, markersize=5)
+                    if z is not None:
+                        axes.plot([point.at], [z], mark, color=colour, markerfacecolor=face, markersize=5)
         axes.axhline(4, color="grey", linewidth=1)
-        zs = [z for point in found for z in (point.ours, point.papers)] or [10.0]
+        zs = [z for point in found for z in (point.ours, point.papers) if z is not None] or [10.0]
         axes.set(ylabel="z", yscale="symlog", ylim=(min(0.0, 1.5 * min(zs)), 2 * max(zs)))
         if configuration.plot == "members":
             axes.set_xscale("log", base=2)
@@ -87,13 +108,11 @@ def draw(configuration: Configuration, results: dict[str, dict[str, Any]], path:
             axes.set_xlabel("c or ρ*")
         signs = [
             Line2D([], [], color="black", marker="o", label="balanced statistic"),
-            Line2D(
-                [], [], color="black", linestyle="--", marker="s", alpha=0.6, label="mean of cosines (paper's code)"
-            ),
+            Line2D([], [], color="black", linestyle="--", marker="s", alpha=0.6, label="the paper's code"),
             Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="white", label="shorter runs"),
             Line2D([], [], color="grey", linewidth=1, label="z = 4"),
         ]
         handles = axes.get_legend_handles_labels()[0] + signs
         figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
         figure.savefig(path, metadata={"Date": None, "Description": digest(found)})
-    return 2 * len(found)
+    return sum(1 if point.papers is None else 2 for point in found)

@@ -47,6 +47,7 @@ FORMAT = "quorumark-lab-result/v1"
 ATTACKS_FORMAT = "quorumark-language-attacks/v1"
 ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
+CODE = "paper-code"  # `papercode.CODE`: that module needs torch, and pages do not
 _POINTS = 60  # of an accuracy curve
 _NOT_RUN = "not run"
 _DEFAULT = "rho:0.05"  # the strength that a consortium has if it says nothing
@@ -64,10 +65,13 @@ def record(run: Run, abreast: int = 1) -> dict[str, Any]:
 
     `abreast` is the number of runs that had the device at once: what its seconds are worth.
     """
+    from quorumark.lab.papercode import code_scores
+    from quorumark.lab.scores import shown
+
     released = run.best.model if run.best.model is not None else run.model
     size = {"train": run._x.shape[0], "validation": len(run.validation[1]), "test": len(run.test[1])}
     measured = [(entry.round, round(entry.accuracy, 4)) for entry in run.log if entry.accuracy is not None]
-    return _record(run, released, size, lambda: {
+    body = _record(run, released, size, lambda: {
         "accuracy": {
             "released": round(run.fleet.accuracy(released, *run.test), 5),
             "final": round(run.fleet.accuracy(run.model, *run.test), 5),
@@ -77,6 +81,12 @@ def record(run: Run, abreast: int = 1) -> dict[str, Any]:
         "curve": _thinned(measured),
         **({"abreast": abreast} if abreast > 1 else {}),
     })  # fmt: skip
+    code = code_scores(run.trainable, released, run.code_keys, run.device)
+    body["z"]["released"] = {**body["z"]["released"], **code}
+    one_key = run.mark is not None and not run.settings.per_client
+    body["shown"] = shown(run.layout, run.model, run.initial, run.keys[0]) if one_key else None
+    body["continuity"] = None if run.continuity is None else run.continuity.summary()
+    return body
 
 
 def language_record(run: LanguageRun) -> Callable[[], dict[str, Any]]:
@@ -325,7 +335,9 @@ Made by `quorumark lab table` from the files in `results/`, each of which a run 
 Accuracy is on the test images, in percent, of the model with the highest validation accuracy; ± is the standard
 deviation over seeds. *Δ* is the difference to the same runs without the mark, in points. z is of the same model:
 *balanced* is the project's statistic, *cosine* the paper's text (the whole model's cosine with the key), *mean cosine*
-the paper's code (the mean of the tensors' cosines). ρ is the mark's share of the distance from the initial model.
+the mean of the carrying tensors' cosines, in its own deviations. *z code* is what the paper's public code computes: the
+mean of all trainable tensors' cosines, divided by σ = 0.01; in brackets by the σ that random keys have on that model.
+Results that are older than it have none. ρ is the mark's share of the distance from the initial model.
 *Evidence*: **full** is as many rounds as the paper ran, **stopped** fewer because validation improved no more,
 **shorter** fewer, **not run** none. Rows that were not run are in the tables only where the paper has a figure; the
 others are named below them.
@@ -340,6 +352,8 @@ def page(
     figures: Path | None = None,
 ) -> str:
     """docs/results.md; `more` are sections that other results make, `figures` a folder with what `lab plot` drew."""
+    from quorumark.lab import compared
+
     parts = [_HEAD]
     places = {name: place for place, name in enumerate(_FIRST)}
     for configuration in sorted(configurations, key=lambda c: places.get(c.name, len(places))):
@@ -347,15 +361,19 @@ def page(
         parts += [f"{note}\n" for note in configuration.notes]
         for run in configuration.runs:
             _check_settings(run, results)
-        parts += (
-            _language(configuration, results) if configuration.task == "language" else _vision(configuration, results)
-        )
+        if configuration.task == "language":
+            parts += _language(configuration, results)
+        elif any(run.continuity for run in configuration.runs):
+            parts += compared.watched(configuration, results)
+        else:
+            parts += _vision(configuration, results)
         if figures is not None and (figures / f"lab-{configuration.name}.svg").exists():
             parts.append(f"![{configuration.title}]({figures.name}/lab-{configuration.name}.svg)\n")
         if configuration.aims:
             parts += _price(configuration, results)
         if configuration.plot == "members":
             parts += _flat(configuration, results)
+        parts += compared.sections(configuration, results)
         nulls = [row for runs in groups(configuration) for row in _null_rows(runs, results)]
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
@@ -372,7 +390,7 @@ def page(
 def _vision(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
     rows = [_row(configuration, runs, results) for runs in groups(configuration)]
     heads = ["data", "K", "partition", "strength", "paper", "accuracy", "Δ", "paper's z", "z balanced", "z cosine",
-             "z mean cosine", "ρ", "evidence"]  # fmt: skip
+             "z mean cosine", "z code", "ρ", "evidence"]  # fmt: skip
     return _with_the_rest(heads, rows, {"data": "", "K": "K = ", "partition": "", "strength": ""})
 
 
@@ -578,16 +596,26 @@ def _row(configuration: Configuration, runs: list[Settings], results: dict[str, 
         _difference(runs, results),
         configuration.figure("z", first),
         *(_mean(zs[name], 1) for name in (BALANCED, GLOBAL, MEAN)),
+        _code(found),
         f"{statistics.fmean(rhos):.4f}" if rhos else "",
         _evidence(runs, found, [results[run.id] for run in runs if run.id in results]),
     ]
+
+
+def _code(found: list[dict[str, Any]]) -> str:
+    """z by the paper's code, and in brackets with the σ that was measured; of those results that have it."""
+    plain, measured = (
+        [body["z"]["released"][name] for body in found if name in body["z"]["released"]]
+        for name in (CODE, f"{CODE} calibrated")
+    )
+    return f"{_mean(plain, 1)} ({_mean(measured, 1)})" if plain else ""
 
 
 def _difference(runs: list[Settings], results: dict[str, dict[str, Any]]) -> str:
     """Against the unmarked runs of the same seeds and length, of those runs that are shown."""
     pairs, shown = [], best_evidence(runs, results)
     for run in runs:
-        ours, plain = results.get(run.id), results.get(replace(run, strength="none").id)
+        ours, plain = results.get(run.id), results.get(run.unmarked.id)
         if run.strength != "none" and ours in shown and ours and plain and _as_long(ours, plain):
             pairs.append(100 * (ours["accuracy"]["released"] - plain["accuracy"]["released"]))
     return f"{statistics.fmean(pairs):+.2f}" if pairs else ""

@@ -11,7 +11,9 @@ from quorumark.layout import ModelLayout
 from quorumark.research import SeededKey, TensorsInMemory
 from quorumark.verify.statistic import STATISTICS, Canonical, canonical_form
 
-__all__ = ["null_scores", "z_scores"]
+__all__ = ["null_scores", "shown", "z_scores"]
+
+_BARE, _WIDE = 0.95, 16  # share of a row's signs that shows it bare; rows with fewer weights tell nothing
 
 
 def z_scores(
@@ -39,6 +41,25 @@ def null_scores(
     form = canonical_form("balanced-anchor/v1", layout, suspect, start)
     keys = (SeededKey(layout.coordinates, 1 << 32, number) for number in range(count))
     return _scores(form, keys, device)
+
+
+def shown(layout: ModelLayout, model: Any, initial: Any, key: SeededKey) -> dict[str, float]:
+    """What θ − θ_0, which everybody who saw the run knows, shows of the key, over the carriers.
+
+    `cosine` is its cosine with the key, `signs` the share of weights that moved the way of their sign (one half is
+    chance), `bare` the share of weights in rows where 95 % of them did: rows that little but the mark moved.
+    """
+    moved = (model[: layout.carrier_size] - initial[: layout.carrier_size]).double()
+    signs = key.signs(moved.device)
+    right = moved * signs > 0
+    bare = 0
+    for spec, place in layout.spans("carrier"):
+        width = spec.size // max(1, spec.shape[0])
+        if width >= _WIDE:
+            bare += width * int((right[place].view(-1, width).double().mean(1) >= _BARE).sum())
+    cosine = float(moved @ signs.double() / (moved.norm() * moved.numel() ** 0.5)) if float(moved.norm()) else 0.0
+    found = {"cosine": cosine, "signs": float(right.double().mean()), "bare": bare / moved.numel()}
+    return {name: round(value, 5) for name, value in found.items()}
 
 
 def _scores(form: Canonical, keys: Iterable[SeededKey], device: Any) -> list[float]:
