@@ -13,6 +13,7 @@ import pytest
 ORDER = [
     "quorumark.errors",
     "quorumark.outcomes",
+    "quorumark.curve",
     "quorumark.checks",
     "quorumark.field",
     "quorumark.shamir",
