@@ -578,6 +578,7 @@ def test_bad_consortia_are_refused(tmp_path: Path) -> None:
         ([*cards, "--threshold", "3", "--key", "wooden"], "key must be one of rademacher, gaussian"),
         (["--member", model, "--threshold", "2"], "this is not a member's card"),
         (["--member", str(group.homes[0]), "--threshold", "2"], "it is a folder"),
+        ([*cards[:-1], f"{cards[-1]}:90", "--threshold", "3"], "got 1/Σa² = 1.09 < 2.0; 'Elm' is the largest"),
     ]:
         assert text in group.run(*create, *arguments, fails=QuorumarkError)
     assert not (tmp_path / "new").exists()

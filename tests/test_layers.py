@@ -20,6 +20,7 @@ ORDER = [
     "quorumark.codec",
     "quorumark.layout",
     "quorumark.records",
+    "quorumark.hiding",
     "quorumark.identity",
     "quorumark.keystore",
     "quorumark.merkle",
