@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -1093,6 +1095,56 @@ def test_a_share_behind_a_socket(world: Consortium, signers: Path) -> None:
         client.handle("reveal", {}, {})
     with pytest.raises(KeystoreError, match="quorumark member serve"):
         SignerClient(signers / "none.sock").handle("join", {}, {})
+
+
+def _tell(path: Path, *pieces: bytes) -> tuple[str, int]:
+    """What a signer says to these bytes, and the most memory that it took for them."""
+    tracemalloc.start()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(20)
+            connection.connect(str(path))
+            for piece in pieces:
+                connection.sendall(piece)
+            connection.shutdown(socket.SHUT_WR)
+            reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        return reply.decode("utf-8", "replace"), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _head(stage: str, *arrays: Any) -> bytes:
+    head = json.dumps({"config": {"stage": stage}, "arrays": arrays}, separators=(",", ":")).encode()
+    return len(head).to_bytes(8, "big") + head
+
+
+def test_a_signer_takes_memory_for_what_has_come_only(world: Consortium, signers: Path) -> None:
+    path = signers / "1.sock"
+    few = _head("join", ["a", "uint8", [1 << 29]])
+    assert len(few) < 80
+    said, peak = _tell(path, few)
+    assert "ended in the middle of a message" in said
+    assert peak < 1 << 23
+    said, peak = _tell(path, (1 << 26).to_bytes(8, "big"), b"{")
+    assert "ended in the middle" in said
+    assert peak < 1 << 23
+    said, peak = _tell(path, few, bytes(1 << 22))  # of what has come at most twice as much, and one copy
+    assert "ended in the middle" in said
+    assert 1 << 22 < peak < 1 << 25
+    for stage in ("upload", "unmask", "sign"):
+        assert "has more than 0 bytes" in _tell(path, _head(stage, ["a", "uint8", [1]]))[0]
+    run(world, LocalGrid(app_for(world.folder), 5), 1)  # the layout is known now
+    size = 64 * world.layout.size + (1 << 26)
+    assert (
+        f"'join' has more than {size} bytes"
+        in _tell(path, _head("join", ["a", "uint8", [size]], ["b", "bool", [1]]))[0]
+    )
+    assert "ended in the middle" in _tell(path, _head("join", ["a", "uint8", [size]]))[0]
+    for bad in (["a", "uint8", [1] * 99], ["a", "uint8", [-1]], ["a", "object", [1]]):
+        assert "of an unknown" in _tell(path, _head("answer", bad), b"1")[0]
+    for head in (b"[" * 100_000, b'{"config":{},"arrays":[["a","bool",[Infinity]]]}', b"\xff"):
+        assert "a head that cannot be read" in _tell(path, len(head).to_bytes(8, "big"), head)[0]
+    assert "a head that is too long" in _tell(path, b"\xff" * 8)[0]
 
 
 def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str]) -> None:

@@ -61,6 +61,7 @@ MODEL, RESULT, MESSAGE = "model:", "result:", "message:"
 
 _DIARY = "quorumark-diary/v1"
 _ROUND = ("join", "ready", "upload", "unmask")
+_BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
 
@@ -121,6 +122,19 @@ class MemberNode:
                 return self._stages[stage](dict(config), arrays)
         except KeyError as error:
             raise MessageError(f"the server's message for the stage {stage!r} lacks {error}") from None
+
+    def most(self, stage: str) -> int:
+        """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
+
+        A round brings vectors like the model: it itself, what rounding left, norms and perhaps the anchor. Until the
+        layout is known, and for suspects, which are any file, there is no limit but the signer's own.
+        """
+        if stage in ("upload", "unmask", "sign"):
+            return 0
+        if stage in ("join", "ready"):
+            for path in self._home.only_consortium(self._which).path.glob("rounds/*/layout.json"):
+                return 64 * ModelLayout.from_bytes(path.read_bytes()).size + _BESIDE
+        return 1 << 62
 
     # --- a round ---
 
