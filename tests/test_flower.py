@@ -47,6 +47,7 @@ from quorumark.layout import read_safetensors, write_safetensors
 from quorumark.records import DEFAULT_POLICY, Manifest, canonical
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as amend
+from quorumark.setup.folder import expected_messages
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
@@ -900,6 +901,52 @@ def test_a_member_that_hears_a_message_twice_says_the_same_twice(tmp_path: Path)
         return again
 
     assert make_key(LocalGrid(twice, 5), world.terms, timeout=1).terms == world.terms
+
+
+def test_a_server_cannot_fill_a_members_disk(tmp_path: Path) -> None:
+    """Messages of other steps, senders and sizes than the terms allow, and sessions without end."""
+    world = Consortium.agree(tmp_path)
+    home, unlock = world.home(1)
+    node = MemberNode(home, unlock, terms=world.terms.digest().hex())
+    terms = np.frombuffer(world.terms.to_bytes(), np.uint8)
+    config = {"run": "1", "node": "1"}
+
+    def send(session: int, **messages: int) -> None:
+        arrays = {f"message:{name}": np.zeros(size, np.uint8) for name, size in messages.items()}
+        node.handle("setup", {**config, "session": f"{session:032x}"}, {"terms": terms, **arrays})
+
+    def kept() -> int:
+        return sum(path.stat().st_size for path in (home.path / "ceremonies").rglob("*") if path.is_file())
+
+    send(0)
+    own = kept()
+    assert 0 < own < 1000  # its commitment
+    long = 8 * world.terms.coordinates + (1 << 13)
+    for name, size in [
+        ("1-commit/2.msg", 1 << 20),
+        ("1-commit/2.msg", (1 << 13) + 1),
+        ("3-deal/2-to-1.msg", long + 1),
+        ("4-open/2.msg", long + 1),
+        ("99-junk/2.msg", 1),
+        ("2-commit/2.msg", 1),
+        ("1-commit/6.msg", 1),
+        ("1-commit/02.msg", 1),
+        ("1-commit/1.msg", 1),
+        ("1-commit/2-to-1.msg", 1),
+        ("3-deal/2.msg", 1),
+        ("3-deal/2-to-3.msg", 1),
+    ]:
+        with pytest.raises(MessageError, match="the server sends"):
+            send(0, **{"1-commit/3.msg": 10, name: size})
+        assert kept() == own  # nothing is kept of a turn that is refused
+    for session in range(30):
+        send(session, **{"8-health/2.msg": 1 << 13})
+    assert kept() == own + (1 << 13)
+    assert len(list((home.path / "ceremonies").iterdir())) == 1
+    # all that it may ever send: nine steps of four members, of which deal and open are long
+    everything = expected_messages(world.terms, 1)
+    assert len(everything) == 9 * 4
+    assert sum(everything.values()) == 36 * (1 << 13) + 8 * 8 * world.terms.coordinates
 
 
 class Relay:

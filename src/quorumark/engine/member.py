@@ -43,7 +43,7 @@ from quorumark.keystore import Unlock, only_one, replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, Terms, anchor_digest, canonical, digest, parse
 from quorumark.secagg import FolderState, Group, SecAggMember, unpack
-from quorumark.setup.folder import advance
+from quorumark.setup.folder import advance, expected_messages
 from quorumark.shares import ShareInfo
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, sign
@@ -248,15 +248,20 @@ class MemberNode:
             raise MessageError("the ceremony's session must be 32 hexadecimal digits")
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
-        spool = self._home.path / "ceremonies" / session
-        spool.parent.mkdir(mode=0o700, exist_ok=True)
-        spool.mkdir(mode=0o700, exist_ok=True)
-        for name, message in named(arrays, MESSAGE).items():
-            found = _MESSAGE_NAME.fullmatch(name)
-            if found is None or int(found[2]) == point or (found[3] and int(found[3]) != point):
+        allowed = expected_messages(terms, point)
+        sent = {name: _content(message) for name, message in named(arrays, MESSAGE).items()}
+        for name, content in sent.items():  # before any is kept: a server must not fill this disk
+            if name not in allowed:
                 raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
-            (spool / found[1]).mkdir(mode=0o700, exist_ok=True)
-            write_private(spool / name, _content(message))
+            if len(content) > allowed[name]:
+                raise MessageError(
+                    f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
+                    f"{allowed[name]}"
+                )
+        spool = self._spool(terms, session)
+        for name, content in sent.items():
+            (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(spool / name, content)
         place = self._home.consortium(terms)
         before = place.manifest_path.exists()
         progress = advance(self._home, self._unlock, terms, spool)
@@ -280,6 +285,18 @@ class MemberNode:
             if not messages:  # all of its own are on their way
                 shutil.rmtree(spool, ignore_errors=True)
         return told, messages
+
+    def _spool(self, terms: Terms, session: str) -> Path:
+        """Where this ceremony's messages are kept. Another session takes the place of the one before: there is one
+        ceremony for one set of terms, which goes on from what this member remembers of it."""
+        folder, mine = self._home.path / "ceremonies", terms.digest().hex()[:16]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        spool = folder / f"{mine}-{session}"
+        for old in folder.glob(f"{mine}-*"):
+            if old != spool:
+                shutil.rmtree(old, ignore_errors=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
+        return spool
 
     def _check_pinned(self, terms: Terms) -> None:
         name = self._home.card().name

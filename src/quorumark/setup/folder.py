@@ -40,9 +40,10 @@ from quorumark.setup.paper import PaperMember, check_paper_terms
 from quorumark.setup.reshare import ReshareMember
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
-__all__ = ["Progress", "advance", "check", "discard", "reshare"]
+__all__ = ["Progress", "advance", "check", "discard", "expected_messages", "reshare"]
 
 _KIND = "ceremony"
+_LARGEST_WRAPPING = 1 << 13  # header, signature, and all that is not as long as the key
 _MOST_ARCHIVES = 1 << 12  # more first members than any consortium has
 _FINISHED = "quorumark-finished/v1"
 Note = Callable[[str], None]
@@ -96,6 +97,20 @@ def advance(home: Home, unlock: Unlock, terms: Terms, folder: str | os.PathLike[
             home, unlock, place, folder, note, terms.digest(), lambda identity, seed: kind(identity, terms, seed)
         )
         return visit.attempt(_setup_steps)
+
+
+def expected_messages(terms: Terms, point: int) -> dict[str, int]:
+    """All messages that the member at `point` takes in a setup without a dealer, by their names in the folder, and the
+    most bytes that each may have: what terms allow, and nothing that a relay could add."""
+    kind = PaperMember if terms.setup == "paper" else DkgMember
+    found = {}
+    for number, step in enumerate(kind.STEPS, 1):
+        long = step in ("deal", "open")
+        most = _LARGEST_WRAPPING + (8 * terms.coordinates if long else 0)
+        for x in openers(terms) if step == "open" else range(1, terms.members + 1):
+            if x != point:
+                found[f"{number}-{step}/{x}{f'-to-{point}' if step == 'deal' else ''}.msg"] = most
+    return found
 
 
 def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
