@@ -28,9 +28,18 @@ from typing import Any, Generic, TypeVar
 
 from quorumark.archive import leaf_count, write_archive
 from quorumark.errors import CeremonyError, MessageError, RecordError
-from quorumark.home import UNDER_WAY, ConsortiumFolder, Home, read_file
+from quorumark.home import UNDER_WAY, ConsortiumFolder, Home, read_exchanged, read_file
 from quorumark.identity import Header, Identity, open_message
-from quorumark.keystore import SealedReader, Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
+from quorumark.keystore import (
+    SealedReader,
+    Unlock,
+    only_one,
+    read_sealed,
+    write_exchanged,
+    write_private,
+    write_sealed,
+    write_shared,
+)
 from quorumark.records import ARCHIVE_KEY, Manifest, Terms, canonical, check_terms_follow, digest, parse
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
@@ -194,7 +203,7 @@ def _finished_before(place: ConsortiumFolder, context: bytes, folder: Path, poin
 
 
 def _hash_file(path: Path) -> str:
-    return hashlib.sha256(read_file(path, "a message")).hexdigest()
+    return hashlib.sha256(read_exchanged(path, "a message")).hexdigest()
 
 
 def _about(place: ConsortiumFolder) -> dict[str, Any]:
@@ -327,16 +336,16 @@ def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, not
 
     said = step / f"{point}.msg"
     with contextlib.suppress(MessageError, RecordError):
-        open_message(read_file(said, "a message"), terms, header(point))
+        open_message(read_exchanged(said, "a message"), terms, header(point))
         said = Path()  # it is there, and right
     if said.name:
-        write_shared(said, identity.write(header(point), b"kept"))
+        write_exchanged(said, identity.write(header(point), b"kept"))
         note("new share and manifest kept")
     missing = [m for m in terms.roster if not (step / f"{m.point}.msg").exists()]
     if missing:
         return Progress("kept", tuple(m.name for m in missing))
     for member in terms.roster:
-        data = read_file(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
+        data = read_exchanged(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
         open_message(data, terms, header(member.point))
     place.tidy()
     if _about(place).get("context") == _reshare_context(manifest.predecessor, terms).hex():
@@ -476,7 +485,7 @@ class _Visit(Generic[Member]):
         leaves = leaf_count(self._terms.coordinates, self._terms.leaf)
         most = 16 * (self._terms.coordinates + _MOST_ARCHIVES * ARCHIVE_KEY * leaves)
         try:
-            return read_file(path, "a message", most)
+            return read_exchanged(path, "a message", most)
         except RecordError as error:
             name = self._terms.member(sender).name
             raise MessageError(
@@ -491,7 +500,7 @@ class _Visit(Generic[Member]):
             return
         self._state["sent"][path.name + step] = hashlib.sha256(message).hexdigest()
         self._save()
-        write_shared(path, message)  # for the others; what is secret in it is sealed to them
+        write_exchanged(path, message)  # for the others; what is secret in it is sealed to them
         self._note(f"{step} written" + (f" for {self._terms.member(recipient).name}" if recipient else ""))
 
     def wait_for(self, step: str, senders: Iterable[int], recipient: int = 0) -> dict[int, bytes]:
