@@ -549,6 +549,37 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
         MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
 
 
+def test_a_member_may_evaluate_nothing(world: Consortium) -> None:
+    """A server that sends any model learns its loss on a member's data, unless the member's own node says no."""
+    app = app_for(world.folder)
+
+    def with_setting(value: object) -> Any:
+        def node(message: Any, context: Any) -> Any:
+            context.run_config["quorumark-evaluate"] = "on"  # the server's, which does not count
+            context.node_config["quorumark-evaluate"] = value
+            return app(message, context)
+
+        return node
+
+    grid = LocalGrid(app, 5)
+    grid.apps |= {102: with_setting("off"), 103: with_setting("on"), 104: with_setting("no")}
+    chosen = {name: np.full_like(tensor, 3) for name, tensor in world.model.items()}  # no model of any run
+    content = RecordDict({"arrays": records_of(chosen), "config": ConfigRecord()})
+    replies = {
+        reply.metadata.src_node_id: reply
+        for reply in grid.send_and_receive([Message(content, node, "evaluate") for node in grid.apps])
+    }
+    told = {node for node, reply in replies.items() if reply.has_content() and "sum" in reply.content["metrics"]}
+    assert told == {101, 103, 105}
+    assert "evaluates no models: its operator switched it off" in replies[102].error.reason
+    assert "must be on or off in the node config, but got 'no'" in replies[104].error.reason
+    # it trains as before, and the strategy works with the metrics of the others
+    wrapped = watermarked(fedavg(fraction_evaluate=1.0), world.path, seed=SEED)
+    result = wrapped.start(grid, records_of(world.model), num_rounds=1)
+    assert set(wrapped.reports[0].members) == {1, 2, 3, 4, 5}
+    assert "sum" in result.evaluate_metrics_clientapp[1]
+
+
 def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> None:
     """If it could, for all but one, the sum would show that one's model: joining and being ready are the node's own."""
     from quorumark.engine.server import RoundServer
