@@ -26,6 +26,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
 from quorumark.engine.member import MODEL, RESULT, MemberNode, create_memory
+from quorumark.engine.server import RoundServer
 from quorumark.engine.signer import SignerClient, SignerServer
 from quorumark.errors import (
     CeremonyError,
@@ -450,8 +451,6 @@ def test_one_member_with_a_stale_round_or_another_layout_of_its_own(tmp_path: Pa
 
 def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
     """An upload without training, a second one for the same attempt, a request for a round that is over."""
-    from quorumark.engine.server import RoundServer
-
     assert world.manifest is not None
     server = RoundServer(world.manifest, world.layout, world.model, run="1")
     offer, arrays = server.offer(world.model)
@@ -537,7 +536,6 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
         wrapped.start(grid=grid, initial_arrays=records_of(changed), num_rounds=1)
     home, unlock = world.home(1)
     assert world.manifest is not None
-    from quorumark.engine.server import RoundServer
     from quorumark.layout import ModelLayout
 
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="1").offer(world.model)
@@ -580,10 +578,45 @@ def test_a_member_may_evaluate_nothing(world: Consortium) -> None:
     assert "sum" in result.evaluate_metrics_clientapp[1]
 
 
+def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
+    world: Consortium, signers: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert world.manifest is not None
+    node, server = MemberNode(*world.home(1)), RoundServer(world.manifest, world.layout, world.model, run="1")
+    offer, arrays = server.offer(world.model)
+    vectors = {**arrays, **{MODEL + name: tensor for name, tensor in world.model.items()}}
+    for name in ("manifest", "round", "run", "accepted", "before"):
+        with pytest.raises(MessageError, match=f"the stage 'join' lacks '{name}'"):
+            node.handle("join", {key: value for key, value in offer.items() if key != name}, vectors)
+    for name in ("layout", "state"):
+        with pytest.raises(MessageError, match=f"the stage 'join' lacks '{name}'"):
+            node.handle("join", offer, {key: value for key, value in vectors.items() if key != name})
+    for stage, name, value in [
+        ("join", "run", 1),
+        ("join", "manifest", b"00"),
+        ("upload", "announcement", "text"),
+        ("unmask", "request", 5),
+        ("sign", "certificate", "text"),
+        ("answer", "query", 1.5),
+        ("setup", "session", 1),
+        ("setup", "have", 1),
+    ]:
+        with pytest.raises(MessageError, match=f"the stage '{stage}' must give '{name}' as"):
+            node.handle(stage, {**offer, name: value}, vectors)
+
+    def ours(*_: Any) -> None:
+        raise KeyError("no field of any message")
+
+    monkeypatch.setattr("quorumark.engine.member._Desk.check_share", ours)
+    with pytest.raises(KeyError, match="no field of any message"):
+        node.handle("join", offer, vectors)
+    with pytest.raises(RoundError, match=r"the signer failed \(KeyError\): its log has the rest"):
+        SignerClient(signers / "1.sock").handle("join", offer, vectors)
+    assert "no field of any message" in capfd.readouterr().err
+
+
 def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> None:
     """If it could, for all but one, the sum would show that one's model: joining and being ready are the node's own."""
-    from quorumark.engine.server import RoundServer
-
     assert world.manifest is not None
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="7").offer(world.model)
     model = {MODEL + name: tensor for name, tensor in world.model.items()}
@@ -613,7 +646,6 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
     negative. What did not move shows S ⊙ τ. Two such rounds give the whole key. Where sums are checked nobody
     uploads."""
     from quorumark.embed import norm_count
-    from quorumark.engine.server import RoundServer
     from quorumark.records import DEFAULT_STRENGTH
     from quorumark.research import KnownKey
 
@@ -760,8 +792,6 @@ class InOrder(strategies.FedAvg):  # type: ignore[misc]
 
 def test_a_false_history_is_refused(world: Consortium) -> None:
     """A server that tells a member another history of the same run than it has seen."""
-    from quorumark.engine.server import RoundServer
-
     grid = LocalGrid(app_for(world.folder), 5)
     run(world, grid, 2)
     assert world.manifest is not None
@@ -1037,8 +1067,6 @@ def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path:
 def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_rounds(tmp_path: Path) -> None:
     """After an amendment there is no memory of the new group yet, and after a loss none at all. A turn of a ceremony
     that is long over must not make one that begins at 0: the same round would be summed twice."""
-    from quorumark.engine.server import RoundServer
-
     world = Consortium.make(tmp_path)
     assert world.manifest is not None
     relay = Relay(world)

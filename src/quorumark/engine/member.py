@@ -61,6 +61,10 @@ MODEL, RESULT, MESSAGE = "model:", "result:", "message:"
 
 _DIARY = "quorumark-diary/v1"
 _ROUND = ("join", "ready", "upload", "unmask")
+_TYPES: dict[type, set[str]] = {  # of the fields of a config; whole numbers are read by `_whole`
+    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate"},
+    str: {"manifest", "run", "node", "joined", "session", "have", "name"},
+}
 _BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
@@ -75,6 +79,26 @@ def refusal(error: QuorumarkError) -> str:
     """What others may read of a refusal: not the member's weight that caused it, nor where its files lie."""
     text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
     return _FOLDERS.sub("…/", text)
+
+
+class Told(dict[str, Any]):
+    """What a server's message says: a field that is missing is the server's fault, not a KeyError of ours."""
+
+    def __init__(self, stage: str, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._stage = stage
+
+    def __missing__(self, name: str) -> Any:
+        raise MessageError(f"the server's message for the stage {self._stage!r} lacks {name!r}")
+
+    def check_types(self) -> None:
+        for kind, names in _TYPES.items():
+            for name in names & self.keys():
+                if not isinstance(self[name], kind):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
+                        f"not {type(self[name]).__name__}"
+                    )
 
 
 def introduction(about: bytes, run: str) -> tuple[str, str, str]:
@@ -117,11 +141,10 @@ class MemberNode:
         """One stage. What a server sends is checked by type first: it may send anything."""
         if stage not in self._stages:
             raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
-        try:
-            with self._alone() if stage in _ROUND else contextlib.nullcontext():
-                return self._stages[stage](dict(config), arrays)
-        except KeyError as error:
-            raise MessageError(f"the server's message for the stage {stage!r} lacks {error}") from None
+        told, vectors = Told(stage, config), Told(stage, arrays)
+        told.check_types()
+        with self._alone() if stage in _ROUND else contextlib.nullcontext():
+            return self._stages[stage](told, vectors)
 
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
@@ -265,7 +288,7 @@ class MemberNode:
         place = self._home.consortium(terms)
         before = place.manifest_path.exists()
         progress = advance(self._home, self._unlock, terms, spool)
-        have = set(json.loads(config.get("have", "[]")))
+        have = _names(config, "have")
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
         fresh = {path.relative_to(spool).as_posix(): path for path in own}
         messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
@@ -338,6 +361,15 @@ def _whole(config: Config, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MessageError(f"the server's message must give {name!r} as a whole number")
     return value
+
+
+def _names(config: Config, name: str) -> set[str]:
+    """A list of names in JSON; empty if there is none."""
+    try:
+        found = json.loads(config.get(name, "[]"))
+        return set(found) if isinstance(found, list) else set()
+    except (ValueError, TypeError, RecursionError):
+        raise MessageError(f"the server's message must give {name!r} as a list of names in JSON") from None
 
 
 def _since(config: Config, name: str, last: int, round_no: int) -> int:

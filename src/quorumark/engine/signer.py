@@ -16,6 +16,7 @@ import os
 import socket
 import socketserver
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -114,6 +115,16 @@ class SignerClient:
         return told, found
 
 
+def _handled(node: MemberNode, stage: str, config: Config, arrays: Arrays) -> tuple[Config, dict[str, NDArray[Any]]]:
+    try:
+        return node.handle(stage, config, arrays)
+    except QuorumarkError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a fault of ours: its text stays in this process
+        traceback.print_exc()
+        return {"refused": f"the signer failed ({type(error).__name__}): its log has the rest"}, {}
+
+
 class SignerServer:
     """Serves one member on a Unix socket of mode 0660, one message after the other."""
 
@@ -127,7 +138,7 @@ class SignerServer:
                     try:
                         config, arrays = _receive(self.request, lambda stage: min(_LARGEST, node.most(stage)))
                         with lock:
-                            reply = node.handle(str(config.pop("stage", "")), config, arrays)
+                            reply = _handled(node, str(config.pop("stage", "")), config, arrays)
                     except QuorumarkError as error:
                         reply = {"refused": refusal(error)}, {}
                     _send(self.request, *reply)
