@@ -283,6 +283,51 @@ def test_messages_without_end_are_named_and_not_read(five: Consortium) -> None:
     assert "too large to be a message" in five.run(*step, fails=QuorumarkError)
 
 
+@pytest.mark.parametrize("defended", [True, False])
+def test_a_step_folder_that_is_a_link_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defended: bool
+) -> None:
+    """Whoever writes to the exchange folder could else let a member write into any folder of its own machine."""
+    group, elsewhere = Consortium(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    group.folder.mkdir()
+    link = group.folder / "1-commit"
+    link.symlink_to(elsewhere)
+    if not defended:
+        monkeypatch.setattr(os, "O_NOFOLLOW", 0)
+        group.step(0)
+        assert [path.name for path in elsewhere.iterdir()] == ["1.msg"]
+        return
+    step = ["setup", "dkg", "--terms", str(group.terms), "--folder", str(group.folder)]
+    step += group.secrets(group.homes[0])
+    assert "1-commit': it is a link" in group.run(*step, fails=QuorumarkError)
+    assert not list(elsewhere.iterdir())
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
+    assert "1-commit': it is a link" in group.run(*step, fails=QuorumarkError)
+    assert not (tmp_path / "nothing").exists()
+    link.unlink()
+    for i in range(5):
+        group.step(i)
+    # nor is anything read through a link, though it is right
+    message = link / "2.msg"
+    message.rename(elsewhere / "2.msg")
+    message.symlink_to(elsewhere / "2.msg")
+    said = group.run(*step, fails=QuorumarkError)
+    assert "'Birch' for step 'dkg/commit' cannot be read" in said
+    assert "'2.msg' is a link" in said
+    (elsewhere / "2.msg").replace(message)
+    link.rename(tmp_path / "moved")
+    link.symlink_to(tmp_path / "moved")
+    assert "'1-commit' is a link" in group.run(*step, fails=QuorumarkError)
+    link.unlink()
+    (tmp_path / "moved").rename(link)
+    folder = tmp_path / "linked"  # the exchange folder itself is what the member's operator named
+    folder.symlink_to(group.folder)
+    group.folder = folder
+    group.finish()
+
+
 # --- with a dealer ----------------------------------------------------------------------------------------
 
 
@@ -578,6 +623,7 @@ def test_bad_consortia_are_refused(tmp_path: Path) -> None:
         ([*cards, "--threshold", "3", "--key", "wooden"], "key must be one of rademacher, gaussian"),
         (["--member", model, "--threshold", "2"], "this is not a member's card"),
         (["--member", str(group.homes[0]), "--threshold", "2"], "it is a folder"),
+        ([*cards[:-1], f"{cards[-1]}:90", "--threshold", "3"], "got 1/Σa² = 1.09 < 2.0; 'Elm' is the largest"),
     ]:
         assert text in group.run(*create, *arguments, fails=QuorumarkError)
     assert not (tmp_path / "new").exists()

@@ -862,7 +862,7 @@ def test_weights_must_hide_every_member() -> None:
     strength, manifest, amplitudes, members, before, after = _round()
     roster = manifest.terms.roster
     heavy = replace(manifest.terms, roster=(*roster[:4], replace(roster[4], examples=2500)))
-    with pytest.raises(RoundError, match=r"hide too little: 1/Σa² = 1.87 < 2.0"):
+    with pytest.raises(RoundError, match=r"hide too little: 1/Σa² = 1.87 < 2.0; 'Elm' is the largest"):
         embed.check_round(
             strength, replace(manifest, terms=heavy, predecessor="cd" * 32), amplitudes, members, before, after
         )

@@ -556,6 +556,37 @@ def test_weights_that_hide_nobody_are_refused_without_a_mark_too() -> None:
     assert all("hide too little" in why for why in report.excluded.values())
 
 
+@pytest.mark.parametrize("defended", [True, False])
+def test_two_colluders_subtract_themselves_and_see_who_is_left(defended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """t = 3 of 4, 1000, 1000, 1000 and 1 examples: without the rule the sum, less the two, is one member's model."""
+    if not defended:
+        monkeypatch.setattr("quorumark.embed.exposed", lambda *_: "")
+    people, model = identities(4), initial()
+    layout = ModelLayout.of(model)
+    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    terms = make_terms(people, 3, layout.coordinates, layout=layout.digest(), anchor=anchor, setup="dealer")
+    roster = tuple(replace(m, examples=1 if m.point == 4 else 1000) for m in terms.roster)
+    manifest, _ = deal_key(people, replace(terms, roster=roster))
+    trained: dict[float, NDArray[Any]] = {}
+
+    def training(before: Model, data: float, seed: int) -> Model:
+        result = train(before, 0.01, seed)
+        trained[data] = layout.flatten(result)
+        return result
+
+    members = {x: FederationMember(p, manifest, layout, training, x, mark=False) for x, p in enumerate(people, 1)}
+    run = Federation(manifest, layout, model, members, seed=3)
+    report = run.round()
+    assert bool(report.given_up) is defended
+    if defended:
+        assert all("'Cedar' is too large beside the others" in why for why in report.excluded.values())
+        return
+    start, summed = layout.flatten(model), layout.flatten(run.model)
+    rest = summed * 3001 / 1000 - trained[2] - trained[3] - start * 1.001  # the update of member 1, nearly
+    update = trained[1] - start
+    assert float(rest @ update / np.linalg.norm(rest) / np.linalg.norm(update)) > 0.99
+
+
 def test_reports_do_not_tell_weights(world: World) -> None:
     def training(model: Model, data: float, seed: int) -> Model:
         good = train(model, data, seed)

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,7 @@ from quorumark.layout import read_safetensors, write_safetensors
 from quorumark.records import DEFAULT_POLICY, Manifest, canonical
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as amend
+from quorumark.setup.folder import expected_messages
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
@@ -547,6 +550,74 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
         MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
 
 
+def test_a_member_may_evaluate_nothing(world: Consortium) -> None:
+    """A server that sends any model learns its loss on a member's data, unless the member's own node says no."""
+    app = app_for(world.folder)
+
+    def with_setting(value: object) -> Any:
+        def node(message: Any, context: Any) -> Any:
+            context.run_config["quorumark-evaluate"] = "on"  # the server's, which does not count
+            context.node_config["quorumark-evaluate"] = value
+            return app(message, context)
+
+        return node
+
+    grid = LocalGrid(app, 5)
+    grid.apps |= {102: with_setting("off"), 103: with_setting("on"), 104: with_setting("no")}
+    chosen = {name: np.full_like(tensor, 3) for name, tensor in world.model.items()}  # no model of any run
+    content = RecordDict({"arrays": records_of(chosen), "config": ConfigRecord()})
+    replies = {
+        reply.metadata.src_node_id: reply
+        for reply in grid.send_and_receive([Message(content, node, "evaluate") for node in grid.apps])
+    }
+    told = {node for node, reply in replies.items() if reply.has_content() and "sum" in reply.content["metrics"]}
+    assert told == {101, 103, 105}
+    assert "evaluates no models: its operator switched it off" in replies[102].error.reason
+    assert "must be on or off in the node config, but got 'no'" in replies[104].error.reason
+    # it trains as before, and the strategy works with the metrics of the others
+    wrapped = watermarked(fedavg(fraction_evaluate=1.0), world.path, seed=SEED)
+    result = wrapped.start(grid, records_of(world.model), num_rounds=1)
+    assert set(wrapped.reports[0].members) == {1, 2, 3, 4, 5}
+    assert "sum" in result.evaluate_metrics_clientapp[1]
+
+
+def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
+    world: Consortium, signers: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert world.manifest is not None
+    node, server = MemberNode(*world.home(1)), RoundServer(world.manifest, world.layout, world.model, run="1")
+    offer, arrays = server.offer(world.model)
+    vectors = {**arrays, **{MODEL + name: tensor for name, tensor in world.model.items()}}
+    for name in ("manifest", "round", "run", "accepted", "before"):
+        with pytest.raises(MessageError, match=f"the stage 'join' lacks '{name}'"):
+            node.handle("join", {key: value for key, value in offer.items() if key != name}, vectors)
+    for name in ("layout", "state"):
+        with pytest.raises(MessageError, match=f"the stage 'join' lacks '{name}'"):
+            node.handle("join", offer, {key: value for key, value in vectors.items() if key != name})
+    for stage, name, value in [
+        ("join", "run", 1),
+        ("join", "manifest", b"00"),
+        ("upload", "announcement", "text"),
+        ("unmask", "request", 5),
+        ("sign", "certificate", "text"),
+        ("answer", "query", 1.5),
+        ("setup", "session", 1),
+        ("setup", "have", 1),
+    ]:
+        with pytest.raises(MessageError, match=f"the stage '{stage}' must give '{name}' as"):
+            node.handle(stage, {**offer, name: value}, vectors)
+
+    def ours(*_: Any) -> None:
+        raise KeyError("no field of any message")
+
+    monkeypatch.setattr("quorumark.engine.member._Desk.check_share", ours)
+    with pytest.raises(KeyError, match="no field of any message"):
+        node.handle("join", offer, vectors)
+    with pytest.raises(RoundError, match=r"the signer failed \(KeyError\): its log has the rest"):
+        SignerClient(signers / "1.sock").handle("join", offer, vectors)
+    assert "no field of any message" in capfd.readouterr().err
+
+
 def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> None:
     """If it could, for all but one, the sum would show that one's model: joining and being ready are the node's own."""
     from quorumark.round.server import RoundServer
@@ -901,6 +972,52 @@ def test_a_member_that_hears_a_message_twice_says_the_same_twice(tmp_path: Path)
     assert make_key(LocalGrid(twice, 5), world.terms, timeout=1).terms == world.terms
 
 
+def test_a_server_cannot_fill_a_members_disk(tmp_path: Path) -> None:
+    """Messages of other steps, senders and sizes than the terms allow, and sessions without end."""
+    world = Consortium.agree(tmp_path)
+    home, unlock = world.home(1)
+    node = MemberNode(home, unlock, terms=world.terms.digest().hex())
+    terms = np.frombuffer(world.terms.to_bytes(), np.uint8)
+    config = {"run": "1", "node": "1"}
+
+    def send(session: int, **messages: int) -> None:
+        arrays = {f"message:{name}": np.zeros(size, np.uint8) for name, size in messages.items()}
+        node.handle("setup", {**config, "session": f"{session:032x}"}, {"terms": terms, **arrays})
+
+    def kept() -> int:
+        return sum(path.stat().st_size for path in (home.path / "ceremonies").rglob("*") if path.is_file())
+
+    send(0)
+    own = kept()
+    assert 0 < own < 1000  # its commitment
+    long = 8 * world.terms.coordinates + (1 << 13)
+    for name, size in [
+        ("1-commit/2.msg", 1 << 20),
+        ("1-commit/2.msg", (1 << 13) + 1),
+        ("3-deal/2-to-1.msg", long + 1),
+        ("4-open/2.msg", long + 1),
+        ("99-junk/2.msg", 1),
+        ("2-commit/2.msg", 1),
+        ("1-commit/6.msg", 1),
+        ("1-commit/02.msg", 1),
+        ("1-commit/1.msg", 1),
+        ("1-commit/2-to-1.msg", 1),
+        ("3-deal/2.msg", 1),
+        ("3-deal/2-to-3.msg", 1),
+    ]:
+        with pytest.raises(MessageError, match="the server sends"):
+            send(0, **{"1-commit/3.msg": 10, name: size})
+        assert kept() == own  # nothing is kept of a turn that is refused
+    for session in range(30):
+        send(session, **{"8-health/2.msg": 1 << 13})
+    assert kept() == own + (1 << 13)
+    assert len(list((home.path / "ceremonies").iterdir())) == 1
+    # all that it may ever send: nine steps of four members, of which deal and open are long
+    everything = expected_messages(world.terms, 1)
+    assert len(everything) == 9 * 4
+    assert sum(everything.values()) == 36 * (1 << 13) + 8 * 8 * world.terms.coordinates
+
+
 class Relay:
     """A server of a ceremony that does as it likes: every member in sessions of its own, with whose messages it wants.
 
@@ -1094,6 +1211,56 @@ def test_a_share_behind_a_socket(world: Consortium, signers: Path) -> None:
         client.handle("reveal", {}, {})
     with pytest.raises(KeystoreError, match="quorumark member serve"):
         SignerClient(signers / "none.sock").handle("join", {}, {})
+
+
+def _tell(path: Path, *pieces: bytes) -> tuple[str, int]:
+    """What a signer says to these bytes, and the most memory that it took for them."""
+    tracemalloc.start()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(20)
+            connection.connect(str(path))
+            for piece in pieces:
+                connection.sendall(piece)
+            connection.shutdown(socket.SHUT_WR)
+            reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        return reply.decode("utf-8", "replace"), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _head(stage: str, *arrays: Any) -> bytes:
+    head = json.dumps({"config": {"stage": stage}, "arrays": arrays}, separators=(",", ":")).encode()
+    return len(head).to_bytes(8, "big") + head
+
+
+def test_a_signer_takes_memory_for_what_has_come_only(world: Consortium, signers: Path) -> None:
+    path = signers / "1.sock"
+    few = _head("join", ["a", "uint8", [1 << 29]])
+    assert len(few) < 80
+    said, peak = _tell(path, few)
+    assert "ended in the middle of a message" in said
+    assert peak < 1 << 23
+    said, peak = _tell(path, (1 << 26).to_bytes(8, "big"), b"{")
+    assert "ended in the middle" in said
+    assert peak < 1 << 23
+    said, peak = _tell(path, few, bytes(1 << 22))  # of what has come at most twice as much, and one copy
+    assert "ended in the middle" in said
+    assert 1 << 22 < peak < 1 << 25
+    for stage in ("upload", "unmask", "sign"):
+        assert "has more than 0 bytes" in _tell(path, _head(stage, ["a", "uint8", [1]]))[0]
+    run(world, LocalGrid(app_for(world.folder), 5), 1)  # the layout is known now
+    size = 64 * world.layout.size + (1 << 26)
+    assert (
+        f"'join' has more than {size} bytes"
+        in _tell(path, _head("join", ["a", "uint8", [size]], ["b", "bool", [1]]))[0]
+    )
+    assert "ended in the middle" in _tell(path, _head("join", ["a", "uint8", [size]]))[0]
+    for bad in (["a", "uint8", [1] * 99], ["a", "uint8", [-1]], ["a", "object", [1]]):
+        assert "of an unknown" in _tell(path, _head("answer", bad), b"1")[0]
+    for head in (b"[" * 100_000, b'{"config":{},"arrays":[["a","bool",[Infinity]]]}', b"\xff"):
+        assert "a head that cannot be read" in _tell(path, len(head).to_bytes(8, "big"), head)[0]
+    assert "a head that is too long" in _tell(path, b"\xff" * 8)[0]
 
 
 def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str]) -> None:

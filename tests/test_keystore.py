@@ -10,12 +10,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quorumark import field, keystore
 from quorumark.errors import InputError, KeystoreError
-from quorumark.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed, write_shared
+from quorumark.keystore import (
+    CHUNK,
+    SealedReader,
+    SealedWriter,
+    Unlock,
+    read_sealed,
+    write_exchanged,
+    write_sealed,
+    write_shared,
+)
 from quorumark.merkle import SALT_ELEMENTS, new_salt
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
@@ -142,9 +152,9 @@ def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_after(
         done.append("folder synced" if folder else f"{os.fstat(descriptor).st_size} bytes synced")
         fsync(descriptor)
 
-    def watched_replace(source: Path, target: Path) -> None:
+    def watched_replace(source: Path, target: Path, **folders: Any) -> None:
         done.append(f"{Path(target).name} named")
-        replace(source, target)
+        replace(source, target, **folders)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
@@ -152,9 +162,11 @@ def test_a_file_is_on_disk_before_it_gets_its_name_and_the_name_after(
     write_sealed(tmp_path / "file", unlock, "test", os.urandom(CHUNK + 5))
     size = (tmp_path / "file").stat().st_size
     write_shared(tmp_path / "public" / "record", b"eight by")
+    write_exchanged(tmp_path / "exchange" / "message", b"nine byte")
     assert done == [
         f"{size} bytes synced", "file named", "folder synced",
         "8 bytes synced", "record named", "folder synced",
+        "9 bytes synced", "message named", "folder synced",
     ]  # fmt: skip
 
 

@@ -257,17 +257,17 @@ def test_new_numbers_of_examples(tmp_path: Path) -> None:
     group = Consortium(tmp_path)
     group.finish()
     before = group.manifests()[0]
-    terms = reshared(group, "more", "--examples", "2=5000", "--policy", "z=7")
+    terms = reshared(group, "more", "--examples", "2=250", "--policy", "z=7")
     sign = ["consortium", "sign", "--terms", str(terms), "--folder", str(tmp_path / "signatures")]
     said = group.run(*sign, *group.secrets(group.homes[0]))
-    assert "Birch: examples 101 → 5000" in said
+    assert "Birch: examples 101 → 250" in said
     assert "waiting for Birch, Cedar, Delta, Elm" in said
     assert group.manifests()[0].digest() == before.digest()  # nothing is in force before all have signed
     outputs = together(group, group.homes, *sign)
     assert all("in force" in output for output in outputs)
     after = group.manifests()
     assert len({m.to_bytes() for m in after}) == 1
-    assert after[0].terms.member(2).examples == 5000
+    assert after[0].terms.member(2).examples == 250
     assert after[0].terms.policy["z"] == "7"
     assert (after[0].predecessor, after[0].roots, after[0].genesis) == (
         before.digest().hex(),
@@ -277,7 +277,7 @@ def test_new_numbers_of_examples(tmp_path: Path) -> None:
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
     # a forged signature is named
-    terms = reshared(group, "most", "--examples", "2=9000")
+    terms = reshared(group, "most", "--examples", "2=300")
     folder = tmp_path / "forged"
     sign = ["consortium", "sign", "--terms", str(terms), "--folder", str(folder)]
     group.run(*sign, *group.secrets(group.homes[0]))
@@ -294,6 +294,7 @@ def test_new_numbers_of_examples(tmp_path: Path) -> None:
         (("--examples", "2=many"), "POINT=NUMBER"),
         (("--remove", "9"), "no member at point 9"),
         (("--threshold", "9"), "must not exceed"),
+        (("--examples", "2=9000"), "'Birch' is the largest"),
     ]:
         said = group.run(
             "consortium", "amend", "--out", str(tmp_path / "bad"), *options, "--home", str(group.homes[0]),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from quorumark import field
 from quorumark.embed import norm_count
+from quorumark.engine import member as engine
 from quorumark.engine.member import MODEL, RESULT, MemberNode
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.federation import Federation, FederationMember, Losses
@@ -808,7 +809,7 @@ def test_a_member_s_voucher_or_boxes_that_are_none_exclude_it_alone(world: Conso
         assert run.server.members == (1, 3, 4, 5)
 
 
-def test_one_message_of_a_round_at_a_time(world: Consortium) -> None:
+def test_one_message_of_a_round_at_a_time(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that are served at once would each write a diary without what the other has noted: a *join* that takes long
     would make a member forget an answer that it gave meanwhile."""
     run = Run(world)
@@ -817,17 +818,17 @@ def test_one_message_of_a_round_at_a_time(world: Consortium) -> None:
     told = _told(run, arrays, run.model)
     found: list[str] = []
 
-    class Slow(dict[str, Any]):
-        """What a member reads while it serves *join*, as far as it has come by then."""
+    real = engine._Desk.layout
 
-        def __getitem__(self, name: str) -> Any:
-            if name == "layout":
-                with pytest.raises(KeystoreError, match="wait until it is done") as refused:
-                    run.node(1).handle("unmask", {"request": b""}, {})
-                found.append(str(refused.value))
-            return super().__getitem__(name)
+    def slow(desk: Any, data: bytes) -> Any:
+        """In the middle of *join*."""
+        with pytest.raises(KeystoreError, match="wait until it is done") as refused:
+            run.node(1).handle("unmask", {"request": b""}, {})
+        found.append(str(refused.value))
+        return real(desk, data)
 
-    run.node(1).handle("join", offer, Slow(told))
+    monkeypatch.setattr(engine._Desk, "layout", slow)
+    run.node(1).handle("join", offer, told)
     assert found
 
 

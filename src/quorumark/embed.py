@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from quorumark import codec, field, shamir
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError
 from quorumark.field import P, Vector, _cpu, _parallel
+from quorumark.hiding import exposed
 from quorumark.layout import ModelLayout
 from quorumark.records import KEY_KINDS, Genesis, Manifest, canonical, digest, parse
 
@@ -840,15 +841,10 @@ def check_round(
 
 
 def check_weights(manifest: Manifest, members: Sequence[int]) -> None:
-    """Whether the weights hide a member among the others, with or without a mark: 1/Σa² ≥ max(2, t/2).
-
-    1/Σa² members of equal weight would hide one of them as well as these do.
-    """
-    least = max(Fraction(2), Fraction(manifest.terms.threshold, 2))
-    shares = weights(manifest, members)
-    spread = 1 / sum((a * a for a in shares.values()), Fraction(0)) if shares else Fraction(0)
-    if spread < least:
-        raise RoundError(f"the members' weights hide too little: 1/Σa² = {float(spread):.3g} < {float(least)}")
+    """Whether the weights hide a member among the others, with or without a mark (`quorumark.hiding`)."""
+    problem = exposed(manifest.terms, members)
+    if problem:
+        raise RoundError(f"the members' weights hide too little: {problem}")
 
 
 class TooStrongError(RoundError):

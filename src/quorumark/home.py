@@ -66,6 +66,14 @@ def read_file(path: Path, what: str, most: int = 0) -> bytes:
         raise RecordError(f"cannot read {what} from {str(path)!r}: {error.strerror}") from None
 
 
+def read_exchanged(path: Path, what: str, most: int = 0) -> bytes:
+    """The same from a folder that others can write to: neither the file nor its folder may be a link."""
+    for part in (path, path.parent):
+        if part.is_symlink():
+            raise RecordError(f"cannot read {what} from {str(path)!r}: {part.name!r} is a link")
+    return read_file(path, what, most)
+
+
 def read_as(path: Path, what: str, parse: Callable[[bytes], Record]) -> Record:
     """A small public file as what it should be; whatever is wrong with it, the error names the file."""
     data = read_file(path, what)

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from quorumark.curve import is_ed25519_key
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from quorumark.field import derive_key
 from quorumark.records import Card, Manifest, Member, canonical, check_follows, digest, parse
@@ -55,9 +56,10 @@ def verify(ed25519: str, purpose: str, data: bytes, signature: bytes | str, who:
     """Raises SignatureError, naming `who`, unless the signature is that key's over this data for this purpose."""
     try:
         raw = bytes.fromhex(signature) if isinstance(signature, str) else signature
-        Ed25519PublicKey.from_public_bytes(bytes.fromhex(ed25519)).verify(
-            raw, digest("signature", purpose.encode(), data)
-        )
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(ed25519))
+        if not is_ed25519_key(ed25519):
+            raise InvalidSignature  # the primitive accepts keys of small order, under which it fits many messages
+        key.verify(raw, digest("signature", purpose.encode(), data))
     except (InvalidSignature, ValueError):
         raise SignatureError(f"the signature of {who} does not hold ({purpose})") from None
 

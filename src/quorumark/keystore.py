@@ -38,6 +38,7 @@ __all__ = [
     "only_one",
     "read_sealed",
     "replacing",
+    "write_exchanged",
     "write_private",
     "write_sealed",
     "write_shared",
@@ -176,6 +177,23 @@ def write_shared(path: str | os.PathLike[str], content: bytes) -> None:
         file.write(content)
 
 
+def write_exchanged(path: str | os.PathLike[str], content: bytes) -> None:
+    """The same in a folder that others can write to as well: its last part must be a folder itself and no link, which
+    could lead to any place of this machine."""
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        why = "it is a link, which this member does not follow" if folder.is_symlink() else error.strerror
+        raise KeystoreError(f"cannot write to {str(folder)!r}: {why}") from None
+    try:
+        with replacing(Path(path), 0o644, descriptor) as file:
+            file.write(content)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """One process at a time works on a folder; a second one is refused, not queued.
@@ -196,13 +214,17 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its place once it is complete and on disk."""
+def replacing(path: Path, mode: int = 0o600, folder: int | None = None) -> Iterator[BinaryIO]:
+    """A new file beside `path` that takes its place once it is complete and on disk.
+
+    `folder`: the descriptor of the folder, if it must be the one that was opened, whatever its name leads to by now.
+    """
     partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
     if path.exists() and not path.is_file() and not path.is_dir():  # a device would be replaced by a file
         raise KeystoreError(f"cannot write {str(path)!r}: it is no regular file")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        made, name = (partial, path) if folder is None else (Path(partial.name), Path(path.name))
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         os.fchmod(descriptor, mode)
     except OSError as error:
         raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None
@@ -211,21 +233,23 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
-        _sync_folder(path.parent)
+        os.replace(made, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _sync_folder(path.parent, folder)
     except OSError as error:
         raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(made, dir_fd=folder)
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path, opened: int | None) -> None:
     """The new name itself must survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY) if opened is None else opened
     try:
         os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        if opened is None:
+            os.close(descriptor)
 
 
 class SealedWriter:

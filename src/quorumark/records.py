@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.checks import field_names, is_count, is_hex, is_name, is_time, require, take
+from quorumark.curve import is_ed25519_key, is_x25519_key
 from quorumark.errors import InputError, RecordError
 
 __all__ = [
@@ -113,6 +114,14 @@ def _no_float(text: str) -> None:
 # --- members ----------------------------------------------------------------------------------------------
 
 
+def _check_keys(ed25519: object, x25519: object) -> None:
+    """Under a key of small order one signature fits many messages: no such key enters a card or a roster."""
+    require(is_hex(ed25519, 32) and is_hex(x25519, 32), "a member's keys", "must be 32 bytes in hex")
+    rule = "must be a point of prime order, as quorumark member init makes it: ask the member for another card"
+    require(is_ed25519_key(str(ed25519)), "a member's signing key", rule)
+    require(is_x25519_key(str(x25519)), "a member's sealing key", rule)
+
+
 @dataclass(frozen=True)
 class Card:
     """A member's public face: its name and public keys, signed by itself (`identity.Identity.card` makes one)."""
@@ -126,7 +135,7 @@ class Card:
 
     def __post_init__(self) -> None:
         require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
-        require(is_hex(self.ed25519, 32) and is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
+        _check_keys(self.ed25519, self.x25519)
         require(is_hex(self.signature, 64), "a card's signature", "must be 64 bytes in hex")
 
     def signed_bytes(self) -> bytes:
@@ -155,7 +164,7 @@ class Member:
     def __post_init__(self) -> None:
         require(is_count(self.point, 1), "a member's point", "must be a whole number, at least 1")
         require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
-        require(is_hex(self.ed25519, 32) and is_hex(self.x25519, 32), "a member's keys", "must be 32 bytes in hex")
+        _check_keys(self.ed25519, self.x25519)
         require(is_count(self.examples, 1), "a member's number of examples", "must be a whole number, at least 1")
 
     def as_dict(self) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def create(
 
     from quorumark.embed import Strength
     from quorumark.errors import InputError
+    from quorumark.hiding import check_roster
     from quorumark.home import read_as
     from quorumark.keystore import write_shared
     from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -106,6 +107,7 @@ def create(
     terms = Terms(
         name, threshold, tuple(roster), coordinates=layout.coordinates, created=now, key=key, setup=setup, **digests
     )
+    check_roster(terms)
     if setup == "dkg":
         from quorumark.setup.dkg import check_terms
 
@@ -202,6 +204,7 @@ def amend(
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
     from quorumark.errors import InputError
+    from quorumark.hiding import check_roster
     from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
     from quorumark.records import Card
@@ -236,6 +239,8 @@ def amend(
     found = changes(terms, before)
     if not found:
         raise InputError("the options", "must change something", "nothing")
+    if examples or remove or add or threshold is not None:
+        check_roster(terms)
     write_shared(out, terms.to_bytes())
     what = "share reshare" if needs_new_shares(terms, before) else "consortium sign"
     typer.echo("\n".join(found))

@@ -232,10 +232,7 @@ class Journal:
             )
         text = f"{self.name} has taken part in a run from the initial model. A second run shows more of the members' "
         if not marked:
-            return (
-                text
-                + "updates: two sums from one model differ by what training did differently. Nothing was marked yet."
-            )
+            return text + "updates: two sums from one model differ by what training did. Nothing was marked yet."
         return text + (
             "updates, and each run with marked rounds tells a server more about the key: this can show the key, above "
             "all where training repeats itself."
@@ -379,7 +376,7 @@ class Journal:
         amplitudes = own.amplitudes_under(under, halvings)
         number, name = own.round, under.digest().hex()
         if not self.checks:
-            held = json.loads(_text(config, "sum-held", str))
+            held = _held(config)
             embedded = amplitudes.without(held) if amplitudes.marks else None
             own.accept(number, encoded, embedded, arrays.get("norms"), name)
             return False
@@ -478,6 +475,16 @@ def _text(config: Mapping[str, Any], name: str, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise MessageError(f"the server's message must give {name!r} as {kind.__name__}")
     return value
+
+
+def _held(config: Mapping[str, Any]) -> list[str]:
+    try:
+        held = json.loads(config["sum-held"])
+    except (ValueError, TypeError, RecursionError):
+        held = None
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+        raise MessageError("the server's message must give 'sum-held' as names of tensors in JSON")
+    return held
 
 
 def _content(array: NDArray[Any]) -> bytes:

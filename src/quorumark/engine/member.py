@@ -44,7 +44,7 @@ from quorumark.layout import ModelLayout
 from quorumark.records import Terms, digest
 from quorumark.round import SecAggMember, Turn, group_of, unpack
 from quorumark.round.history import research_seed
-from quorumark.setup.folder import advance
+from quorumark.setup.folder import advance, expected_messages
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, sign
 from quorumark.verify.evidence import Query
@@ -60,6 +60,13 @@ RESULT, MESSAGE = "result:", "message:"
 """What the names of a result's tensors (as `MODEL` for a model's) and of a ceremony's messages begin with."""
 
 _ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
+_TYPES: dict[type, set[str]] = {  # of the fields of a config; whole numbers are read by `whole`
+    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn"},
+    str: {"manifest", "run", "node", "joined", "session", "have", "name", "requests", "state", "of-manifest"}
+    | {"of-state", "sum-under", "sum-held", "settings", "nonces"},
+    bool: {"with-model"},
+}
+_BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
 
@@ -73,6 +80,26 @@ def refusal(error: QuorumarkError) -> str:
     """What others may read of a refusal: not the member's weight that caused it, nor where its files lie."""
     text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
     return _FOLDERS.sub("…/", text)
+
+
+class Told(dict[str, Any]):
+    """What a server's message says: a field that is missing is the server's fault, not a KeyError of ours."""
+
+    def __init__(self, stage: str, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._stage = stage
+
+    def __missing__(self, name: str) -> Any:
+        raise MessageError(f"the server's message for the stage {self._stage!r} lacks {name!r}")
+
+    def check_types(self) -> None:
+        for kind, names in _TYPES.items():
+            for name in names & self.keys():
+                if not isinstance(self[name], kind):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
+                        f"not {type(self[name]).__name__}"
+                    )
 
 
 def introduction(about: bytes, run: str) -> tuple[str, str, str]:
@@ -120,11 +147,23 @@ class MemberNode:
         """One stage. What a server sends is checked by type first: it may send anything."""
         if stage not in self._stages:
             raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
-        try:
-            with self._alone() if stage in _ROUND else contextlib.nullcontext():
-                return self._stages[stage](dict(config), arrays)
-        except KeyError as error:
-            raise MessageError(f"the server's message for the stage {stage!r} lacks {error}") from None
+        told, vectors = Told(stage, config), Told(stage, arrays)
+        told.check_types()
+        with self._alone() if stage in _ROUND else contextlib.nullcontext():
+            return self._stages[stage](told, vectors)
+
+    def most(self, stage: str) -> int:
+        """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
+
+        A round brings vectors like the model: it itself, what rounding left, norms and perhaps the anchor. Until the
+        layout is known, and for suspects, which are any file, there is no limit but the signer's own.
+        """
+        if stage in ("upload", "unmask", "again", "never", "state", "sign"):
+            return 0
+        if stage in ("join", "ready"):
+            for path in self._home.only_consortium(self._which).path.glob("rounds/layout.json"):
+                return 64 * ModelLayout.from_bytes(path.read_bytes()).size + _BESIDE
+        return 1 << 62
 
     # --- a round ---
 
@@ -213,8 +252,8 @@ class MemberNode:
         journal.note(ready=round_no)
         if side.checks:
             told["boxes"], told["vouch"] = side.said()
-        nonces = {int(x): str(n) for x, n in json.loads(str(config.get("nonces", "{}"))).items() if is_hex(n, 32)}
-        newer = side.secagg.newer(side.state, {x: n for x, n in nonces.items() if x != journal.point})
+        nonces = _by_point(config, "nonces") if "nonces" in config else {}
+        newer = side.secagg.newer(side.state, {x: n.hex() for x, n in nonces.items() if len(n) == 32})
         told["newer"] = json.dumps({str(x): message.hex() for x, message in newer.items()})
         return told, {}
 
@@ -239,25 +278,25 @@ class MemberNode:
     def _again(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The answer for a sum that is still open, whose server asks everybody at once."""
         journal = self._journal()
-        side, requests = self._summing(journal), json.loads(str(config["requests"]))
+        side, requests = self._summing(journal), _by_point(config, "requests")
         told = {**self._introduced(journal, config), "point-there": side.point}
-        if str(side.point) not in requests:
+        if side.point not in requests:
             raise RoundError(f"{journal.name} is not asked for this sum")
-        return {**told, "answer": side.unmask(bytes.fromhex(requests[str(side.point)]))}, {}
+        return {**told, "answer": side.unmask(requests[side.point])}, {}
 
     def _never(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """Signed: this member has answered nothing from a state in a round, and never will."""
         journal = self._journal()
         group = group_of(journal.manifest_named(str(config["of-manifest"])))
         side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
-        said = side.never(bytes.fromhex(str(config["state"])), whole(config, "of-round"))
+        said = side.never(_digest(config, "state"), whole(config, "of-round"))
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
     def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The last model that this member accepted, for a server that lost its own copy."""
         journal = self._journal()
         told, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
-        told |= journal.where(bytes.fromhex(str(config["of-state"])))
+        told |= journal.where(_digest(config, "of-state"))
         return {**told, **self._introduced(journal, config)}, found
 
     def _summing(self, journal: Journal) -> SecAggMember:
@@ -302,19 +341,24 @@ class MemberNode:
             raise MessageError("the ceremony's session must be 32 hexadecimal digits")
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
-        spool = self._home.path / "ceremonies" / session
-        spool.parent.mkdir(mode=0o700, exist_ok=True)
-        spool.mkdir(mode=0o700, exist_ok=True)
-        for name, message in named(arrays, MESSAGE).items():
-            found = _MESSAGE_NAME.fullmatch(name)
-            if found is None or int(found[2]) == point or (found[3] and int(found[3]) != point):
+        allowed = expected_messages(terms, point)
+        sent = {name: _content(message) for name, message in named(arrays, MESSAGE).items()}
+        for name, content in sent.items():  # before any is kept: a server must not fill this disk
+            if name not in allowed:
                 raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
-            (spool / found[1]).mkdir(mode=0o700, exist_ok=True)
-            write_private(spool / name, _content(message))
+            if len(content) > allowed[name]:
+                raise MessageError(
+                    f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
+                    f"{allowed[name]}"
+                )
+        spool = self._spool(terms, session)
+        for name, content in sent.items():
+            (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(spool / name, content)
         place = self._home.consortium(terms)
         before = place.manifest_path.exists()
         progress = advance(self._home, self._unlock, terms, spool)
-        have = set(json.loads(config.get("have", "[]")))
+        have = _names(config, "have")
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
         fresh = {path.relative_to(spool).as_posix(): path for path in own}
         messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
@@ -334,6 +378,18 @@ class MemberNode:
             if not messages:  # all of its own are on their way
                 shutil.rmtree(spool, ignore_errors=True)
         return told, messages
+
+    def _spool(self, terms: Terms, session: str) -> Path:
+        """Where this ceremony's messages are kept. Another session takes the place of the one before: there is one
+        ceremony for one set of terms, which goes on from what this member remembers of it."""
+        folder, mine = self._home.path / "ceremonies", terms.digest().hex()[:16]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        spool = folder / f"{mine}-{session}"
+        for old in folder.glob(f"{mine}-*"):
+            if old != spool:
+                shutil.rmtree(old, ignore_errors=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
+        return spool
 
     def _check_pinned(self, terms: Terms) -> None:
         name = self._home.card().name
@@ -368,6 +424,29 @@ class MemberNode:
         place = self._journal().place
         signed = sign(self._home, self._unlock, Certificate.from_bytes(config["certificate"]), place=place)
         return {"certificate": signed.to_bytes()}, {}
+
+
+def _by_point(config: Config, name: str) -> dict[int, bytes]:
+    """Bytes for members, in JSON: {point: hex}."""
+    try:
+        return {int(x): bytes.fromhex(text) for x, text in json.loads(config[name]).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise MessageError(f"the server's message must give {name!r} as bytes by point, in JSON") from None
+
+
+def _digest(config: Config, name: str) -> bytes:
+    if not is_hex(config[name], 32):
+        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex")
+    return bytes.fromhex(config[name])
+
+
+def _names(config: Config, name: str) -> set[str]:
+    """A list of names in JSON; empty if there is none."""
+    try:
+        found = json.loads(config.get(name, "[]"))
+        return set(found) if isinstance(found, list) else set()
+    except (ValueError, TypeError, RecursionError):
+        raise MessageError(f"the server's message must give {name!r} as a list of names in JSON") from None
 
 
 def _content(array: NDArray[Any]) -> bytes:

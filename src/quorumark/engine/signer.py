@@ -16,7 +16,8 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ __all__ = ["SignerClient", "SignerServer"]
 Arrays = Mapping[str, NDArray[Any]]
 _KINDS = {"uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool"}
 _KINDS |= {"float16", "float32", "float64"}
-_LARGEST_HEAD = 1 << 28
+_LARGEST_HEAD = 1 << 26
 _LARGEST = 1 << 36
+_PIECE = 1 << 16
+_IDLE = 10.0
+Limit = Callable[[str], int]
+"""The most bytes of arrays that a stage's message may have."""
 
 
 def _send(connection: socket.socket, config: Mapping[str, Any], arrays: Arrays) -> None:
@@ -45,7 +50,7 @@ def _send(connection: socket.socket, config: Mapping[str, Any], arrays: Arrays) 
         connection.sendall(array.tobytes())
 
 
-def _receive(connection: socket.socket) -> tuple[Config, dict[str, NDArray[Any]]]:
+def _receive(connection: socket.socket, limit: Limit) -> tuple[Config, dict[str, NDArray[Any]]]:
     size = int.from_bytes(_exactly(connection, 8), "big")
     if size > _LARGEST_HEAD:
         raise MessageError("a message to the signer has a head that is too long")
@@ -53,25 +58,34 @@ def _receive(connection: socket.socket) -> tuple[Config, dict[str, NDArray[Any]]
         head = json.loads(_exactly(connection, size))
         config = {n: bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for n, v in head["config"].items()}
         places = [(str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in head["arrays"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise MessageError("a message to the signer has a head that cannot be read") from None
-    arrays, left = {}, _LARGEST
-    for name, kind, shape in places:
-        if kind not in _KINDS or any(n < 0 for n in shape):
-            raise MessageError("a message to the signer holds an array of an unknown kind")
-        length = prod(shape) * np.dtype(kind).itemsize
-        left -= length
-        if left < 0:
-            raise MessageError("a message to the signer is too long")
-        arrays[name] = np.frombuffer(_exactly(connection, length), kind).reshape(shape)
+    if any(kind not in _KINDS or any(n < 0 for n in shape) for _, kind, shape in places):
+        raise MessageError("a message to the signer holds an array of an unknown kind")
+    lengths = [prod(shape) * np.dtype(kind).itemsize for _, kind, shape in places]
+    stage = str(config.get("stage", ""))
+    most = limit(stage)
+    if sum(lengths) > most:
+        raise MessageError(f"a message to the signer for the stage {stage[:40]!r} has more than {most} bytes of arrays")
+    arrays = {}
+    for (name, kind, shape), length in zip(places, lengths, strict=True):
+        content = np.frombuffer(_exactly(connection, length), kind)
+        try:
+            arrays[name] = content.reshape(shape)
+        except ValueError:  # more dimensions than numpy has
+            raise MessageError("a message to the signer holds an array of an unknown shape") from None
     return config, arrays
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
-    content = bytearray(size)
-    view, at = memoryview(content), 0
+    """So many bytes. A length is only what the other side says: memory is taken as bytes come, at most twice as much
+    as has come."""
+    content, at = bytearray(min(size, _PIECE)), 0
     while at < size:
-        got = connection.recv_into(view[at:])
+        if at == len(content):
+            content += bytes(min(size - at, at))
+        with memoryview(content) as view:
+            got = connection.recv_into(view[at:])
         if not got:
             raise MessageError("the connection to the signer ended in the middle of a message")
         at += got
@@ -90,7 +104,7 @@ class SignerClient:
             try:
                 connection.connect(self._path)
                 _send(connection, {**config, "stage": stage}, arrays)
-                told, found = _receive(connection)
+                told, found = _receive(connection, lambda _: _LARGEST)
             except OSError as error:
                 raise KeystoreError(
                     f"this member's signer does not answer ({error.strerror or type(error).__name__}): its operator "
@@ -99,6 +113,16 @@ class SignerClient:
         if "refused" in told:
             raise RoundError(str(told["refused"]))
         return told, found
+
+
+def _handled(node: MemberNode, stage: str, config: Config, arrays: Arrays) -> tuple[Config, dict[str, NDArray[Any]]]:
+    try:
+        return node.handle(stage, config, arrays)
+    except QuorumarkError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a fault of ours: its text stays in this process
+        traceback.print_exc()
+        return {"refused": f"the signer failed ({type(error).__name__}): its log has the rest"}, {}
 
 
 class SignerServer:
@@ -112,12 +136,15 @@ class SignerServer:
             def handle(self) -> None:
                 with contextlib.suppress(OSError):  # whoever asked is gone
                     try:
-                        config, arrays = _receive(self.request)
+                        config, arrays = _receive(self.request, lambda stage: min(_LARGEST, node.most(stage)))
                         with lock:
-                            reply = node.handle(str(config.pop("stage", "")), config, arrays)
+                            reply = _handled(node, str(config.pop("stage", "")), config, arrays)
                     except QuorumarkError as error:
                         reply = {"refused": refusal(error)}, {}
                     _send(self.request, *reply)
+                    self.request.settimeout(_IDLE)
+                    while self.request.recv(_PIECE):  # what was refused unread: else the refusal would not arrive
+                        pass
 
         if self._path.is_socket():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -13,8 +13,10 @@ Which member a node is, its operator says when it starts the node, never the ser
     --node-config 'quorumark-home="/srv/quorumark" quorumark-key-file="/srv/quorumark.key"
                    quorumark-terms="PINNED DIGEST" quorumark-manifest="PINNED DIGEST"'
 
-or `quorumark-socket`, where a process of another user holds the share (`quorumark member serve`). In a simulation all
-homes lie in one folder, which the app's run config names (`quorumark-homes`): member N is the node of partition N−1.
+With `quorumark-evaluate="off"` the node evaluates no models: else a server learns the loss of any model that it sends
+on this member's data. Instead of home and key file it may name `quorumark-socket`, where a process of another user
+holds the share (`quorumark member serve`). In a simulation all homes lie in one folder, which the app's run config
+names (`quorumark-homes`): member N is the node of partition N−1.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
         category = message.metadata.message_type.partition(".")[0]
         try:
+            if category == "evaluate":
+                _check_evaluates(context.node_config)
             if category != "train":
                 return call_next(message, context)
             config, arrays, others = split(message.content)
@@ -80,7 +84,7 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
                 raise MessageError(f"there is no stage {stage[:40]!r} that a server may ask for in training")
             return _reply(message, *node.handle(stage, {**config, "node": str(context.node_id)}, arrays))
         except QuorumarkError as error:
-            return _reply(message, {"refused": refusal(error)}, {})
+            return _error(message, refusal(error)) if category == "evaluate" else _refused(message, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
             return _failed(message, error)
 
@@ -160,9 +164,28 @@ def _failed(message: Any, error: Exception) -> Any:
     why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
     said = f"{type(error).__name__}{why}; the node's log has the rest"
     if message.metadata.message_type.partition(".")[0] == "evaluate":
-        flwr = flwr_app()
-        return flwr.Message(flwr.Error(_RAISED, said), reply_to=message)
+        return _error(message, said)
     return _reply(message, {"failed": said}, {})
+
+
+def _error(message: Any, text: str) -> Any:
+    """What strategies take for a node that failed."""
+    flwr = flwr_app()
+    return flwr.Message(flwr.Error(_RAISED, text), reply_to=message)
+
+
+def _refused(message: Any, error: QuorumarkError) -> Any:
+    return _reply(message, {"refused": refusal(error)}, {})
+
+
+def _check_evaluates(settings: Mapping[str, Any]) -> None:
+    """Whether this node evaluates models, which its operator says: no member can tell whose model a server sends, and
+    each answer tells the server that model's loss on this member's data."""
+    wanted = settings.get("quorumark-evaluate", "on")
+    if wanted not in ("on", "off"):
+        raise InputError("quorumark-evaluate", "must be on or off in the node config", repr(wanted))
+    if wanted == "off":
+        raise RoundError("this node evaluates no models: its operator switched it off (quorumark-evaluate)")
 
 
 def _reply(
@@ -185,7 +208,7 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
             about = {**config, "node": str(context.node_id)}
             return _reply(message, *find(context).handle(str(config["stage"]), about, arrays))
         except QuorumarkError as error:
-            return _reply(message, {"refused": refusal(error)}, {})
+            return _refused(message, error)
         except Exception as error:  # noqa: BLE001
             return _failed(message, error)
 

@@ -10,8 +10,8 @@ import contextlib
 from pathlib import Path
 
 from quorumark.errors import CeremonyError, RecordError
-from quorumark.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_file
-from quorumark.keystore import write_shared
+from quorumark.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_exchanged
+from quorumark.keystore import write_exchanged
 from quorumark.records import Manifest, Terms, check_terms_follow
 
 __all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]
@@ -22,15 +22,15 @@ def show_chain(chain: list[Manifest], folder: Path) -> None:
     for manifest in chain:
         path = folder / "chain" / history_name(manifest.digest().hex())
         if not path.exists():
-            write_shared(path, manifest.to_bytes())
+            write_exchanged(path, manifest.to_bytes())
     if started_from(folder) is None:
-        write_shared(folder / "chain" / "current", chain[-1].digest().hex().encode())
+        write_exchanged(folder / "chain" / "current", chain[-1].digest().hex().encode())
 
 
 def started_from(folder: Path) -> str | None:
     """The digest of the manifest that was in force when the folder was begun."""
     path = folder / "chain" / "current"
-    return read_file(path, "a digest").decode(errors="replace").strip() if path.exists() else None
+    return read_exchanged(path, "a digest").decode(errors="replace").strip() if path.exists() else None
 
 
 def find_place(home: Home, terms: Terms, which: str | None = None) -> ConsortiumFolder | None:

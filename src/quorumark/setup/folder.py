@@ -28,9 +28,18 @@ from typing import Any, Generic, TypeVar
 
 from quorumark.archive import leaf_count, write_archive
 from quorumark.errors import CeremonyError, MessageError, RecordError
-from quorumark.home import UNDER_WAY, ConsortiumFolder, Home, read_file
+from quorumark.home import UNDER_WAY, ConsortiumFolder, Home, read_exchanged, read_file
 from quorumark.identity import Header, Identity, open_message
-from quorumark.keystore import SealedReader, Unlock, only_one, read_sealed, write_private, write_sealed, write_shared
+from quorumark.keystore import (
+    SealedReader,
+    Unlock,
+    only_one,
+    read_sealed,
+    write_exchanged,
+    write_private,
+    write_sealed,
+    write_shared,
+)
 from quorumark.records import ARCHIVE_KEY, Manifest, Terms, canonical, check_terms_follow, digest, parse
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
@@ -40,9 +49,10 @@ from quorumark.setup.paper import PaperMember, check_paper_terms
 from quorumark.setup.reshare import ReshareMember
 from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
-__all__ = ["Progress", "advance", "check", "discard", "reshare"]
+__all__ = ["Progress", "advance", "check", "discard", "expected_messages", "reshare"]
 
 _KIND = "ceremony"
+_LARGEST_WRAPPING = 1 << 13  # header, signature, and all that is not as long as the key
 _MOST_ARCHIVES = 1 << 12  # more first members than any consortium has
 _FINISHED = "quorumark-finished/v1"
 Note = Callable[[str], None]
@@ -96,6 +106,20 @@ def advance(home: Home, unlock: Unlock, terms: Terms, folder: str | os.PathLike[
             home, unlock, place, folder, note, terms.digest(), lambda identity, seed: kind(identity, terms, seed)
         )
         return visit.attempt(_setup_steps)
+
+
+def expected_messages(terms: Terms, point: int) -> dict[str, int]:
+    """All messages that the member at `point` takes in a setup without a dealer, by their names in the folder, and the
+    most bytes that each may have: what terms allow, and nothing that a relay could add."""
+    kind = PaperMember if terms.setup == "paper" else DkgMember
+    found = {}
+    for number, step in enumerate(kind.STEPS, 1):
+        long = step in ("deal", "open")
+        most = _LARGEST_WRAPPING + (8 * terms.coordinates if long else 0)
+        for x in openers(terms) if step == "open" else range(1, terms.members + 1):
+            if x != point:
+                found[f"{number}-{step}/{x}{f'-to-{point}' if step == 'deal' else ''}.msg"] = most
+    return found
 
 
 def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
@@ -179,7 +203,7 @@ def _finished_before(place: ConsortiumFolder, context: bytes, folder: Path, poin
 
 
 def _hash_file(path: Path) -> str:
-    return hashlib.sha256(read_file(path, "a message")).hexdigest()
+    return hashlib.sha256(read_exchanged(path, "a message")).hexdigest()
 
 
 def _about(place: ConsortiumFolder) -> dict[str, Any]:
@@ -312,16 +336,16 @@ def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, not
 
     said = step / f"{point}.msg"
     with contextlib.suppress(MessageError, RecordError):
-        open_message(read_file(said, "a message"), terms, header(point))
+        open_message(read_exchanged(said, "a message"), terms, header(point))
         said = Path()  # it is there, and right
     if said.name:
-        write_shared(said, identity.write(header(point), b"kept"))
+        write_exchanged(said, identity.write(header(point), b"kept"))
         note("new share and manifest kept")
     missing = [m for m in terms.roster if not (step / f"{m.point}.msg").exists()]
     if missing:
         return Progress("kept", tuple(m.name for m in missing))
     for member in terms.roster:
-        data = read_file(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
+        data = read_exchanged(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
         open_message(data, terms, header(member.point))
     place.tidy()
     if _about(place).get("context") == _reshare_context(manifest.predecessor, terms).hex():
@@ -461,7 +485,7 @@ class _Visit(Generic[Member]):
         leaves = leaf_count(self._terms.coordinates, self._terms.leaf)
         most = 16 * (self._terms.coordinates + _MOST_ARCHIVES * ARCHIVE_KEY * leaves)
         try:
-            return read_file(path, "a message", most)
+            return read_exchanged(path, "a message", most)
         except RecordError as error:
             name = self._terms.member(sender).name
             raise MessageError(
@@ -476,7 +500,7 @@ class _Visit(Generic[Member]):
             return
         self._state["sent"][path.name + step] = hashlib.sha256(message).hexdigest()
         self._save()
-        write_shared(path, message)  # for the others; what is secret in it is sealed to them
+        write_exchanged(path, message)  # for the others; what is secret in it is sealed to them
         self._note(f"{step} written" + (f" for {self._terms.member(recipient).name}" if recipient else ""))
 
     def wait_for(self, step: str, senders: Iterable[int], recipient: int = 0) -> dict[int, bytes]:
