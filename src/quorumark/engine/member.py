@@ -9,7 +9,8 @@
     upload   an announcement, what the others said (sums)       the masked vector, its head
     unmask   a request                                          shares of the seeds
     setup    terms, messages of the others                      this member's messages; at the end the manifest
-    answer   a query, the suspect, the anchor, the layout       this member's partial, if its policy allows
+    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its policy allows
+             proofs of audits (audit.0, audit.1, …)
     sign     a certificate                                      the certificate with this member's signature
 
 An engine may start a new process for every message, so everything between two of them lies on disk, in the member's
@@ -45,6 +46,7 @@ from quorumark.records import Manifest, Terms, anchor_digest, canonical, digest,
 from quorumark.secagg import FolderState, Group, SecAggMember, unpack
 from quorumark.setup.folder import advance
 from quorumark.shares import ShareInfo
+from quorumark.verify.audited import Audit
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, sign
 from quorumark.verify.evidence import Query
@@ -293,7 +295,8 @@ class MemberNode:
             layout = ModelLayout.from_bytes(_content(arrays["layout"]))
             reference = Reference.of(place.chain(), layout, anchor)
             query = Query.from_bytes(config["query"])
-            partial = answer(self._home, self._unlock, reference, suspect, query, place=place)
+            audits = [Audit.from_bytes(_content(arrays[name])) for name in sorted(arrays) if name.startswith("audit.")]
+            partial = answer(self._home, self._unlock, reference, suspect, query, audits=audits, place=place)
         return {"partial": partial.to_bytes()}, {}
 
     def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
