@@ -68,6 +68,22 @@ def test_signs_are_read_off_a_remainder_without_the_rule_and_nothing_with_it(
     assert not member.ledger().answered()
 
 
+def test_what_the_rule_does_not_see(tmp_path: Path) -> None:
+    """A limit that the threat model names: differences of crafted models, 32 signs from 9 answers."""
+    d, rng = 350_000, np.random.default_rng(5)
+    tau = rng.choice([-1, 1], d).astype(np.int64)
+    member, right = Member(tmp_path / "home", d), 0
+    first = np.clip(rounded(25 * rng.standard_normal(d)), -60, 60)
+    member.answer(first)
+    opened = int(first.astype(np.int64) @ tau)
+    for places in rng.permutation(d)[:32].reshape(8, 4):
+        x = first + 25 * rng.integers(-2, 3, d).astype(np.int8)
+        x[places] = first[places] + DIGITS
+        member.answer(x)
+        right += int((_read_off(int(x.astype(np.int64) @ tau) - opened, 25) == tau[places]).sum())
+    assert right == 32
+
+
 def _hidden(d: int, modulus: int, mask: int, target: int, count: int, seed: int = 3) -> Vector:
     """All entries are multiples of the modulus but for `count` that leave `mask`, and one that leaves `target`."""
     rng = np.random.default_rng(seed)

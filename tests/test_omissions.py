@@ -234,6 +234,45 @@ def test_forged_challenges_and_openings_explain_nothing(world: World, first: Aud
     assert explain(chain, [real]) == {real.name: first.challenge.leaves}  # the control
 
 
+def _ground(like: Challenge, leaves: int, wanted: Sequence[int], count: int) -> list[Challenge]:
+    """Challenges that leave out nothing, of two leaves each, whose seeds were drawn until both are wanted."""
+    made: list[Challenge] = []
+    missing = set(wanted)
+    for seed in range(100_000):
+        forged = replace(like, z="999999999999", seed=f"{seed:064x}", burnt=(), leaves=(0,))
+        forged = replace(forged, leaves=forged.drawn(leaves))
+        if set(forged.leaves) <= missing:
+            missing -= set(forged.leaves)
+            made.append(forged)
+        if len(made) == count:
+            break
+    return made
+
+
+def test_ground_challenges_that_explain_300_chosen_leaves_get_no_answer(
+    attack: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """150 challenges whose seeds fit. If a challenge burnt leaves, members would answer."""
+    world, total = attack.world, _leaf_numbers(attack.world)
+    query = prepare(world.reference, world.suspect).query
+    like = challenge(query, world.manifest, "80.0", SEED)
+    ground = _ground(like, total, attack.leaves, 150)
+    leaves = {leaf for one in ground for leaf in one.leaves}
+    assert len(leaves) == 300
+    _, partials = world.answers(world.suspect, (1, 2, 3), query)
+    certificate = Certificate.of(combine(world.manifest, query, partials))
+    audits = [Audit(certificate, one, (), {}) for one in ground]
+    chosen = prepare(world.reference, attack.suspect, burnt=leaves).query
+    for point in (4, 5):
+        with pytest.raises(EvidenceError, match="explains nothing"):
+            answer(*world.homes[point - 1], world.reference, attack.suspect, chosen, approved=True, audits=audits)
+        assert ledger_of(world, point).burnt() == ()
+    with monkeypatch.context() as patched:  # the control: a challenge is believed
+        patched.setattr(Audit, "check", lambda *_: None)
+        answer(*world.homes[4], world.reference, attack.suspect, chosen, approved=True, audits=audits)
+        assert ledger_of(world, 5).burnt() == tuple(sorted(leaves))
+
+
 def test_a_ledger_with_junk_in_it_would_refuse_every_honest_query(tmp_path: Path) -> None:
     """The control: why only proofs are written down."""
     other = make_world(tmp_path)

@@ -36,7 +36,7 @@ FORMAT = "quorumark-ledger/v1"
 HEAD_FORMAT = "quorumark-ledger-head/v1"
 _VECTOR = "quorumark-vector/v1"
 _KINDS = {
-    "answered": {"x", "suspect", "query", "files", "approved_by"},
+    "answered": {"x", "suspect", "query", "files", "left_out", "approved_by"},
     "refused": {"query", "reason"},
     "outcome": {"x", "outcome", "certificate"},
     "seen": {"x", "outcome", "source"},
@@ -291,7 +291,7 @@ class Ledger:
             if query.x not in self.answered():
                 files = [file.name for file in query.files]
                 asked = {"x": query.x, "suspect": query.suspect, "query": query.digest()}
-                self._append("answered", **asked, files=files, approved_by=approved_by)
+                self._append("answered", **asked, files=files, left_out=len(query.burnt), approved_by=approved_by)
 
     def record_refusal(self, query: Query, reason: str) -> None:
         """A query that was refused, once for each reason; the first thousand of them."""
