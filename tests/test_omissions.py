@@ -260,7 +260,7 @@ def test_ground_challenges_that_explain_300_chosen_leaves_get_no_answer(
     leaves = {leaf for one in ground for leaf in one.leaves}
     assert len(leaves) == 300
     _, partials = world.answers(world.suspect, (1, 2, 3), query)
-    certificate = Certificate.of(combine(world.manifest, query, partials))
+    certificate = world.certified(query, partials)
     audits = [Audit(certificate, one, (), {}) for one in ground]
     chosen = prepare(world.reference, attack.suspect, burnt=leaves).query
     for point in (4, 5):

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import ClassVar, Self
 
 from quorumark.checks import require, take
-from quorumark.errors import EvidenceError, InputError, QuorumarkError, RecordError
+from quorumark.errors import EvidenceError, QuorumarkError
 from quorumark.merkle import Opening, root_from
 from quorumark.records import Manifest, canonical, parse
 from quorumark.verify.certificate import Certificate
@@ -200,7 +200,7 @@ def explain(
                 if lacking:
                     raise EvidenceError(rule)
                 audit.check(chain)
-            except (EvidenceError, InputError, RecordError) as error:
+            except QuorumarkError as error:
                 raise EvidenceError(f"the audit {audit.name[:16]} explains nothing: {error}") from None
             found[audit.name] = audit.challenge.leaves
             del waiting[audit.name]
