@@ -321,11 +321,11 @@ def test_after_an_audit_all_members_answer_as_before(world: World, first: Audite
         certificate = sign(*home, certificate)
     certificate = Certificate.from_bytes(certificate.to_bytes())
     checked, left = check_certificate(certificate, world.reference.chain, audits=opened)
-    assert "1 audits, proved here, opened what the query leaves out" in checked
+    assert "audits opened what the query leaves out: 1, all proved here" in checked
     # without the proof the verdict must stand with everything unexplained, and that is said
     _, without = check_certificate(certificate, world.reference.chain)
     assert len(without) == len(left) + 1
-    assert "was not given; with all of that unexplained the threshold is" in without[0]
+    assert "without a proof: 1; with those leaves unexplained the threshold is" in without[0]
     # an innocent model is not accused
     innocent = world.save(trained_from(world.marked, 7), "other.safetensors")
     query, partials = ask(world, innocent, points, [proof])
@@ -482,6 +482,20 @@ def test_the_charge_is_what_its_formula_says() -> None:
         {},
     )
     assert left_out(terms, (0, 2499)) == 2048
+
+
+def test_how_a_suspect_is_read_is_a_choice_too() -> None:
+    """As it is or aligned: √(36 + 2·ln 2), and so on."""
+    _, manifest = consortium(5, 3)
+    for names, ways in (((), 1), (("groups",), 2), (("lora",), 2), (("groups", "lora"), 3)):
+        terms = replace(manifest.terms, policy={"z": "6", **dict.fromkeys(names, "ab" * 32)})
+        plain = Omitted.of(make_query(manifest), terms, {})
+        assert float(plain.charged("6")) == pytest.approx(sqrt(36 + 2 * log(ways)), abs=2e-6)
+        assert (plain.charged("6") == "6") == (ways == 1)
+        some = Omitted.of(make_query(manifest, burnt=(3,), burnt_norm2=10**9), terms, {})
+        alone = replace(some, variants=1)
+        assert float(some.charged("6")) == pytest.approx(float(alone.charged(plain.charged("6"))), abs=1e-5)
+        assert float(some.worth(some.charged("9"))) == pytest.approx(9, abs=1e-4)
 
 
 @pytest.mark.parametrize(("choices", "share"), [(65.4, 0.007), (62, 0.14), (3000, 0.5), (5, 0.001), (10, 0)])

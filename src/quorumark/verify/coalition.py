@@ -505,8 +505,11 @@ def _check_left_out(manifest: Manifest, finding: Finding, audits: Audits, checke
         return
     missing = [name for name, leaves in finding.audits.items() if proved.get(name) != leaves]
     if not missing:
-        known = f"{len(finding.audits)} audits, proved here, opened what the query leaves out" if finding.audits else ""
-        checked.append(known or "nothing explains what the query leaves out, and the threshold pays for that")
+        rest = set(finding.query.burnt).difference(*finding.audits.values())
+        if finding.audits:
+            checked.append(f"audits opened what the query leaves out: {len(finding.audits)}, all proved here")
+        if rest:
+            checked.append(f"nothing explains {len(rest)} of the leaves left out, and the threshold pays for that")
         return
     # t members signed that they know of those audits; whoever does not want to believe it takes the higher threshold
     omitted = Omitted.of(finding.query, manifest.terms, {name: proved[name] for name in proved.keys() - set(missing)})
@@ -517,7 +520,7 @@ def _check_left_out(manifest: Manifest, finding: Finding, audits: Audits, checke
             f"that the threshold is {threshold}, and z = {finding.z} is below it: give the audit's proof (--audit)"
         )
     left.append(
-        f"the proof of {len(missing)} audits that explain what the query leaves out was not given; with all of that "
+        f"audits are said to explain what the query leaves out, without a proof: {len(missing)}; with those leaves "
         f"unexplained the threshold is {threshold}"
     )
 

@@ -263,8 +263,8 @@ class Finding:
     earlier queries that any of the partials knows of.
 
     `audits` explain what the query leaves out: leaves, by the digest of the challenge that had them opened.
-    `log10_choices` counts the choices that whoever asked had in leaving out (`omissions`), and `charged` is `agreed`
-    raised for them, before `failed` raises it further; `log10_p` and `log10_bound` allow for them too.
+    `log10_choices` counts the choices that whoever asked had (`omissions`). `charged` is `agreed` raised for them,
+    before `failed` raises it further; `log10_p` and `log10_bound` allow for them too.
     """
 
     FORMAT: ClassVar[str] = "quorumark-certificate/v1"

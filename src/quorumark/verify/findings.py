@@ -119,7 +119,7 @@ def combine(
             f"the members' ledgers together know of {len(known)} other queries: with this one more than the "
             f"{most} that the consortium may answer in its life"
         )
-    # 8. what was left out of the query: choices that whoever asked had are paid for
+    # 8. choices that whoever asked had are paid for: what was left out, and how the suspect is read
     omitted = Omitted.of(query, terms, audits or {})
     # 9. z, and what it means
     policy = terms.policy.get("z", "6")
@@ -229,8 +229,8 @@ def _verdict(terms: Terms, query: Query, z: str, threshold: str, uncharged: str)
         ]
     if Decimal(z) >= Decimal(uncharged):
         return "INCONCLUSIVE", [
-            f"z = {z} would reach the threshold {uncharged}, but not {threshold}, which pays for the choice of what "
-            "was left out"
+            f"z = {z} would reach the threshold {uncharged}, but not {threshold}, which pays for the choices of "
+            "whoever asked"
         ]
     if query.surplus:
         return "INCONCLUSIVE", [

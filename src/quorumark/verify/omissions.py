@@ -23,6 +23,9 @@ exp(−z*²/2)/2, and so has any −n_S ≥ √(b² + 2·ln N). If neither happe
     a₂ = (b + √φ·√(b² + 2·ln N)) / √(1 − φ).
 
 The threshold is the smaller of the two. After an audit of 0.7 % of 11,000 leaves it is 7.2 instead of 6.
+
+Whoever asks also chooses how the suspect is read, among the V ways that the terms allow: as it is, aligned (where the
+terms name groups), as an adapter. That choice comes first, by the union bound: z* above is √(z*² + 2·ln V).
 """
 
 from __future__ import annotations
@@ -64,12 +67,13 @@ def left_out(terms: Terms, leaves: Collection[int]) -> int:
 @dataclass(frozen=True)
 class Omitted:
     """What a query leaves out: `audits` explain leaves, `unexplained` are the others; `log_choices` is ln N, and
-    `share` φ, the part of ‖x‖² that is gone."""
+    `share` φ, the part of ‖x‖² that is gone. `variants` is V, the ways to read a suspect."""
 
     audits: Mapping[str, tuple[int, ...]]
     unexplained: tuple[int, ...]
     log_choices: Decimal
     share: Decimal
+    variants: int = 1
 
     @classmethod
     def of(cls, query: Query, terms: Terms, audits: Audits) -> Omitted:
@@ -84,22 +88,27 @@ class Omitted:
         choices = min(_any_leaves(total, len(burnt)), _MATH.add(seeds, _any_leaves(total, len(rest))))
         whole = query.norm2 + query.burnt_norm2
         share = _MATH.divide(Decimal(query.burnt_norm2), Decimal(whole)) if whole else Decimal(0)
-        return cls(used, tuple(sorted(rest)), choices, share)
+        return cls(used, tuple(sorted(rest)), choices, share, _variants(terms))
 
     @property
     def log10_choices(self) -> str:
-        """log10 N, to two decimals, rounded up."""
-        return f"{_UP.quantize(_MATH.divide(self.log_choices, _LN10), Decimal('0.01')):f}"
+        """log10(N·V), to two decimals, rounded up."""
+        both = _MATH.add(self.log_choices, _MATH.ln(Decimal(self.variants)))
+        return f"{_UP.quantize(_MATH.divide(both, _LN10), Decimal('0.01')):f}"
+
+    @property
+    def _free(self) -> bool:
+        return not self.log_choices and self.variants == 1
 
     def charged(self, threshold: str) -> str:
         """The threshold z* with the choices paid for, rounded up to six decimals; unchanged if there were none."""
-        if not self.log_choices:
+        if self._free:
             return threshold
         return f"{_UP.quantize(self._charged(decimal_of('threshold', threshold)), _STEP):f}"
 
     def worth(self, z: str) -> str:
         """What z is worth without the choices: the largest a whose charged threshold it reaches; 0 if there is none."""
-        if not self.log_choices:
+        if self._free:
             return z
         value, low, high = decimal_of("z", z), 0, 0
         if self._charged(Decimal(0)) > value:
@@ -115,7 +124,8 @@ class Omitted:
 
     def _charged(self, z: Decimal) -> Decimal:
         """min(a₁, a₂): see the module's text."""
-        square, twice = _MATH.multiply(z, z), _MATH.multiply(Decimal(2), self.log_choices)
+        square = _MATH.add(_MATH.multiply(z, z), _MATH.multiply(Decimal(2), _MATH.ln(Decimal(self.variants))))
+        twice = _MATH.multiply(Decimal(2), self.log_choices)
         whole = _MATH.sqrt(_MATH.add(square, twice))
         kept = _MATH.subtract(Decimal(1), self.share)
         if kept <= 0:
@@ -123,6 +133,12 @@ class Omitted:
         b2 = _MATH.add(square, _MATH.multiply(Decimal(2), _LN2))
         part = _MATH.multiply(_MATH.sqrt(self.share), _MATH.sqrt(_MATH.add(b2, twice)))
         return min(whole, _MATH.divide(_MATH.add(_MATH.sqrt(b2), part), _MATH.sqrt(kept)))
+
+
+def _variants(terms: Terms) -> int:
+    """As it is; aligned, where the terms name groups; as an adapter, where they name its factors (with groups: aligned
+    or not, and never aligned as it is)."""
+    return 1 + ("groups" in terms.policy) + ("lora" in terms.policy)
 
 
 def _any_leaves(total: int, count: int) -> Decimal:
