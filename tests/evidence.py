@@ -54,6 +54,7 @@ def make_query(manifest: Manifest, **changes: Any) -> Query:
         "norm2": NORM2,
         "norm4": 10**18,
         "burnt": (),
+        "burnt_norm2": 0,
         "matching": (),
         "created": "2026-03-01T08:00:00Z",
     }
@@ -114,6 +115,9 @@ def make_finding(
         "log10_bound": log10_bound(text),
         "agreed": "6",
         "alpha": "",
+        "audits": {},
+        "log10_choices": "0.00",
+        "charged": "6",
         "failed": failed,
         "threshold": threshold,
         "known": known,

@@ -89,8 +89,8 @@ def test_a_disguise_fails_as_it_is_and_passes_aligned_with_the_same_z(world: Wor
     text = aligned.query.matching[-1]
     assert "60 of 60 channels were found" in text
     assert "the last one changed nothing" in text
-    # two questions: the first one, which did not pass, raised the threshold of the second
-    assert (aligned.failed, float(aligned.threshold)) == (1, 7)
+    # two questions: the first one, which did not pass, raised the threshold of the second; there were two ways to ask
+    assert (aligned.failed, aligned.charged, aligned.threshold) == (1, "6.114434", "7.114434")
     # where channels lie makes no difference at all: only rescaling costs a bit of rounding
     order = np.random.default_rng(2).permutation(60)
     assert prepare(world.reference, chosen(world.marked, order), align=True).form.digest == original.form.digest

@@ -26,6 +26,7 @@ from quorumark.shamir import decode
 from quorumark.verify.certificate import PAYLOAD_TYPE, PREDICATE_TYPE, Certificate, verify_signatures
 from quorumark.verify.evidence import Finding
 from quorumark.verify.null import cosine_text, log10_bound, log10_p, raised_threshold, z_text
+from quorumark.verify.omissions import Omitted
 from tests.evidence import consortium, label, make_finding, make_query
 
 PEOPLE, MANIFEST = consortium(5, 2)
@@ -70,8 +71,12 @@ def test_a_certificate_of_long_ago_is_read_and_holds(golden: dict[str, Any]) -> 
     assert decode({p.point: p.value for p in finding.partials}, 2).value == value
     assert finding.z == z_text(value, norm2)
     assert finding.cosine == cosine_text(value, norm2, finding.query.coordinates)
-    assert (finding.log10_p, finding.log10_bound) == (log10_p(finding.z), log10_bound(finding.z))
-    assert finding.threshold == raised_threshold(finding.agreed, finding.failed)
+    omitted = Omitted.of(finding.query, manifest.terms, finding.audits)
+    assert (omitted.unexplained, finding.log10_choices) == ((), omitted.log10_choices)
+    worth = omitted.worth(finding.z)
+    assert (finding.log10_p, finding.log10_bound) == (log10_p(worth), log10_bound(worth))
+    assert finding.charged == omitted.charged(finding.agreed)
+    assert finding.threshold == raised_threshold(finding.charged, finding.failed)
 
 
 def test_the_same_finding_gives_the_same_bytes(golden: dict[str, Any]) -> None:

@@ -52,7 +52,9 @@ from quorumark.setup.folder import expected_messages
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
+from tests.consortium import make_world
 from tests.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
+from tests.test_omissions import audit
 
 SEED = 3
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -888,6 +890,28 @@ def test_a_key_is_made_a_model_trained_and_verified(tmp_path: Path) -> None:
     strange = tmp_path / "strange.safetensors"
     write_safetensors(train(world.model, 0.05, 99, 1.0), strange)
     assert verify_model(grid, reference, strange, anchor=anchor).finding.verdict == "FAILED"
+
+
+def test_after_an_audit_a_model_is_verified_with_its_proof(tmp_path: Path) -> None:
+    """Members 1 to 3 opened leaves by command line; over Flower's messages 4 and 5 take the proof with the query."""
+    owners = make_world(tmp_path, rho=0.35)
+    done = audit(owners, owners.suspect, (1, 2, 3))
+    proof = done.proof(owners, (1, 2, 3))
+    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 9}
+    for home, _ in owners.homes:
+        write_private(home.policy_path, canonical(policy))
+    grid = LocalGrid(
+        app_for(tmp_path, find=lambda context: MemberNode(*owners.homes[int(context.node_config["partition-id"])])), 5
+    )
+    anchor, said = tmp_path / "anchor.safetensors", list[str]()
+    with pytest.raises(EvidenceError, match="2 members answered, and 3 must"):
+        # those who opened refuse to answer about what is public; the others have answered the very same query before
+        verify_model(grid, owners.reference, owners.suspect, anchor=anchor, note=said.append)
+    assert len([text for text in said if "does not leave out the leaves" in text]) == 3
+    certificate = verify_model(grid, owners.reference, owners.suspect, anchor=anchor, audits=[proof])
+    assert certificate.finding.verdict == "PASSED"
+    assert certificate.finding.audits == {proof.name: done.challenge.leaves}
+    assert len(certificate.signers(owners.manifest)) == 5
 
 
 def test_a_signature_of_something_else_is_not_taken(world: Consortium) -> None:

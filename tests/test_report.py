@@ -22,7 +22,7 @@ from quorumark.report import certificate_page, write_page
 from quorumark.report.plot import draw
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding, SuspectFile
-from tests.evidence import consortium, label, make_finding, make_query
+from tests.evidence import NORM2, consortium, label, make_finding, make_query
 
 PEOPLE, MANIFEST = consortium(6, 3)
 CHECKED = ("All signatures hold.", "x and z were computed again and agree.")
@@ -222,18 +222,24 @@ def test_what_was_tested() -> None:
         MANIFEST,
         files=files,
         covered=2_000_000,
-        burnt=(4, 9),
+        burnt=(4, 9, 11),
+        burnt_norm2=NORM2 // 99,
         matching=("weights were cast from BF16",),
         alignment="perm/v1",
     )
-    text = read(21, query=query).text
+    name = label("a challenge")
+    text = read(21, query=query, audits={name: (4, 9)}, charged="7.5", log10_choices="12.34").text
     for shown in (
         "a.safetensors",
         "4,987,654,321",
         label("a"),
         label("b"),
         "Of the 2,560,000 weights that could carry the mark, 2,000,000 were found",
-        "2 pieces of the shares, opened in earlier audits, are left out",
+        "left out: 3 leaves of the key, 3,072 of 2,560,000 coordinates (0.12 %), with 1.00 % of what the suspect would",
+        f"the audit {name[:16]} opened 2 leaves of them",
+        "NOTHING EXPLAINS why 1 leaf is left out",
+        "ways to read the suspect and to leave something out; the threshold pays for that: 7.5 instead of 6",
+        "raised by the asker’s choices",
         "weights were cast from BF16",
         "560,000 weights that could carry the mark were not found",
         "balanced-anchor/v1",

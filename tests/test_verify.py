@@ -513,12 +513,17 @@ def test_a_low_z_of_half_a_model_is_inconclusive(tmp_path: Path) -> None:
 
 
 def test_leaves_that_are_called_burnt_clear_nobody(tmp_path: Path) -> None:
-    """Anybody may ask about a marked model and leave out four fifths of it: its z is then less than half."""
+    """Who gets answers all the same (here members believe every query) asks about a marked model and leaves out four
+    fifths of it: its z is then less than half."""
     world = make_world(tmp_path)
     leaves = -(-world.manifest.terms.coordinates // world.manifest.terms.leaf)
     query = prepare(world.reference, world.suspect, burnt=range(leaves - leaves // 5)).query
     assert query.covered == query.carriers
-    _, partials = world.answers(world.suspect, (1, 2, 3, 4), query)
+    with pytest.raises(GuardError, match="nothing that this member knows explains why"):
+        world.answers(world.suspect, (1,), query)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Ledger, "burnt", lambda _: query.burnt)
+        _, partials = world.answers(world.suspect, (1, 2, 3, 4), query)
     high = "1e-100"  # z* = 21.5; the whole model has 35, a fifth of it 16, each ± 1
     finding = combine(world.manifest, query, partials, alpha=high)
     assert combine(world.manifest, *world.answers(world.suspect, (1, 2, 3, 4)), alpha=high).verdict == "PASSED"

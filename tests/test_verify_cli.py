@@ -281,23 +281,61 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     desk("audit", "check", challenge, openings[0], *check, code=2)
     unfit = ["--certificate", certificate, "--suspect", suspect, *desk.reference]
     assert "the challenge is for z = 30.0" in desk("audit", "check", opening[2], *openings, *unfit, code=2).stderr
-    # the fifth did not open, and remembers what the others did
-    fifth = ["audit", "open", challenge, "--certificate", certificate, "--record-only", *desk.home(5)]
-    assert "nothing was opened" in desk(*fifth).stdout
+    # what proves that they were opened; two openings are too few for that, and a challenge is nothing
+    proof, few = desk.path("audit.json"), desk.path("few.json")
+    desk("audit", "check", challenge, *openings, *check, "--keep", proof)
+    done = desk("audit", "check", challenge, *openings[:2], *check, "--keep", few, code=2)
+    assert "2 members' openings hold, but it takes 3" in done.stderr
+    assert not Path(few).exists()
+    fifth = desk.home(5)[:2]
+    assert "cannot be used" in desk("audit", "record", challenge, *fifth, code=2).stderr
+    assert json.loads(desk("ledger", *fifth, "--json").stdout)["burnt"] == []
     # the next query leaves the burnt leaves out, and members insist on it
     later = desk.path("later.json")
     home = desk.home(1)[:2]
     prepared = json.loads(desk("prepare", suspect, "--out", later, *desk.reference, *home, "--json").stdout)
     assert prepared["burnt"] == asked["leaves"]
     partials = [desk.partial(later, suspect, point, "--approve") for point in (1, 2, 3)]
-    found = desk.combine(later, partials, "later-certificate.json")
-    assert found["verdict"] == "PASSED"
+    # the fifth did not open: it takes the proof, and says what it was asked to leave out, and why
+    options = ["--suspect", suspect, "--out", desk.path("p5.json"), "--approve", *desk.reference, *desk.home(5)]
+    refused = desk("partial", later, *options, code=2)
+    count = len(asked["leaves"])
+    assert f"NOTHING EXPLAINS why {count} leaves are left out" in refused.stdout
+    assert "nothing that this member knows explains why" in refused.stderr
+    assert not Path(desk.path("p5.json")).exists()
+    told = desk("partial", later, *options, "--audit", proof).stdout
+    assert f"left out: {count} leaves of the key" in told
+    assert f"the audit {asked['digest'][:16]} opened {count} leaves of them" in told
+    assert "NOTHING" not in told
+    partials.append(desk.path("p5.json"))
+    assert json.loads(desk("ledger", *fifth, "--json").stdout)["burnt"] == asked["leaves"]
+    assert f"0 more leaves are recorded as burnt, {count} in all" in desk("audit", "record", proof, *fifth).stdout
+    # whoever combines without the proof gets a higher threshold than with it
+    charged = desk.combine(later, partials, "charged.json")
+    assert charged["audits"] == {}
+    nobody, manifest_option = ["--home", desk.path("nobody")], ["--manifest", manifest]
+    out = desk.path("later-certificate.json")
+    done = desk("combine", later, *partials, *manifest_option, "--out", out, "--audit", proof, "--json", *nobody)
+    found = json.loads(done.stdout)
+    assert found["verdict"] == charged["verdict"] == "PASSED"
+    assert found["audits"] == {asked["digest"]: asked["leaves"]}
+    assert 6 < float(found["threshold"]) <= float(charged["threshold"])
+    for point in (1, 2, 3, 5):
+        desk("sign", out, *desk.home(point))
+    report = desk.path("later.html")
+    done = desk("check", out, "--suspect", suspect, *desk.reference, "--audit", proof, "--report", report)
+    assert "checked: audits opened what the query leaves out: 1, all proved here" in done.stdout
+    assert "What was left out" in Path(report).read_text()
+    done = desk("check", out, *manifest_option)
+    assert "NOT checked: audits are said to explain what the query leaves out, without a proof: 1" in done.stdout
     stale = desk.prepare(suspect, "stale.json")
     for point in (4, 5):
         desk.partial(stale, suspect, point, "--approve", code=2)
-    # whoever is no member names the challenge
-    done = desk("prepare", suspect, "--out", stale, "--earlier", challenge, *desk.reference, "--home", "none", "--json")
+    # whoever is no member names the proof
+    done = desk("prepare", suspect, "--out", stale, "--audit", proof, *desk.reference, "--home", "none", "--json")
     assert json.loads(done.stdout)["burnt"] == asked["leaves"]
+    no = desk("prepare", suspect, "--out", stale, "--audit", challenge, *desk.reference, "--home", "none", code=2)
+    assert "cannot be used" in no.stderr
 
 
 def test_one_liar_does_not_have_a_quarter_of_the_key_opened(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -320,5 +358,3 @@ def test_one_liar_does_not_have_a_quarter_of_the_key_opened(tmp_path: Path, envi
     assert "rests on t answers, of which one could have set its number: let another member answer" in done.stderr
     assert not Path(desk.path("opening.json")).exists()
     assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).burnt()
-    # what others opened all the same is public, and can be recorded
-    assert "nothing was opened" in desk("audit", "open", *files, "--record-only", *desk.home(1)).stdout

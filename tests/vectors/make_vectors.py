@@ -308,6 +308,7 @@ def certificate() -> dict[str, Any]:
         "norm2": norm * norm,
         "norm4": 10**18,
         "burnt": [3, 17],
+        "burnt_norm2": 10**9,
         "matching": ["tensors were found under the prefix 'module.'"],
         "created": "2026-03-01T08:00:00Z",
         "surplus": 0,
@@ -333,6 +334,22 @@ def certificate() -> dict[str, Any]:
         signed = canonical_json({"format": "quorumark-partial/v1", **partial})
         partials.append({**partial, "signature": sign(x, "partial", signed)})
     z = value / norm
+    # two of 2,500 leaves were left out: L·C(L,2) choices, by the bound of the binomial by its entropy
+    leaves = coordinates // 1024
+    choices = math.log(leaves) + leaves * math.log(leaves) - 2 * math.log(2) - (leaves - 2) * math.log(leaves - 2)
+    share = query["burnt_norm2"] / (query["burnt_norm2"] + query["norm2"])
+
+    def charged(agreed: float) -> float:
+        wide = agreed**2 + 2 * math.log(2)
+        part = math.sqrt(share * (wide + 2 * choices))
+        found = min(math.sqrt(agreed**2 + 2 * choices), (math.sqrt(wide) + part) / math.sqrt(1 - share))
+        return math.ceil(1e6 * found) / 1e6
+
+    low, high = 0, round(1e6 * z)  # what z is worth without the choices, in steps of 10^-6
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if charged(middle / 1e6) <= z else (low, middle)
+    worth = low / 1e6
     finding = {
         "consortium": "hospitals",
         "members": 5,
@@ -345,12 +362,15 @@ def certificate() -> dict[str, Any]:
         "value": str(value),
         "z": f"{z:.6f}",
         "cosine": f"{z / math.sqrt(coordinates):.6f}",
-        "log10_p": f"{math.log10(math.erfc(z / math.sqrt(2)) / 2):.2f}",
-        "log10_bound": f"{-z * z / 2 / math.log(10):.2f}",
+        "log10_p": f"{math.log10(math.erfc(worth / math.sqrt(2)) / 2):.2f}",
+        "log10_bound": f"{-worth * worth / 2 / math.log(10):.2f}",
         "agreed": "6",
         "alpha": "",
+        "audits": {label("a challenge"): [3, 17]},
+        "log10_choices": f"{math.ceil(100 * choices / math.log(10)) / 100:.2f}",
+        "charged": f"{charged(6):.6f}",
         "failed": 1,
-        "threshold": "7.000000",
+        "threshold": f"{charged(6) + 1:.6f}",
         "known": known,
         "verdict": "PASSED",
         "reasons": ["z is at least the threshold"],

@@ -12,6 +12,7 @@ from quorumark.cli.options import (
     DEFAULT_HOME,
     EXIT_CODES,
     Anchor,
+    AuditFiles,
     Base,
     Factors,
     Groups,
@@ -22,6 +23,7 @@ from quorumark.cli.options import (
     PassphraseFile,
     Which,
     file_name,
+    read_audits,
     read_certificate,
     unlock,
 )
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from quorumark.records import Manifest
     from quorumark.verify.audit import Challenge
     from quorumark.verify.evidence import Finding
+    from quorumark.verify.omissions import Audits
 
 app = typer.Typer(
     help="The spot audit: a proof that trusts no member. challenge, open (each member), check.", no_args_is_help=True
@@ -86,9 +89,6 @@ def open_(
     challenge: Annotated[Path, typer.Argument(help="The challenge.")],
     certificate: CertificateFile,
     out: Annotated[Path | None, typer.Option(help="Where to write it; by default opening-NAME.json.")] = None,
-    record_only: Annotated[
-        bool, typer.Option("--record-only", help="Open nothing; only remember that others opened these pieces.")
-    ] = False,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
     key_file: KeyFile = None,
@@ -98,28 +98,20 @@ def open_(
     """Open the pieces of this member's share that a challenge asks for. They are public then, and burnt for ever.
 
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
-    who do not open use --record-only: what others opened is public, and must not be answered about again.
+    who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
     from quorumark.errors import EvidenceError
     from quorumark.home import Home, read_as
     from quorumark.keystore import write_shared
-    from quorumark.verify.audit import Challenge, check_challenge, open_leaves
+    from quorumark.verify.audit import Challenge, open_leaves
     from quorumark.verify.ledger import Ledger
 
     member = Home(home)
     place = member.only_consortium(consortium)
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
-    finding = _certified(certificate, place.chain(), asked)
-    query = finding.query
     ledger = Ledger.open(place, place.manifest())
-    if record_only:
-        check_challenge(asked, query, place.manifest())
-        ledger.record_burnt(asked.leaves, asked.digest())
-        if json:
-            typer.echo(jsonlib.dumps({"opening": None, "leaves": len(asked.leaves)}))
-        else:
-            typer.echo(f"{len(asked.leaves)} leaves are recorded as burnt; nothing was opened")
-        return
+    finding = _certified(certificate, place.chain(), asked, ledger.audits())
+    query = finding.query
     if finding.corroboration == "uncorroborated" and finding.members > finding.quorum:
         raise EvidenceError(
             "the certificate rests on t answers, of which one could have set its number: let another member answer, "
@@ -136,6 +128,35 @@ def open_(
         typer.echo(jsonlib.dumps({"opening": str(target), "leaves": len(asked.leaves)}))
     else:
         typer.echo(f"opened {len(asked.leaves)} leaves as {name}: {target}, {len(data):,} bytes; they are burnt now")
+
+
+@app.command("record")
+def record(
+    audits: Annotated[list[Path], typer.Argument(help="Proofs of audits, as `audit check --keep` writes them.")],
+    home: HomeOption = DEFAULT_HOME,
+    consortium: Which = None,
+    json: Json = False,
+) -> None:
+    """Remember what others opened in audits, once it is proved. For members who did not open; needs no secrets.
+
+    What t members opened is public, and this member answers no query about it any more. A proof holds the certificate,
+    the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
+    """
+    from quorumark.home import Home
+    from quorumark.verify.audited import explain
+    from quorumark.verify.ledger import Ledger
+
+    place = Home(home).only_consortium(consortium)
+    ledger = Ledger.open(place, place.manifest())
+    with ledger.exclusive():
+        before = set(ledger.burnt())
+        for name, leaves in explain(place.chain(), read_audits(audits), ledger.audits()).items():
+            ledger.record_burnt(leaves, name)
+        new = len(set(ledger.burnt()) - before)
+    if json:
+        typer.echo(jsonlib.dumps({"new": new, "burnt": list(ledger.burnt())}))
+    else:
+        typer.echo(f"{new} more leaves are recorded as burnt, {len(ledger.burnt())} in all; nothing was opened")
 
 
 @app.command("check", short_help="Check an audit, with nobody's word for it.")
@@ -161,6 +182,10 @@ def check(
         list[Path] | None,
         typer.Option(help="Such challenges whose seeds you drew, or confirmed with whoever did; may be repeated."),
     ] = None,
+    audits: AuditFiles = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Also write the proof that these leaves were opened: later queries need it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check an audit: with nobody's word for anything but that the manifest is older than the suspect.
@@ -168,20 +193,27 @@ def check(
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
     from quorumark.home import read_as, read_file
+    from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_audit
+    from quorumark.verify.audited import LARGEST, Audit, explain
     from quorumark.verify.coalition import prepare_again
     from quorumark.verify.reference import Reference
 
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
     reference = Reference.read(manifest, layout, anchor, groups, factors, base)
-    query = _certified(certificate, reference.chain, asked).query
+    proved = explain(reference.chain, read_audits(audits))
+    query = _certified(certificate, reference.chain, asked, proved).query
+    files = [read_file(path, "an opening", LARGEST) for path in openings]
+    if keep is not None:  # whatever the audit shows, these leaves are public now
+        proof = Audit.of(read_certificate(certificate), asked, files, reference.chain, archive or ())
+        write_shared(keep, proof.to_bytes())
     prepared = prepare_again(reference, suspect, query)
     result = check_audit(
         asked,
         prepared.query,
         prepared.form.x,
         reference.chain,
-        [read_file(path, "an opening") for path in openings],
+        files,
         archives=archive or (),
         earlier=[read_as(path, "a challenge", Challenge.from_bytes) for path in earlier or ()],
         vouched=[read_as(path, "a challenge", Challenge.from_bytes) for path in vouched or ()],
@@ -195,16 +227,21 @@ def check(
         typer.echo(f"{result.verdict}: {shown}")
         for text in (*result.reasons, *result.faults):
             typer.echo(f"- {text}")
+        if keep is not None:
+            typer.echo(
+                f"the proof that these leaves were opened is in {keep}: all other members record it (verify audit "
+                "record), and whoever prepares a query later names it (--audit)"
+            )
     raise typer.Exit(EXIT_CODES[result.verdict])
 
 
-def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge) -> Finding:
+def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge, audits: Audits) -> Finding:
     """What a certificate says that its members signed and that follows from its partials, and whose z is challenged."""
     from quorumark.errors import EvidenceError
     from quorumark.verify.coalition import check_certificate
 
     certificate = read_certificate(path)
-    check_certificate(certificate, chain)
+    check_certificate(certificate, chain, audits=audits)
     if asked.z != certificate.finding.z:
         raise EvidenceError(
             f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from quorumark.keystore import Unlock
     from quorumark.records import Manifest
     from quorumark.setup.folder import Progress
+    from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
 
 Answer = TypeVar("Answer")
@@ -38,6 +39,10 @@ Factors = Annotated[
 ]
 Base = Annotated[
     Path | None, typer.Option(help="An adapter's public base model; by default base.safetensors or base/ beside it.")
+]
+AuditFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--audit", help="Proof of an audit that opened what is left out (audit check --keep); repeatable."),
 ]
 Which = Annotated[str | None, typer.Option("--consortium", help="The start of its id, if there are several.")]
 
@@ -106,3 +111,18 @@ def read_certificate(path: Path) -> Certificate:
 def file_name(name: str) -> str:
     """A member's name as a part of a file's."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def read_audits(paths: list[Path] | None) -> list[Audit]:
+    """Proofs of audits, as `verify audit check --keep` wrote them."""
+    from quorumark.errors import EvidenceError, QuorumarkError
+    from quorumark.home import read_file
+    from quorumark.verify.audited import LARGEST, Audit
+
+    found = []
+    for path in paths or ():
+        try:
+            found.append(Audit.from_bytes(read_file(path, "a proof of an audit", LARGEST)))
+        except QuorumarkError as error:
+            raise EvidenceError(f"{str(path)!r} cannot be used: {error}") from None
+    return found

@@ -16,6 +16,7 @@ from quorumark.cli.options import (
     DEFAULT_HOME,
     EXIT_CODES,
     Anchor,
+    AuditFiles,
     Base,
     Factors,
     Groups,
@@ -27,12 +28,17 @@ from quorumark.cli.options import (
     Which,
     answered,
     file_name,
+    read_audits,
     read_certificate,
     unlock,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from quorumark.home import ConsortiumFolder
+    from quorumark.records import Terms
+    from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Query
     from quorumark.verify.reference import Reference
@@ -61,9 +67,7 @@ def prepare(
     lora: Annotated[
         bool, typer.Option("--lora", help="The suspect is an adapter, or a whole model that one was added to.")
     ] = False,
-    earlier: Annotated[
-        list[Path] | None, typer.Option(help="Challenges of audits, whose leaves are left out; may be repeated.")
-    ] = None,
+    audits: AuditFiles = None,
     manifest: Manifest = None,
     layout: Layout = None,
     anchor: Anchor = None,
@@ -81,21 +85,20 @@ def prepare(
     one with --lora, where the mark is in an adapter: its factors are put where the anchor's are, whatever was done to
     them, and a whole model has its public base taken away first (--base).
 
+    Leaves of the key that audits opened are left out: those that this member's ledger knows of, and those that --audit
+    proves. Members answer only if that is exactly what they know too.
+
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
     from quorumark.errors import InconclusiveError
-    from quorumark.home import read_as
     from quorumark.keystore import write_shared
-    from quorumark.verify.audit import Challenge
     from quorumark.verify.coalition import prepare as prepare_query
-    from quorumark.verify.ledger import Ledger
 
     place = _place(home, consortium, manifest)
     with _progress(json) as note:
         reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
-    burnt = set(Ledger.open(place, reference.manifest).burnt() if place is not None else ())
-    for path in earlier or ():
-        burnt.update(read_as(path, "a challenge", Challenge.from_bytes).leaves)
+    opened = _opened(place, reference.chain, audits)
+    burnt = {leaf for leaves in opened.values() for leaf in leaves}
     try:
         with _progress(json) as note:
             query = prepare_query(reference, suspect, align=align, lora=lora, burnt=burnt, progress=note).query
@@ -110,7 +113,7 @@ def prepare(
     if json:
         typer.echo(jsonlib.dumps({"query": str(out), "digest": query.digest(), **query.as_dict()}))
         return
-    typer.echo(_describe(query))
+    typer.echo(_describe(query, reference.manifest.terms, opened))
     done = "it was in" if again else "written to"
     typer.echo(f"{done} {out}; each member answers with: quorumark verify partial {out.name} --suspect …")
 
@@ -125,6 +128,7 @@ def partial(
         str | None,
         typer.Option(help="The paper's variant: points like 1,3,4 whose answers are only ever seen as a sum."),
     ] = None,
+    audits: AuditFiles = None,
     manifest: Manifest = None,
     layout: Layout = None,
     anchor: Anchor = None,
@@ -152,8 +156,9 @@ def partial(
     with _progress(json) as note:
         reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
     asked = read_as(query, "a query", Query.from_bytes)
+    given = read_audits(audits)
     if not json:
-        typer.echo(_describe(asked))
+        typer.echo(_describe(asked, reference.manifest.terms, _opened(place, place.chain(), given)))
     approve = approve or _ask(member, json)
     opened = unlock(key_file, passphrase_file)
     with _progress(json) as note:
@@ -165,6 +170,7 @@ def partial(
             asked,
             approved=approve,
             members=_points(masked),
+            audits=given,
             place=place,
             progress=note,
         )
@@ -185,6 +191,7 @@ def combine(
     alpha: Annotated[
         str, typer.Option(help="A false-alarm probability such as 1e-9: a higher threshold than the policy's.")
     ] = "",
+    audits: AuditFiles = None,
     manifest: Manifest = None,
     home: HomeOption = DEFAULT_HOME,
     consortium: Which = None,
@@ -205,7 +212,8 @@ def combine(
 
     if _is_signed(out):
         raise InputError("--out", "must not be a certificate that somebody has signed: name another file", str(out))
-    chain = _chain(_place(home, consortium, manifest), manifest)
+    place = _place(home, consortium, manifest)
+    chain = _chain(place, manifest)
     asked = read_as(query, "a query", Query.from_bytes)
     answers = []
     for path in partials:
@@ -213,12 +221,12 @@ def combine(
             answers.append(Partial.from_bytes(read_file(path, "a partial")))
         except QuorumarkError as error:
             raise EvidenceError(f"{str(path)!r} is refused: {error}") from None
-    finding = combine_partials(chain[-1], asked, answers, alpha=alpha)
+    finding = combine_partials(chain[-1], asked, answers, alpha=alpha, audits=_opened(place, chain, audits))
     write_shared(out, Certificate.of(finding).to_bytes())
     if json:
         typer.echo(jsonlib.dumps({"certificate": str(out), **_figures(finding)}))
     else:
-        _print_finding(finding)
+        _print_finding(finding, chain[-1].terms)
         names = [finding.names[str(p.point)] for p in finding.partials if p.point not in finding.wrong]
         typer.echo(f"written to {out}; now {', '.join(names)} sign it, each with: quorumark verify sign {out.name}")
     raise typer.Exit(EXIT_CODES[finding.verdict])
@@ -259,6 +267,7 @@ def check(
     groups: Groups = None,
     factors: Factors = None,
     base: Base = None,
+    audits: AuditFiles = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     json: Json = False,
 ) -> None:
@@ -275,7 +284,14 @@ def check(
     with _progress(json) as note:
         if suspect is not None and _has_reference(manifest, layout, anchor):
             reference = Reference.read(manifest, layout, anchor, groups, factors, base, progress=note)
-        checked, left = check_certificate(found, chain, suspect=suspect, reference=reference, progress=note)
+        checked, left = check_certificate(
+            found,
+            chain,
+            suspect=suspect,
+            reference=reference,
+            audits=_opened(None, chain, audits),
+            progress=note,
+        )
     if report is not None:
         names = [certificate.name, "--manifest", manifest.name, "--suspect", suspect.name if suspect else "SUSPECT"]
         _write_report(report, found, chain[-1], checked, left, f"quorumark verify check {' '.join(names)}")
@@ -283,7 +299,7 @@ def check(
     if json:
         typer.echo(jsonlib.dumps({"checked": checked, "not_checked": left, **_figures(finding)}))
     else:
-        _print_finding(finding)
+        _print_finding(finding, chain[-1].terms)
         for text in checked:
             typer.echo(f"checked: {text}")
         for text in left:
@@ -297,7 +313,8 @@ def check(
 def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
     from quorumark.home import Home
-    from quorumark.verify.ledger import Ledger, budget
+    from quorumark.verify.guard import budget
+    from quorumark.verify.ledger import Ledger
 
     place = Home(home).only_consortium(consortium)
     manifest = place.manifest()
@@ -456,29 +473,48 @@ def _progress(quiet: bool) -> Any:
     return Status()
 
 
-def _describe(query: Query) -> str:
+def _opened(
+    place: ConsortiumFolder | None, chain: Sequence[Any], audits: Sequence[Path | Audit] | None
+) -> dict[str, tuple[int, ...]]:
+    """The leaves that audits opened, by audit: what this member's ledger knows, and what is proved here."""
+    from quorumark.verify.audited import Audit, explain
+    from quorumark.verify.ledger import Ledger
+
+    known = Ledger.open(place, chain[-1]).audits() if place is not None else {}
+    proofs = [one for one in audits or () if isinstance(one, Audit)]
+    proofs += read_audits([one for one in audits or () if isinstance(one, Path)])
+    return known | explain(chain, proofs, known)
+
+
+def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]]) -> str:
+    from quorumark.report.texts import about_left_out
+
     files = ", ".join(file.name for file in query.files[:3]) or "a model in memory"
     more = f" and {len(query.files) - 3} more files" if len(query.files) > 3 else ""
     lines = [
         f"suspect: {files}{more}, {100 * query.covered / query.carriers:.1f} % of the carrying weights found",
         f"statistic {query.statistic}, alignment {query.alignment}, {query.effective:,} effective coordinates",
         *query.matching,
+        *about_left_out(query, terms, opened),
         f"query {query.digest()}",
     ]
     return "\n".join(lines)
 
 
 def _figures(finding: Finding) -> dict[str, Any]:
-    names = ("verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "reasons", "failed")
+    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "reasons", "failed"]
+    names += ["agreed", "charged", "log10_choices", "audits"]
     members = [finding.names[str(partial.point)] for partial in finding.partials]
     wrong = [finding.names[str(point)] for point in finding.wrong]
     return {name: getattr(finding, name) for name in names} | {"members": members, "wrong": wrong}
 
 
-def _print_finding(finding: Finding) -> None:
+def _print_finding(finding: Finding, terms: Terms) -> None:
+    from quorumark.report.texts import about_charges, about_left_out
+
     typer.echo(
         f"{finding.verdict}: z = {finding.z}, threshold {finding.threshold}; an unrelated model gets as far with "
         f"probability 10^{finding.log10_p} (at most 10^{finding.log10_bound})"
     )
-    for reason in finding.reasons:
+    for reason in (*finding.reasons, *about_left_out(finding.query, terms, finding.audits), *about_charges(finding)):
         typer.echo(f"- {reason}")

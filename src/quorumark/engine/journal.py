@@ -227,8 +227,8 @@ class Journal:
         if here:
             return (
                 f"{self.name} has answered for a sum from the last model. Another sum from it can show the key to a "
-                "server that holds both, above all if a member helps it: consent only if a member or the server's files "
-                "are lost for ever."
+                "server that holds both, above all if a member helps it: consent only if a member or the server's "
+                "files are lost for ever."
             )
         text = f"{self.name} has taken part in a run from the initial model. A second run shows more of the members' "
         if not marked:

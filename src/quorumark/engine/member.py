@@ -12,7 +12,8 @@
     never    a state and a round                                signed: it never answers there
     state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
-    answer   a query, the suspect, the anchor, the layout       this member's partial, if its policy allows
+    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its policy allows
+             proofs of audits (audit.0, audit.1, …)
     sign     a certificate                                      the certificate with this member's signature
 
 What it keeps between two messages is in its `Journal`. A QuorumarkError is a refusal; `refusal` gives its text without
@@ -45,6 +46,7 @@ from quorumark.records import Terms, digest
 from quorumark.round import SecAggMember, Turn, group_of, unpack
 from quorumark.round.history import research_seed
 from quorumark.setup.folder import advance, expected_messages
+from quorumark.verify.audited import Audit
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, sign
 from quorumark.verify.evidence import Query
@@ -417,7 +419,8 @@ class MemberNode:
             layout = ModelLayout.from_bytes(_content(arrays["layout"]))
             reference = Reference.of(place.chain(), layout, anchor)
             query = Query.from_bytes(config["query"])
-            partial = answer(self._home, self._unlock, reference, suspect, query, place=place)
+            audits = [Audit.from_bytes(_content(arrays[name])) for name in sorted(arrays) if name.startswith("audit.")]
+            partial = answer(self._home, self._unlock, reference, suspect, query, audits=audits, place=place)
         return {"partial": partial.to_bytes()}, {}
 
     def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quorumark.flower.client import QUERY
 from quorumark.flower.server import _accepted, _told
 from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
 from quorumark.records import Manifest, Terms
+from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import combine, prepare
 from quorumark.verify.evidence import Partial
@@ -116,6 +117,7 @@ def verify_model(
     suspect: str | os.PathLike[str],
     *,
     anchor: str | os.PathLike[str],
+    audits: Sequence[Audit] = (),
     nodes: Collection[int] | None = None,
     timeout: float = 60.0,
     stage_timeout: float = 300.0,
@@ -124,16 +126,19 @@ def verify_model(
     """Asks the members whether a model (a .safetensors file) is theirs; the certificate, signed by who answered.
 
     Each answers under its own policy or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
-    `nodes`: those to ask, by default all that are there.
+    `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far, whose leaves are left
+    out; a member that knows of one that is not here refuses.
     """
     flwr, path = flwr_app(), Path(suspect)
     manifest = reference.manifest
-    query = prepare(reference, path).query
+    opened = explain(reference.chain, audits)
+    query = prepare(reference, path, burnt={leaf for leaves in opened.values() for leaf in leaves}).query
     chosen = sorted(nodes) if nodes is not None else _wait_for(grid, manifest.terms.threshold, timeout)
     arrays = {
         "suspect": np.frombuffer(path.read_bytes(), np.uint8),
         "anchor": np.frombuffer(Path(anchor).read_bytes(), np.uint8),
         "layout": np.frombuffer(reference.layout.to_bytes(), np.uint8),
+        **{f"audit.{i}": np.frombuffer(audit.to_bytes(), np.uint8) for i, audit in enumerate(audits)},
     }
     ask = {"stage": "answer", "name": path.name, "query": query.to_bytes()}
 
@@ -162,7 +167,7 @@ def verify_model(
             note(f"node {node}: {error}")
     if len({partial.point for partial in partials.values()}) < manifest.terms.threshold:
         raise EvidenceError(f"{len(partials)} members answered, and {manifest.terms.threshold} must")
-    certificate = Certificate.of(combine(manifest, query, list(partials.values())))
+    certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=opened))
     signatures: dict[str, str] = {}
     sign = {"stage": "sign", "certificate": certificate.to_bytes()}
     for node, data in each(sign, {}, list(partials), "certificate").items():

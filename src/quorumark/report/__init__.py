@@ -16,6 +16,7 @@ from quorumark.errors import RecordError
 from quorumark.keystore import write_shared
 from quorumark.records import Manifest, Member
 from quorumark.report.plot import draw
+from quorumark.report.texts import about_charges, about_left_out
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding
 
@@ -70,6 +71,8 @@ def certificate_page(
             z=z,
             threshold=threshold,
             plots=[draw("wide", *numbers, _WIDE), draw("narrow", *numbers, _NARROW)] if known else [],
+            left_out=about_left_out(finding.query, manifest.terms, finding.audits),
+            charges=tuple(about_charges(finding)),
             checked=checked,
             audit=audit,
             command=command or _command(finding),

@@ -11,7 +11,6 @@ A member computes x from the suspect itself and takes nobody's word for it; the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -22,41 +21,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import shamir
-from quorumark.errors import (
-    DecodingError,
-    EvidenceError,
-    GuardError,
-    InconclusiveError,
-    InputError,
-    KeystoreError,
-    RecordError,
-)
+from quorumark.errors import EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError, RecordError
 from quorumark.field import P, derive_key
 from quorumark.home import ConsortiumFolder, Home
 from quorumark.identity import Identity
 from quorumark.keystore import Unlock
 from quorumark.layout import ModelLayout, Source
 from quorumark.merkle import Tree, salt_seed
-from quorumark.records import Manifest, Terms, canonical
+from quorumark.records import Manifest, canonical
 from quorumark.shares import ShareInfo
 from quorumark.verify import align as alignment
-from quorumark.verify import lora as gauge
-from quorumark.verify import null
 from quorumark.verify.align import Alignment, Groups
-from quorumark.verify.certificate import Certificate, verify_signatures
+from quorumark.verify.audited import Audit, explain
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding, Partial, Query, now
-from quorumark.verify.ledger import Ledger, budget, check_query, read_policy, reconcile
+from quorumark.verify.findings import again, agreed_alignment, check_signed, combine, how_aligned
+from quorumark.verify.guard import check_query
+from quorumark.verify.ledger import Ledger, read_policy
 from quorumark.verify.lora import Lora, gauge_suspect, is_whole
+from quorumark.verify.null import raised_threshold
+from quorumark.verify.omissions import Audits, Omitted
 from quorumark.verify.reference import Reference
 from quorumark.verify.statistic import Canonical, Model, canonical_form, inner_product
 from quorumark.verify.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
 
 __all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "prepare_again", "sign"]
 
-NO_ALIGNMENT = "none"
 _LEAST_COVERAGE = 50  # percent of the carriers: with fewer it is another model
 _LEAST_ALIGNED = 10  # the same for what an alignment found: a third of the channels removed halves the weights
-_FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
 _SHOWN = 4
 
 Progress = Callable[[str], None]
@@ -87,7 +79,8 @@ def prepare(
 
     `align`: the suspect's channels are first put where the anchor has them (docs/alignment.md). `lora`: the suspect is
     an adapter, or a whole model that one was added to; its factors are put where the anchor's are (docs/lora.md). Each
-    is another query than the one without. `burnt`: the leaves that audits opened; they are left out.
+    is another query than the one without. `burnt`: the leaves that audits opened; they are left out. Members answer if
+    these are exactly the leaves that they know to be opened, or are proved to be with the query.
     """
     manifest, layout = reference.manifest, reference.layout
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
@@ -106,7 +99,7 @@ def prepare(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
         statistic=manifest.terms.statistic,
-        alignment=_agreed_alignment(manifest.terms, read.procedure, lora=lora),
+        alignment=agreed_alignment(manifest.terms, read.procedure, lora=lora),
         suspect=opened.digest(),
         files=opened.files,
         x=form.digest,
@@ -117,6 +110,7 @@ def prepare(
         norm2=form.norm2,
         norm4=form.norm4,
         burnt=tuple(sorted(set(burnt))),
+        burnt_norm2=form.omitted,
         matching=(*_matching(read.counted, read.match), *read.texts),
         created=created or now(),
         surplus=read.surplus,
@@ -207,26 +201,6 @@ def _agreed_factors(reference: Reference) -> Lora:
     return reference.lora
 
 
-def _agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
-    """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
-    used = [] if procedure is None else [f"{procedure}:{terms.policy['groups']}"]
-    used += [f"{gauge.PROCEDURE}:{terms.policy['lora']}"] if lora else []
-    return "+".join(used) or NO_ALIGNMENT
-
-
-def _how(terms: Terms, text: str) -> dict[str, bool]:
-    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
-
-    Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
-    others.
-    """
-    procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
-    for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):
-        if text == _agreed_alignment(terms, procedure, lora=lora):
-            return {"align": procedure is not None, "lora": lora}
-    raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
-
-
 def _covered(layout: ModelLayout, match: Match, found: Alignment) -> int:
     """Carrying weights that the suspect has: all but those at places that no channel of it came to."""
     total = 0
@@ -302,12 +276,15 @@ def answer(
     *,
     approved: bool = False,
     members: Collection[int] = (),
+    audits: Sequence[Audit] = (),
     place: ConsortiumFolder | None = None,
     progress: Progress | None = None,
 ) -> Partial:
     """A member's partial, from its home. A GuardError says why the member does not answer; the ledger keeps that too.
 
     `members`: for the paper's variant, the points whose answers are to be added up under masks (none: an open partial).
+    `audits`: what the query leaves out, where the member took no part in opening it. What they prove goes into the
+    ledger, whatever becomes of the query.
     """
     place = place or home.only_consortium()
     manifest = place.manifest()
@@ -321,6 +298,8 @@ def answer(
     _check_set(manifest, point, members)
     ledger = Ledger.open(place, manifest)
     with ledger.exclusive():  # nobody else answers here between the check and the entry
+        for name, leaves in explain(place.chain(), audits, ledger.audits()).items():
+            ledger.record_burnt(leaves, name)
         try:
             approved_by = check_query(query, prepared.form.x, manifest, ledger, read_policy(home.policy_path), approved)
         except GuardError as error:
@@ -337,7 +316,7 @@ def prepare_again(
     reference: Reference, suspect: Source | Suspect, query: Query, progress: Progress | None = None
 ) -> Prepared:
     """What a query should be for this suspect; a single file may have got another name on its way."""
-    how = _how(reference.manifest.terms, query.alignment)
+    how = how_aligned(reference.manifest.terms, query.alignment)
     made = prepare(reference, suspect, **how, burnt=query.burnt, created=query.created, progress=progress)
     if [file.sha256 for file in made.query.files] == [file.sha256 for file in query.files] and len(query.files) == 1:
         files = (replace(made.query.files[0], name=query.files[0].name),)
@@ -428,207 +407,6 @@ def _check_set(manifest: Manifest, point: int, members: Collection[int]) -> tupl
     return chosen
 
 
-# --- combining --------------------------------------------------------------------------------------------
-
-
-def combine(
-    manifest: Manifest,
-    query: Query,
-    partials: Sequence[Partial],
-    *,
-    alpha: str = "",
-    created: str | None = None,
-) -> Finding:
-    """What the partials say together. Each check is numbered; an EvidenceError names whose partial is refused, and why.
-
-    `alpha` sets the threshold by a probability of false alarm instead of the policy's z; it can only raise it.
-    """
-    terms = manifest.terms
-    # 1. the query is for this manifest, as all members signed it
-    if (query.manifest, query.epoch) != (manifest.digest().hex(), manifest.epoch):
-        raise EvidenceError("the query belongs to another manifest than the one given")
-    if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
-        raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
-    _how(terms, query.alignment)
-    if any(leaf * terms.leaf >= terms.coordinates for leaf in query.burnt):
-        raise EvidenceError("the query leaves out leaves that no share has")
-    # 2. every partial is a member's, signed by it, one for each
-    by_point: dict[int, Partial] = {}
-    for partial in partials:
-        if partial.point not in range(1, terms.members + 1):
-            raise EvidenceError(f"a partial is for point {partial.point}, which is nobody's in {terms.name!r}")
-        name = terms.member(partial.point).name
-        partial.verify(terms)
-        # 3. it answers this query: this manifest and epoch, this suspect, this x
-        for what, mine, theirs in (
-            ("manifest", query.manifest, partial.manifest),
-            ("epoch of shares", query.epoch, partial.epoch),
-            ("suspect", query.suspect, partial.suspect),
-            ("canonical form of the suspect", query.x, partial.x),
-            ("query", query.digest(), partial.query),
-        ):
-            if mine != theirs:
-                raise EvidenceError(f"the partial of {name!r} is for another {what}: leave it out or ask again")
-        other = by_point.get(partial.point, partial)
-        if other.answer != partial.answer:
-            raise EvidenceError(f"there are two partials of {name!r} with different answers: find out which is true")
-        # a member may answer twice: the one that knows of more queries counts, in whatever order they come
-        by_point[partial.point] = max(other, partial, key=lambda one: (len(one.history), one.to_bytes()))
-    # 4. there are enough of them
-    points = sorted(by_point)
-    if len(points) < terms.threshold:
-        are = "partial is" if len(points) == 1 else "partials are"
-        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}")
-    used = tuple(by_point[point] for point in points)
-    # 5. they open one number
-    value, wrong, corroboration = _open(manifest, used)
-    # 6. which a key of this kind can give
-    if value * value > _largest_squared(manifest, query):
-        raise EvidenceError("no key can give the number that the partials open: at least one of them is wrong")
-    # 7. the members' ledgers: earlier queries, and what became of them
-    known, failed = reconcile(used)
-    most = budget(terms.coordinates, terms.policy)
-    if len(known) + 1 > most:
-        raise EvidenceError(
-            f"the members' ledgers together know of {len(known)} other queries: with this one more than the "
-            f"{most} that the consortium may answer in its life"
-        )
-    # 8. z, and what it means
-    policy = terms.policy.get("z", "6")
-    agreed = null.threshold_for(alpha) if alpha else policy
-    if Decimal(agreed) < null.decimal_of("policy 'z'", policy):
-        # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
-        raise InputError(
-            "alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha
-        )
-    threshold = null.raised_threshold(agreed, failed)
-    z, cosine = _z(manifest, query, value)
-    verdict, reasons = _verdict(terms, query, z, threshold)
-    reasons += _caveats(manifest, used, wrong, corroboration, query)
-    if alpha:
-        reasons.append(f"the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy")
-    if failed:
-        reasons.append(f"{failed} earlier queries that did not pass raised the threshold from {agreed} to {threshold}")
-    return Finding(
-        consortium=terms.name,
-        members=terms.members,
-        quorum=terms.threshold,
-        query=query,
-        partials=used,
-        names={str(member.point): member.name for member in terms.roster},
-        corroboration=corroboration,
-        wrong=wrong,
-        value=str(value),
-        z=z,
-        cosine=cosine,
-        log10_p=null.log10_p(z),
-        log10_bound=null.log10_bound(z),
-        agreed=agreed,
-        alpha=alpha,
-        failed=failed,
-        threshold=threshold,
-        known=known,
-        verdict=verdict,
-        reasons=tuple(reasons),
-        created=created or now(),
-    )
-
-
-def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[int, ...], str]:
-    """Y as a signed number, whose partials are wrong, and how well it is corroborated."""
-    terms = manifest.terms
-    sets = {partial.members for partial in partials}
-    wrong: tuple[int, ...] = ()
-    if sets != {()}:
-        expected = tuple(partial.point for partial in partials)
-        if sets != {expected}:
-            raise EvidenceError(
-                "masked partials open nothing unless they come from exactly the members that they were made for: "
-                f"{' and '.join(str(list(members)) for members in sorted(sets))}, not {list(expected)}"
-            )
-        value, spare = sum(partial.value for partial in partials) % P, 0
-    else:
-        try:
-            decoded = shamir.decode({partial.point: partial.value for partial in partials}, terms.threshold)
-        except DecodingError:
-            spare = len(partials) - terms.threshold
-            raise EvidenceError(
-                f"the {len(partials)} partials contradict each other, and more than {spare // 2} of them are wrong: "
-                "nobody can be named, and nothing follows; collect more"
-            ) from None
-        value, wrong, spare = decoded.value, decoded.wrong, decoded.spare
-    corroboration = "corrected" if wrong else "corroborated" if spare else "uncorroborated"
-    return (value - P if value > P // 2 else value), wrong, corroboration
-
-
-def _key_energy(manifest: Manifest) -> int:
-    """‖τ‖², in the square of the units that shares are in."""
-    terms = manifest.terms
-    if terms.key == "rademacher":
-        return terms.coordinates
-    opened = (manifest.commitment or {}).get("norm")  # of a normal key: opened at setup, or as it is on average
-    return int(opened) if opened else terms.coordinates << 16
-
-
-def _z(manifest: Manifest, query: Query, value: int) -> tuple[str, str]:
-    """z = Y·√d/(‖x‖·‖τ‖) and the cosine Y/(‖x‖·‖τ‖); for keys of ±1 ‖τ‖ = √d."""
-    energy, d = _key_energy(manifest), manifest.terms.coordinates
-    return null.z_text(value * d, query.norm2 * energy * d), null.cosine_text(value, query.norm2, energy)
-
-
-def _largest_squared(manifest: Manifest, query: Query) -> int:
-    """The largest Y² there is: (Σ|x|)² for keys of ±1, ‖x‖²·‖τ‖² (twice that, if ‖τ‖ is not known) otherwise."""
-    if manifest.terms.key == "rademacher":
-        return query.norm1**2
-    return 2 * query.norm2 * _key_energy(manifest)
-
-
-def _verdict(terms: Terms, query: Query, z: str, threshold: str) -> tuple[str, list[str]]:
-    coverage = f"{100 * query.covered / query.carriers:.1f} % of the carrying weights"
-    if Decimal(z) >= Decimal(threshold):
-        return "PASSED", [f"z = {z} reaches the threshold {threshold}"]
-    if query.covered * 100 < _FULL_COVERAGE * query.carriers:
-        return "INCONCLUSIVE", [f"z = {z} is below the threshold {threshold}, but only {coverage} were found"]
-    # anybody may call leaves burnt: who leaves out enough of them gets a low z for any model
-    size = terms.coordinates
-    left_out = sum(min((leaf + 1) * terms.leaf, size) - leaf * terms.leaf for leaf in query.burnt)
-    if (query.covered * size - left_out * query.carriers) * 100 < _FULL_COVERAGE * query.carriers * size:
-        return "INCONCLUSIVE", [
-            f"z = {z} is below the threshold {threshold}, but {left_out:,} of {size:,} coordinates were left out as "
-            "burnt"
-        ]
-    if query.surplus:
-        return "INCONCLUSIVE", [
-            f"z = {z} is below the threshold {threshold}, but {query.surplus:,} of the suspect's channels are left "
-            "over: those that were matched can be decoys"
-        ]
-    return "FAILED", [f"z = {z} is below the threshold {threshold}: the mark was not found"]
-
-
-def _caveats(
-    manifest: Manifest, partials: Sequence[Partial], wrong: Sequence[int], corroboration: str, query: Query
-) -> list[str]:
-    terms, count = manifest.terms, len(partials)
-    spare = count - terms.threshold
-    texts = []
-    if corroboration == "uncorroborated":
-        texts.append(
-            f"uncorroborated: from {count} partials the number follows whatever they say, so that one lying member "
-            "could have set it"
-        )
-    elif corroboration == "corroborated":
-        texts.append(f"corroborated: {count} partials agree; up to {spare} lying members would have been noticed")
-    else:
-        named = ", ".join(terms.member(point).name for point in wrong)
-        texts.append(
-            f"the partials of {named} contradict the others and were corrected; that is right if no more than "
-            f"{spare // 2} of the {count} members lie, and {spare // 2 + 1} who work together could have framed them"
-        )
-    if query.covered < query.carriers:
-        texts.append(f"{query.carriers - query.covered:,} of {query.carriers:,} carrying weights were not found")
-    return texts
-
-
 # --- the certificate --------------------------------------------------------------------------------------
 
 
@@ -641,12 +419,19 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     place = place or home.only_consortium()
     manifest = place.manifest()
     finding = certificate.finding
-    if _again(manifest, finding) != finding:
+    if again(manifest, finding) != finding:
         raise EvidenceError("the certificate says something else than its partials: do not sign it")
     if certificate.payload != Certificate.of(finding).payload:
         # readers may ignore fields x-…, but whoever signs them has said what they say
         raise EvidenceError("the certificate holds fields that this release does not know: do not sign it")
     ledger = Ledger.open(place, manifest)
+    known = ledger.audits()
+    strange = [name for name, leaves in finding.audits.items() if known.get(name) != leaves]
+    if strange:
+        raise EvidenceError(
+            f"the certificate names the audit {strange[0][:16]}, of which this member has no proof: record that first "
+            "(verify audit record), then sign"
+        )
     identity = home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)
     if finding.query.x not in ledger.answered() or point not in {partial.point for partial in finding.partials}:
@@ -664,35 +449,34 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     return signed
 
 
-def _again(manifest: Manifest, finding: Finding) -> Finding:
-    return combine(manifest, finding.query, finding.partials, alpha=finding.alpha, created=finding.created)
-
-
 def check_certificate(
     certificate: Certificate,
     chain: Sequence[Manifest],
     *,
     suspect: Source | Suspect | None = None,
     reference: Reference | None = None,
+    audits: Audits | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[str], list[str]]:
     """Verifies a certificate from its files alone: what was checked, and what could not be, in sentences.
 
-    Anything that does not hold is an error. `chain` was checked when it was read (`read_chain`).
+    Anything that does not hold is an error. `chain` was checked when it was read (`read_chain`). `audits`: those that
+    are proved to have opened what the query leaves out (`audited.explain`).
     """
     manifest, finding = chain[-1], certificate.finding
-    checked, left = [], []
+    checked: list[str] = []
+    left: list[str] = []
     # 1. the manifest is the consortium's, signed by all members, and so is every one before it
     checked.append(f"the manifest is signed by all {manifest.terms.members} members of {manifest.terms.name!r}")
     # 2. every member whose partial counts signed the certificate
-    verify_signatures(certificate, manifest)
+    # 3. everything in it follows from the signed partials: the number, z, the threshold, the verdict
+    check_signed(certificate, manifest)
     signers = ", ".join(member.name for member in certificate.signers(manifest))
     checked.append(f"the certificate is signed by {signers}")
-    # 3. everything in it follows from the signed partials: the number, z, the threshold, the verdict
-    if _again(manifest, finding) != finding:
-        raise EvidenceError("the certificate says something else than the partials in it")
     checked.append(f"{len(finding.partials)} signed partials open the number, and z and the verdict follow from it")
-    # 4. the suspect is the one that was tested
+    # 4. audits opened what the query leaves out, or the verdict stands without them
+    _check_left_out(manifest, finding, audits or {}, checked, left)
+    # 5. the suspect is the one that was tested
     opened = None
     if suspect is None:
         left.append("the suspect was not given: that these are its digests was not checked")
@@ -701,7 +485,7 @@ def check_certificate(
         if opened.digest() != finding.query.suspect:
             raise EvidenceError("the suspect given is not the one that the certificate is about: its bytes differ")
         checked.append("the suspect's files are those that were tested")
-    # 5. the vector x follows from the suspect, the layout and the anchor
+    # 6. the vector x follows from the suspect, the layout and the anchor
     if opened is None or reference is None:
         left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
     elif missing := _missing(reference, opened, finding.query):
@@ -714,9 +498,36 @@ def check_certificate(
     return checked, left
 
 
+def _check_left_out(manifest: Manifest, finding: Finding, audits: Audits, checked: list[str], left: list[str]) -> None:
+    """The audits that a certificate names, against those that are proved here."""
+    proved = {name: tuple(leaves) for name, leaves in audits.items()}
+    if not finding.query.burnt:
+        return
+    missing = [name for name, leaves in finding.audits.items() if proved.get(name) != leaves]
+    if not missing:
+        rest = set(finding.query.burnt).difference(*finding.audits.values())
+        if finding.audits:
+            checked.append(f"audits opened what the query leaves out: {len(finding.audits)}, all proved here")
+        if rest:
+            checked.append(f"nothing explains {len(rest)} of the leaves left out, and the threshold pays for that")
+        return
+    # t members signed that they know of those audits; whoever does not want to believe it takes the higher threshold
+    omitted = Omitted.of(finding.query, manifest.terms, {name: proved[name] for name in proved.keys() - set(missing)})
+    threshold = raised_threshold(omitted.charged(finding.agreed), finding.failed)
+    if finding.verdict == "PASSED" and Decimal(finding.z) < Decimal(threshold):
+        raise EvidenceError(
+            f"the query leaves out leaves that the audit {missing[0][:16]} is said to have opened; without a proof of "
+            f"that the threshold is {threshold}, and z = {finding.z} is below it: give the audit's proof (--audit)"
+        )
+    left.append(
+        f"audits are said to explain what the query leaves out, without a proof: {len(missing)}; with those leaves "
+        f"unexplained the threshold is {threshold}"
+    )
+
+
 def _missing(reference: Reference, suspect: Suspect, query: Query) -> str:
     """What is not here of what the query's way of matching takes; "" if all is."""
-    how = _how(reference.manifest.terms, query.alignment)
+    how = how_aligned(reference.manifest.terms, query.alignment)
     if how["align"] and reference.groups is None:
         return "groups.json"
     if how["lora"] and reference.lora is None:

@@ -62,7 +62,8 @@ class Query:
 
     x is a vector of whole numbers, one for each of the d = `coordinates` of the key; `norm1`, `norm2` and `norm4` are
     Σ|x|, Σx² and Σx⁴. `covered` of the `carriers` coordinates that could carry were found in the suspect. `burnt`: the
-    leaves of the shares that were opened in audits and are left out. `matching` says how the suspect was read:
+    leaves of the shares that are left out, since audits opened them; `burnt_norm2` is the Σx² that x would have had on
+    them. `matching` says how the suspect was read:
     texts for people (prefix, casts, missing and extra tensors, numbers that are not finite, what was aligned).
     `alignment` is "none", or procedures, each with the digest of what was agreed on for it: the groups for an alignment
     (docs/alignment.md), the factors for an adapter (docs/lora.md), both joined by "+".
@@ -86,6 +87,7 @@ class Query:
     norm2: int
     norm4: int
     burnt: tuple[int, ...]
+    burnt_norm2: int
     matching: tuple[str, ...]
     created: str
     surplus: int = 0
@@ -93,7 +95,17 @@ class Query:
     def __post_init__(self) -> None:
         for name in ("manifest", "suspect", "x"):
             require(is_hex(getattr(self, name), 32), f"a query's {name}", "must be 32 bytes in hex")
-        for name in ("epoch", "coordinates", "carriers", "covered", "norm1", "norm2", "norm4", "surplus"):
+        for name in (
+            "epoch",
+            "coordinates",
+            "carriers",
+            "covered",
+            "norm1",
+            "norm2",
+            "norm4",
+            "burnt_norm2",
+            "surplus",
+        ):
             require(is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
         require(self.carriers > 0, "a query's carriers", "must be at least 1")
         for name, most in (("statistic", 100), ("alignment", 200)):
@@ -104,6 +116,7 @@ class Query:
             "a query's burnt leaves",
             "must be whole numbers in order, each once",
         )
+        require(bool(self.burnt) or not self.burnt_norm2, "a query's burnt_norm2", "must be 0 if nothing is left out")
         require(all(is_text(text) for text in self.matching), "a query's matching", "must be printable texts")
         require(is_time(self.created), "a query's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
@@ -248,6 +261,10 @@ class Finding:
     `agreed` (the policy's z*, or the one for `alpha`) raised by `failed` earlier queries. `wrong` lists points whose
     partials contradict the others. `reasons` are sentences: why this verdict, and what limits it. `known` are all
     earlier queries that any of the partials knows of.
+
+    `audits` explain what the query leaves out: leaves, by the digest of the challenge that had them opened.
+    `log10_choices` counts the choices that whoever asked had (`omissions`). `charged` is `agreed` raised for them,
+    before `failed` raises it further; `log10_p` and `log10_bound` allow for them too.
     """
 
     FORMAT: ClassVar[str] = "quorumark-certificate/v1"
@@ -267,6 +284,9 @@ class Finding:
     log10_bound: str
     agreed: str
     alpha: str
+    audits: Mapping[str, tuple[int, ...]]
+    log10_choices: str
+    charged: str
     failed: int
     threshold: str
     known: Mapping[str, str]
@@ -280,7 +300,17 @@ class Finding:
             require(is_count(getattr(self, name)), f"a finding's {name}", "must be a whole number")
         require(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
         require(self.corroboration in CORROBORATION, "corroboration", f"must be one of {', '.join(CORROBORATION)}")
-        for name in ("value", "z", "cosine", "log10_p", "log10_bound", "agreed", "threshold"):
+        for name in (
+            "value",
+            "z",
+            "cosine",
+            "log10_p",
+            "log10_bound",
+            "agreed",
+            "log10_choices",
+            "charged",
+            "threshold",
+        ):
             require(is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as text")
         require(is_text(self.alpha, 100), "a finding's alpha", "must be a text")
         require(all(is_count(x, 1) for x in self.wrong), "a finding's wrong partials", "must be points")
@@ -288,6 +318,14 @@ class Finding:
         require(sound, "a finding's names", "must map points to names")
         sound = isinstance(self.known, Mapping) and all(is_hex(x, 32) and o in OUTCOMES for x, o in self.known.items())
         require(sound, "a finding's known queries", "must map digests to passed, failed or open")
+        sound = isinstance(self.audits, Mapping) and all(
+            is_hex(name, 32)
+            and isinstance(leaves, tuple)
+            and all(is_count(leaf) for leaf in leaves)
+            and list(leaves) == sorted(set(leaves))
+            for name, leaves in self.audits.items()
+        )
+        require(sound, "a finding's audits", "must map digests to leaf numbers in order, each once")
         require(all(is_text(text) for text in self.reasons), "a finding's reasons", "must be printable texts")
         require(is_time(self.created), "a finding's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
@@ -298,6 +336,7 @@ class Finding:
             "partials": [partial.as_dict() for partial in self.partials],
             "names": dict(self.names),
             "wrong": list(self.wrong),
+            "audits": {name: list(leaves) for name, leaves in self.audits.items()},
             "known": dict(self.known),
             "reasons": list(self.reasons),
         }
@@ -307,12 +346,16 @@ class Finding:
         taken = take(body, field_names(cls), "a certificate")
         for name in ("partials", "wrong", "reasons"):
             require(isinstance(taken[name], list), f"a certificate's {name}", "must be a list")
+        audits = taken["audits"]
+        sound = isinstance(audits, Mapping) and all(isinstance(leaves, list) for leaves in audits.values())
+        require(sound, "a certificate's audits", "must map digests to lists of leaf numbers")
         return cls(
             **{
                 **taken,
                 "query": Query.from_dict(taken["query"]),
                 "partials": tuple(Partial.from_dict(entry) for entry in taken["partials"]),
                 "wrong": tuple(taken["wrong"]),
+                "audits": {name: tuple(leaves) for name, leaves in audits.items()},
                 "reasons": tuple(taken["reasons"]),
             }
         )

@@ -1,26 +1,5 @@
-"""A member's guard over the key: what it answered, what it heard of, and what it therefore refuses
+"""A member's ledger: what it answered, what it heard of, which leaves of the shares are public; and its own policy
 (docs/verification.md, "The guard").
-
-An answered query opens Y = ⟨x, τ⟩, one linear equation in the secret key τ ∈ {±1}^d with a public x. Three things
-follow from too many of them, or from crafted ones:
-
-    a direction     n answers give a vector of cosine √(n/d) with τ: Σ Y_i·x_i/‖x_i‖², if the x_i are orthogonal
-    a forgery       n models that failed combine into one "model" of z ≈ √n: 64 give 8
-    an oracle       answers whose combination rests on few coordinates read those off: x₂ = x₁ + e_j gives τ_j
-
-The first is bounded by a budget, the second by raising z* (`reconcile` counts, `null.raised_threshold` raises), the
-third by two rules on every query: x, and what x adds to the span of the queries answered before (its residual r), must
-rest on many coordinates, measured as ‖r‖₂⁴/‖r‖₄⁴ ≥ E. The residuals of m answers are orthogonal, so a combination v of
-them with ‖v‖₂ = 1 has ‖v‖₄ ≤ √m·E^(−1/4): it rests on at least E/m² coordinates, whatever the queries were. Residuals
-are computed in floating point, so an x is refused too if rounding could hide what it adds. For
-residuals E is 1024: a copy of a tested model in another number format is another suspect, and must be answered; m such
-copies that were crafted to differ on the same 1024 coordinates give a vector of cosine √(m/1024) with the key there.
-
-Each member guards alone, and knows of other members' answers only what it is told. t−1 colluders need one more answer,
-so they can let each of the other K−t+1 members spend a budget of its own, and put x to one and x + e_j to another: the
-bounds hold for each member's answers, not for all together. A member who lists failed queries that never were can hold
-up a proof, in a partial that it signed. And whoever sets a member's whole folder back to an earlier day makes it
-forget; others hold the later heads of its ledger in its partials.
 
     with ledger.exclusive():                                    # nobody else answers between the check and the record
         approved_by = check_query(query, x, manifest, ledger, policy, approved)
@@ -32,8 +11,6 @@ from __future__ import annotations
 import calendar
 import contextlib
 import fcntl
-import hashlib
-import math
 import os
 import re
 import time
@@ -46,44 +23,32 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.errors import GuardError, InputError, KeystoreError, RecordError
+from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.home import ConsortiumFolder, read_file
 from quorumark.keystore import replacing, write_private
 from quorumark.records import Manifest, canonical, digest, parse
 from quorumark.verify.evidence import Partial, Query, now
-from quorumark.verify.statistic import norms, vector_digest
+from quorumark.verify.statistic import vector_digest
 
-__all__ = [
-    "Ledger",
-    "Policy",
-    "budget",
-    "check_query",
-    "least_effective",
-    "read_policy",
-    "reconcile",
-]
+__all__ = ["Ledger", "Policy", "StoredVector", "read_policy", "reconcile"]
 
 FORMAT = "quorumark-ledger/v1"
 HEAD_FORMAT = "quorumark-ledger-head/v1"
 _VECTOR = "quorumark-vector/v1"
 _KINDS = {
-    "answered": {"x", "suspect", "query", "files", "approved_by"},
+    "answered": {"x", "suspect", "query", "files", "left_out", "approved_by"},
     "refused": {"query", "reason"},
     "outcome": {"x", "outcome", "certificate"},
     "seen": {"x", "outcome", "source"},
     "burnt": {"leaves", "audit"},
 }
 _COMMON = {"format", "number", "previous", "time", "kind"}
-_ADDED = 1024  # coordinates that what a query adds must rest on
-_DISTINCT = 1e-10  # what floating point can tell: far above its 2^-52, below 1024 places in 10^9 coordinates
-_DAY = 24 * 60 * 60
 # anybody who reaches a member can be refused, and a certificate can be combined anew, as often as they like: that must
 # not make a ledger that is too large to be read
 _MOST_REFUSALS = 1000
 _MOST_LINES = 100_000  # of which the last ones are answers and burnt leaves only
 _LONGEST_REASON = 300
 _PIECE = 1 << 16  # bytes of a stored vector that are read at a time
-_FLOATS = 1 << 22  # float64 numbers in memory while residuals are computed: 32 MB
 
 Numbers = NDArray[np.signedinteger[Any]]
 
@@ -98,7 +63,7 @@ def _plain(x: Numbers) -> Numbers:
     return np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
 
 
-class _Stored:
+class StoredVector:
     """A vector in a file: a line "quorumark-vector/v1 TYPE LENGTH", then its little-endian numbers under zlib.
 
     It is read piece by piece, and no file stays open meanwhile: there may be many of them.
@@ -320,13 +285,13 @@ class Ledger:
         if vector_digest(x) != query.x:
             raise InputError("x", "must be the vector that the query names", "another one")
         with self.exclusive():
-            path = self._vector_path(query.x)
+            path = self.vector_path(query.x)
             if not path.exists():
-                _Stored.write(path, x)
+                StoredVector.write(path, x)
             if query.x not in self.answered():
                 files = [file.name for file in query.files]
                 asked = {"x": query.x, "suspect": query.suspect, "query": query.digest()}
-                self._append("answered", **asked, files=files, approved_by=approved_by)
+                self._append("answered", **asked, files=files, left_out=len(query.burnt), approved_by=approved_by)
 
     def record_refusal(self, query: Query, reason: str) -> None:
         """A query that was refused, once for each reason; the first thousand of them."""
@@ -368,13 +333,16 @@ class Ledger:
                     self._append("seen", x=x, outcome=outcome, source=source)
 
     def record_burnt(self, leaves: Sequence[int], audit_digest: str) -> None:
-        """Leaves of the shares that an audit opened: their signs are public, and no query may rest on them again."""
+        """Leaves of the shares that an audit opened: their signs are public, and no query may rest on them again.
+
+        `audit_digest` is that of its challenge. Only for audits in which this member opened its own share, or that are
+        proved (`audited.explain`): with anything else in it this member would refuse every honest query for ever.
+        """
         if not all(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf >= 0 for leaf in leaves):
             raise InputError("leaves", "must be whole numbers, at least 0", list(leaves))
         with self.exclusive():
-            new = sorted(set(leaves) - set(self.burnt()))
-            if new:
-                self._append("burnt", leaves=new, audit=_hex("audit", audit_digest))
+            if _hex("audit", audit_digest) not in self.audits():
+                self._append("burnt", leaves=sorted(set(leaves)), audit=audit_digest)
 
     @property
     def _full(self) -> bool:
@@ -404,17 +372,21 @@ class Ledger:
         """The x of the queries that this member answered."""
         return {entry["x"] for entry in self.entries if entry["kind"] == "answered"}
 
+    def audits(self) -> dict[str, tuple[int, ...]]:
+        """The leaves that audits opened, by the digest of their challenge."""
+        return {entry["audit"]: tuple(entry["leaves"]) for entry in self.entries if entry["kind"] == "burnt"}
+
     def burnt(self) -> tuple[int, ...]:
         """The leaves that were opened in audits, in order."""
-        return tuple(sorted({leaf for e in self.entries if e["kind"] == "burnt" for leaf in e["leaves"]}))
+        return tuple(sorted({leaf for leaves in self.audits().values() for leaf in leaves}))
 
-    def _vector_path(self, x: str) -> Path:
+    def vector_path(self, x: str) -> Path:
         return self._place.queries_path / f"{x}.bin"
 
-    def _kept_queries(self) -> list[Mapping[str, Any]]:
+    def kept_queries(self) -> list[Mapping[str, Any]]:
         """The answered queries. All their vectors must be there: x + e_j is a fresh query to whoever forgot x."""
         answered = [entry for entry in self.entries if entry["kind"] == "answered"]
-        for path in (self._vector_path(entry["x"]) for entry in answered):
+        for path in (self.vector_path(entry["x"]) for entry in answered):
             if not path.exists():
                 raise KeystoreError(
                     f"{str(path)!r}, the vector of an answered query, is missing: put it back from a backup, or answer "
@@ -422,7 +394,7 @@ class Ledger:
                 )
         return answered
 
-    def _answers_since(self, moment: float) -> int:
+    def answers_since(self, moment: float) -> int:
         times = [entry["time"] for entry in self.entries if entry["kind"] == "answered"]
         return sum(calendar.timegm(time.strptime(t, "%Y-%m-%dT%H:%M:%SZ")) > moment for t in times)
 
@@ -487,228 +459,6 @@ def read_policy(path: str | os.PathLike[str]) -> Policy:
             raise RecordError("a policy's statistics must be a list of texts")
         values["statistics"] = tuple(values["statistics"])
     return Policy(**values)
-
-
-# --- the guard ---------------------------------------------------------------------------------------------
-
-
-def _agreed(policy: Mapping[str, str] | None, name: str, default: int) -> int:
-    text = (policy or {}).get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise InputError(f"policy {name!r}", "must be a whole number", repr(text))
-    return int(text)
-
-
-def budget(coordinates: int, policy: Mapping[str, str] | None = None) -> int:
-    """How many different x are answered in a consortium's life: max(16, ⌊d/10⁴⌋), or `budget` in the terms' policy.
-
-    n answers give a vector of cosine √(n/d) with the key: 1 % at this bound, from d = 160,000 on.
-    """
-    return _agreed(policy, "budget", max(16, coordinates // 10_000))
-
-
-def least_effective(coordinates: int, policy: Mapping[str, str] | None = None) -> int:
-    """On how many coordinates a query must rest, at least: max(1024, ⌊d/32⌋), or `effective` in the terms' policy;
-    never more than d.
-
-    Weights that spread like a normal distribution rest on d/3 coordinates, so models of d < 3,072 need an agreed
-    `effective` to be verified at all.
-    """
-    return min(coordinates, _agreed(policy, "effective", max(1024, coordinates // 32)))
-
-
-def _require(good: bool, text: str) -> None:
-    if not good:
-        raise GuardError(text)
-
-
-def check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, policy: Policy, approved: bool) -> str:
-    """Whether this member answers a query with the vector x, which it has computed from the suspect itself.
-
-    A GuardError says why not. Otherwise it returns who approved: "--approve" (a person) or "policy".
-    """
-    with ledger.exclusive():
-        return _check_query(query, x, manifest, ledger, policy, approved)
-
-
-def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, policy: Policy, approved: bool) -> str:
-    terms, d = manifest.terms, manifest.terms.coordinates
-    again = query.x in ledger.answered()  # the same answer once more tells nobody anything
-
-    # 1. It is about this consortium as it is now, and x is the vector that it names.
-    _require(
-        query.manifest == manifest.digest().hex() and query.epoch == manifest.epoch,
-        "the query is for another manifest or epoch than the one in force here; run consortium update, and ask again "
-        "under the newest manifest",
-    )
-    _require(
-        query.coordinates == d == x.size and vector_digest(x) == query.x,
-        "the query does not name the vector x that this member computed from the suspect; compare the suspect's files",
-    )
-
-    # 2. The statistic is the agreed one: another could be made to show other combinations of the key.
-    _require(
-        query.statistic == terms.statistic,
-        f"the query uses the statistic {query.statistic!r}, but {terms.statistic!r} is agreed; ask again with that one",
-    )
-    _require(
-        policy.statistics is None or query.statistic in policy.statistics,
-        f"this member's policy does not list the statistic {query.statistic!r}; its statistics can be changed there",
-    )
-
-    # 3. Leaves opened in audits are left out: their signs are public, so weights there can be made to fit.
-    forgotten = sorted(set(ledger.burnt()) - set(query.burnt))
-    _require(
-        not forgotten,
-        f"the query does not leave out the leaf {forgotten[0] if forgotten else ''}, which an audit opened; ask again "
-        f"with all burnt leaves: {', '.join(map(str, ledger.burnt()))}",
-    )
-    for leaf in query.burnt:
-        _require(
-            not x[leaf * terms.leaf : (leaf + 1) * terms.leaf].any(),
-            f"the vector x is not zero on the leaf {leaf}, which an audit opened; ask again without it",
-        )
-
-    # 4. The budget, for the consortium's life: n answers give a vector of cosine √(n/d) with the key.
-    if not again:
-        known, most = ledger.known().keys() | {query.x}, budget(d, terms.policy)
-        _require(
-            len(known) <= most,
-            f"{most} different queries are the budget of this consortium's life, and all are used; the members can "
-            "amend the terms with another policy budget=N, which tells more of the key",
-        )
-        answers = len(ledger.answered()) + 1
-        _require(
-            policy.max_answers is None or answers <= policy.max_answers,
-            f"this member's policy allows {policy.max_answers} answers, and all are given; raise max_answers there",
-        )
-
-    # 5. x rests on many coordinates: ‖x‖₂⁴/‖x‖₄⁴, from x itself.
-    least = least_effective(d, terms.policy)
-    norm1, norm2, norm4 = norms(x)
-    _require(
-        (norm1, norm2, norm4) == (query.norm1, query.norm2, query.norm4),
-        "the query's norms are not those of its vector x; compute the query again from the suspect",
-    )
-    _require(
-        norm4 > 0 and norm2 * norm2 >= least * norm4,
-        f"the query rests on {norm2 * norm2 // norm4 if norm4 else 0} coordinates, fewer than {least}, and would read "
-        "off signs of the key; ask about a model whose weights differ from the anchor in more places",
-    )
-
-    # 6. So does what x adds to the answers that were given. Signs in burnt leaves are public, so whatever an earlier x
-    # had there can be subtracted, and must not make up the number: once by what is known here to be burnt, once by
-    # what the query says.
-    for burnt in () if again else dict.fromkeys((ledger.burnt(), query.burnt)):
-        _check_residual(x, ledger, least, [slice(i * terms.leaf, (i + 1) * terms.leaf) for i in burnt])
-
-    # 7. A person approved it, or the member's policy does.
-    if approved:
-        return "--approve"
-    _require(
-        policy.approve == "always",
-        "nobody has approved this query here; look at the suspect and its purpose, then answer with --approve",
-    )
-    today = ledger._answers_since(calendar.timegm(time.gmtime()) - _DAY)
-    _require(
-        again or today < (policy.max_queries_per_day or 0),
-        f"this member's policy approves {policy.max_queries_per_day} queries in 24 hours, and {today} were answered; "
-        "wait, or answer with --approve",
-    )
-    return "policy"
-
-
-def _check_residual(x: Numbers, ledger: Ledger, least: int, public: Sequence[slice]) -> None:
-    past = ledger._kept_queries()
-    if not past:
-        return
-    least = min(least, _ADDED)
-    found = _residual(x, [ledger._vector_path(entry["x"]) for entry in past], public)
-    if found.known:
-        return  # an answered x but for leaves that were burnt since: its answer follows from the earlier one
-    nearest = int(np.argmax(np.abs(found.cosines)))
-    entry, cosine = past[nearest], abs(float(found.cosines[nearest]))
-    earlier = f"the model of query {entry['query'][:16]} that was answered on {entry['time'][:10]}"
-    _require(
-        found.effective >= least,
-        f"this query adds {found.effective} coordinates to those answered before, fewer than {least}, and would read "
-        f"off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
-    )
-    _require(
-        found.distinct >= _DISTINCT,
-        "this query is too close to a combination of those answered before to tell what it adds, and could be made to "
-        f"read off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
-    )
-
-
-@dataclass(frozen=True)
-class _Residual:
-    """r = x − its projection onto the span of stored vectors: ‖r‖₂², ⌊‖r‖₂⁴/‖r‖₄⁴⌋; x's cosines with the stored ones,
-    and whether it is one of them; `distinct`: the smallest ‖Σ b_i·x_i/‖x_i‖‖² over them and x, for ‖b‖ = 1."""
-
-    squared: float
-    effective: int
-    cosines: NDArray[np.float64]
-    known: bool
-    distinct: float
-
-
-def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Residual:
-    """What x adds to stored vectors, outside of coordinates that are public.
-
-    r = x − Σ a_i·x_i with G·a = c, where G_ij = ⟨x_i, x_j⟩ and c_i = ⟨x_i, x⟩ (scaled to vectors of length 1). Files
-    are read in step, piece by piece; the projection is repeated on what is left until r is orthogonal to rounding. m
-    stored vectors cost about m²·d multiplications.
-
-    r can be far smaller than rounding, and still be one coordinate that whole numbers read exactly: x_1 = 32·c_1 − c_2,
-    x_2 = 32·c_2 − c_3, … So `distinct`, the smallest eigenvalue of G, says whether rounding can hide anything.
-    """
-    count = len(paths)
-    gram, names = np.zeros((count + 1, count + 1)), [hashlib.blake2b() for _ in range(count + 1)]
-    for rows in _in_step(x, paths, public):
-        gram += rows @ rows.T
-        for name, row in zip(names, rows, strict=True):
-            name.update(row)
-    lengths = np.sqrt(gram.diagonal())
-    first = {name.digest(): i for i, name in reversed(list(enumerate(names)))}  # equal ones but for public coordinates
-    told = [i for i in sorted(first.values()) if lengths[i] > 0]
-    lengths[lengths == 0] = 1  # a vector that was on public coordinates alone
-    unit = gram / np.outer(lengths, lengths)
-    distinct = float(np.linalg.eigvalsh(unit[np.ix_(told, told)])[0])
-    weights, target = np.zeros(count), gram[:count, count]
-    for _ in range(4):
-        weights += np.linalg.lstsq(unit[:count, :count], target / lengths[:count], rcond=1e-12)[0] / lengths[:count]
-        two = four = 0.0
-        target = np.zeros(count)
-        for rows in _in_step(x, paths, public):
-            rest = rows[count] - weights @ rows[:count]
-            square = rest * rest
-            two, four = two + float(square.sum()), four + float(square @ square)
-            target += rows[:count] @ rest
-        if np.abs(target / lengths[:count]).max() <= 1e-9 * lengths[count]:
-            break
-    effective = math.floor(two * two / four) if four > 0 else 0
-    return _Residual(two, effective, unit[:count, count], first[names[count].digest()] < count, distinct)
-
-
-def _in_step(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> Iterator[NDArray[np.float64]]:
-    """Pieces of the stored vectors, and of x as the last row, as a matrix in a bounded memory; 0 where it is public."""
-    stored = [_Stored(path) for path in paths]
-    wrong = [path for path, vector in zip(paths, stored, strict=True) if vector.size != x.size]
-    if wrong:
-        raise KeystoreError(f"{str(wrong[0])!r} is not a vector of this consortium: it has another length")
-    width = max(1024, _FLOATS // (len(paths) + 1))
-    for start in range(0, x.size, width):
-        part = x[start : start + width]
-        rows = np.empty((len(paths) + 1, part.size))
-        for row, vector in zip(rows, stored, strict=False):
-            row[:] = vector.take(part.size)
-        rows[-1] = part
-        for span in public:
-            rows[:, max(span.start - start, 0) : max(span.stop - start, 0)] = 0
-        yield rows
 
 
 # --- what the members know together ------------------------------------------------------------------------

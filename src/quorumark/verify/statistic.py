@@ -56,7 +56,8 @@ def vector_digest(x: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Canonical:
-    """x, one whole number for each coordinate of the key, and what a query says about it."""
+    """x, one whole number for each coordinate of the key, and what a query says about it. `omitted` is the Σx² of what
+    was left out."""
 
     statistic: str
     x: NDArray[Any]
@@ -64,10 +65,11 @@ class Canonical:
     norm1: int
     norm2: int
     norm4: int
+    omitted: int = 0
 
     @classmethod
-    def of(cls, statistic: str, x: NDArray[Any]) -> Canonical:
-        return cls(statistic, x, vector_digest(x), *norms(x))
+    def of(cls, statistic: str, x: NDArray[Any], omitted: int = 0) -> Canonical:
+        return cls(statistic, x, vector_digest(x), *norms(x), omitted)
 
 
 def norms(x: NDArray[Any]) -> tuple[int, int, int]:
@@ -136,6 +138,11 @@ def canonical_form(
 
     `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told what is being worked
     on, in words.
+
+    Nothing that enters x may be chosen by somebody who has seen a marked model, except by rules that the terms fix:
+    such a model shows a part of the key's signs, and any choice (of a statistic, an anchor, an alignment, a part of the
+    weights) can be made to agree with them. So the statistic, the layout, the anchor and the groups are in the terms,
+    and `omit` comes from audits that are proved, or is paid for (`omissions`).
     """
     if statistic not in STATISTICS:
         raise InputError("statistic", f"must be one of {', '.join(STATISTICS)}", repr(statistic))
@@ -159,9 +166,11 @@ def canonical_form(
             target, chosen = x[begin:end], carrying[begin:end] - place.start
         if target.size:
             one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent, memory), target)
+    omitted = 0
     if omit is not None:
+        omitted = norms(x[omit])[1] if omit.any() else 0
         x[omit] = 0
-    return Canonical.of(statistic, x)
+    return Canonical.of(statistic, x, omitted)
 
 
 # --- reading ----------------------------------------------------------------------------------------------
