@@ -77,7 +77,8 @@ class RoundMember:
         self.secagg = SecAggMember(identity, self.group, memory or MemoryState(self.group))
         self.point = self.secagg.point
         if mark and (share is None) == (own_key is None):
-            raise InputError("share", "or own_key, exactly one of the two, must be given to a member that marks", "")
+            received = "neither" if share is None else "both"
+            raise InputError("share", "or own_key must be given to a member that marks, exactly one of them", received)
         if mark and share is not None:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
