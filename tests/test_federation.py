@@ -760,6 +760,7 @@ def test_the_papers_rule_sums_scales_first(per: str) -> None:
     assert report.given_up
     again = {x: list(member._scale._ema) for x, member in lost.members.items() if member._scale and member._scale._ema}
     assert again == once
+    assert lost.round().marked  # and it goes on
     assert all(report.marked for report in reports)
     assert reports[1].members == (1, 3, 4, 5)
     key = world.key() * np.where(world.manifest.genesis.whitening(0, world.layout.coordinates), -1, 1)

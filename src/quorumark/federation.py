@@ -102,7 +102,7 @@ class FederationMember(RoundMember):
         A state on disk remembers by itself, and is left alone.
         """
         if isinstance(self.secagg.state, MemoryState):
-            self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
+            self.secagg = SecAggMember(self._identity, self.group, self.fresh_memory(after))
 
 
 # --- losses -----------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class RoundMember:
         self.group = group_of(manifest)
         self.marks = mark
         self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
-        self.secagg = SecAggMember(identity, self.group, memory or MemoryState(self.group))
+        self.secagg = SecAggMember(identity, self.group, memory or self.fresh_memory())
         self.point = self.secagg.point
         if mark and (share is None) == (own_key is None):
             received = "neither" if share is None else "both"
@@ -93,6 +93,10 @@ class RoundMember:
         self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
         self._scaled: tuple[int, Vector, Any] | None = None
         self._paper: Amplitudes | None = None
+
+    def fresh_memory(self, after: int = 0) -> MemoryState:
+        """For a run in one process. The paper's rule is for research: its scales are summed again in a further try."""
+        return MemoryState(self.group, after, simulation=self.strength.rule == "paper")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(point {self.point} of {self.manifest.terms.name!r}, secrets hidden)"
