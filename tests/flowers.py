@@ -158,7 +158,9 @@ def app_for(
 
     def member(context: Any) -> MemberNode:
         x = int(context.node_config["partition-id"]) + 1
-        node = MemberNode(Home(folder / f"member-{x}"), Unlock.key_file(folder / f"member-{x}.key"), terms=pinned, seeds=True)
+        node = MemberNode(
+            Home(folder / f"member-{x}"), Unlock.key_file(folder / f"member-{x}.key"), terms=pinned, seeds=True
+        )
         return Failing(node, x, dict(lost or {})) if lost else node  # type: ignore[return-value]
 
     app = ClientApp(mods=[watermark_mod(find or member), *mods])

@@ -116,9 +116,7 @@ class Run:
     def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:  # noqa: ARG002
         return train(model, 0.01, reply["seed"], reply["rate"])
 
-    def upload(
-        self, lost: Iterable[int] = (), change: Callable[[dict[str, Any]], None] = lambda *_: None
-    ) -> None:
+    def upload(self, lost: Iterable[int] = (), change: Callable[[dict[str, Any]], None] = lambda *_: None) -> None:
         self._upload(set(lost), change)
         while self.server.missing:
             self.server.retry()

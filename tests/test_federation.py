@@ -1003,8 +1003,7 @@ def _many_rounds(count: int, threshold: int, shape: tuple[int, int], rounds: int
         assert len(report.members) >= group.least
         total = sum(manifest.terms.member(x).examples for x in report.members)
         wanted = before + sum(
-            manifest.terms.member(x).examples / total * step(layout.size, x, seeds[x])
-            for x in report.members
+            manifest.terms.member(x).examples / total * step(layout.size, x, seeds[x]) for x in report.members
         )
         # FedAvg, and besides it nothing but a mark of a few hundredths of the update
         left = vector(run) - wanted
