@@ -14,15 +14,17 @@ from quorumark import (
     layout,
     report,
     research,
-    secagg,
     shamir,
     training,
     usercode,
 )
+from quorumark import round as rounds
 from quorumark.attacks import lora as lora_attacks
 from quorumark.attacks import plan, suite
-from quorumark.engine import member, server, signer
+from quorumark.engine import ceremony, member, signer
 from quorumark.report import attacks as attack_report
+from quorumark.round import history, server
+from quorumark.round import member as round_member
 from quorumark.verify import (
     align,
     audit,
@@ -53,11 +55,15 @@ PUBLIC = {
     "lagrange_matrix reconstruct share share_chunks share_compressed",
     codec: "FRACTION_BITS LIMIT decode encode encode_axpy round_trip",
     layout: "DEFAULT_EXCLUDE ModelLayout TensorSpec read_safetensors write_safetensors",
-    embed: "Amplitudes MarkState PaperScale Strength check_round check_weights ideal_mark ideal_norms marked_vector "
-    "model_digest norm_count paper_amplitudes update_norms weights",
-    federation: "Federation FederationMember History Losses RoundReport checks_sums group_of research_seed watch",
+    embed: "Amplitudes MarkState PaperScale Strength TooStrongError check_round check_size check_weights ideal_mark "
+    "ideal_norms marked_vector model_digest norm_count norm_places paper_amplitudes update_norms weights",
+    federation: "Federation FederationMember Losses RoundReport watch",
+    rounds: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Turn Upload group_of pack sums unpack",
+    history: "History Settled checks_sums research_seed",
+    round_member: "RoundMember",
+    server: "Ask RoundServer",
     member: "Config MODEL MemberNode RESULT create_memory introduction named refusal",
-    server: "CeremonyServer RoundServer introduced",
+    ceremony: "CeremonyServer introduced",
     signer: "SignerClient SignerServer",
     flower: "Watermarked make_key quorumark_mod serve_queries verify_model watermark_mod watermarked",
     training: "torch_evaluate torch_train",
@@ -91,7 +97,6 @@ PUBLIC = {
     suite: "Subject classifier key_of_members load_weights read_results read_subject run",
     attack_report: "COLUMNS ORIGINAL Row attacks_page figures read_rows standalone write_report write_rows",
     usercode: "example_inputs load_function told_by",
-    secagg: "FolderState Group MemoryState Plan SecAggMember SecAggServer State Upload pack unpack",
 }
 
 

@@ -41,9 +41,9 @@ from rich.table import Table
 from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.identity import Identity
-from quorumark.keystore import write_private, write_shared
+from quorumark.keystore import write_shared
 from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.records import Manifest, canonical, parse
+from quorumark.records import Manifest
 from quorumark.round.history import History, research_seed
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
@@ -102,7 +102,7 @@ class FederationMember(RoundMember):
         A state on disk remembers by itself, and is left alone.
         """
         if isinstance(self.secagg.state, MemoryState):
-            self.secagg = SecAggMember(self._identity, self.group, MemoryState(self.group, after))
+            self.secagg = SecAggMember(self._identity, self.group, self.fresh_memory(after))
 
 
 # --- losses -----------------------------------------------------------------------------------------------
@@ -262,6 +262,7 @@ class Federation:
         with timed(report, "unmask"):
             weights = server.prepare(lambda stage, config: self._ask(stage, config, report), server.like)
         if weights is None:
+            report.excluded.clear()  # who could not answer for an earlier sum may take part in this one
             turn = server.advance(server.like)
             taking_part = self._train_all(report)
             if self.marks and self.history.strength.rule == "paper":
@@ -290,7 +291,7 @@ class Federation:
         report.members, report.marked, report.held = members, settled.embedded is not None, settled.held
         report.c = server.c
         with timed(report, "strength"):
-            server.close(weights)
+            server.accept(weights)
             for member in self.members.values():
                 member.accept(number, settled.encoded, settled.embedded, settled.norms)
         report.rho = self.history.mark.rho / (1 << 32)
@@ -387,20 +388,16 @@ class Federation:
     # --- a run's folder ---
 
     def _keep(self) -> None:
-        """What is not the server's: the reports, and the averages of the paper's rule."""
-        assert self._folder is not None  # noqa: S101
+        """With the server's own file, so that a crash leaves the round before, or this one."""
         averages = {str(x): m.average for x, m in self.members.items() if m.average is not None}
-        body = {
-            "format": _RUN,
-            "manifest": self.manifest.digest().hex(),
-            "round": self.round_no,
-            "accepted": self.history.mark.round,
+        self.server.notes = {
+            "rounds": self.round_no,
             "marks": self.marks,
             "seed": self._seed,
             "averages": averages,
             "reports": json.dumps([asdict(r) for r in self.reports]),
         }
-        write_private(self._folder / "federation.json", canonical(body))
+        self.server.save(self.server.like)
         self._show()
 
     def _show(self) -> None:
@@ -411,20 +408,16 @@ class Federation:
         write_safetensors(self.model, self._folder / "model.safetensors")
 
     def _resume(self) -> None:
-        assert self._folder is not None  # noqa: S101
-        path = self._folder / "federation.json"
-        if not path.exists():
+        notes = self.server.notes
+        if not notes:  # it died in its first round
             return
-        body = parse(path.read_bytes(), _RUN, "a run's state")
-        mine = (self.manifest.digest().hex(), self.marks, self._seed)
-        if tuple(body.get(name) for name in ("manifest", "marks", "seed")) != mine:
+        if (notes.get("marks"), notes.get("seed")) != (self.marks, self._seed):
             raise RecordError(f"{str(self._folder)!r} holds another run: use a new folder")
         try:
-            self.round_no = int(body["round"])
-            self.reports = [_report(entry) for entry in json.loads(body["reports"])]
+            self.round_no = int(notes["rounds"])
+            self.reports = [_report(entry) for entry in json.loads(notes["reports"])]
             for x, member in self.members.items():
-                if member.average is not None or str(x) in body["averages"]:
-                    member.average = body["averages"].get(str(x))
+                member.average = notes["averages"].get(str(x))
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
         self._show()
@@ -454,9 +447,6 @@ def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
         counts = [str(len(report.members)), str(report.attempts), "yes" if report.marked else "no", f"{report.rho:.4f}"]
         table.add_row(str(report.round), *numbers, *counts, *taken)
     return table
-
-
-_RUN = "quorumark-run/v2"
 
 
 def _report(entry: dict[str, Any]) -> RoundReport:

@@ -199,9 +199,7 @@ class Terms:
     strength: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_STRENGTH))
     statistic: str = DEFAULT_STATISTIC
     policy: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_POLICY))
-    buffers: str = (
-        ""  # the initial model's integers and booleans, as a digest (`ModelLayout.beside`); "" leaves them open
-    )
+    buffers: str = ""  # a digest of the initial model's integers and booleans (`ModelLayout.beside`); "": left open
 
     def __post_init__(self) -> None:
         members = len(self.roster)
@@ -255,6 +253,8 @@ class Terms:
     def as_dict(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
         body["roster"] = [member.as_dict() for member in self.roster]
+        if not self.buffers:  # terms without it are the ones that they were before there was such a field
+            del body["buffers"]
         return body | {"strength": dict(self.strength), "policy": dict(self.policy)}
 
     def to_bytes(self) -> bytes:
@@ -266,7 +266,9 @@ class Terms:
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         what = "a consortium's terms"
-        taken = take(body, field_names(cls), what)
+        named = [name for name in field_names(cls) if name != "buffers" or (isinstance(body, Mapping) and name in body)]
+        taken = take(body, named, what)
+        require(taken.get("buffers") != "", "the buffers' digest", "must be left out where there is none")
         require(isinstance(taken["roster"], list), "the roster", "must be a list")
         names = field_names(Member)
         taken["roster"] = tuple(Member(**take(entry, names, "a member's entry")) for entry in taken["roster"])

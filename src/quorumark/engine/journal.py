@@ -300,7 +300,7 @@ class Journal:
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
         write_safetensors(dict(model), self._model_path)
         self._keep_sum(config, arrays)
-        turn = _text(config, "turn", bytes).decode()
+        turn = Turn.from_bytes(_text(config, "turn", bytes)).to_bytes().decode()
         self.note(
             mark=own.mark.to_bytes().decode(),
             beside=beside.hex(),

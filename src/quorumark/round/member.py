@@ -74,10 +74,11 @@ class RoundMember:
         self.group = group_of(manifest)
         self.marks = mark
         self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
-        self.secagg = SecAggMember(identity, self.group, memory or MemoryState(self.group))
+        self.secagg = SecAggMember(identity, self.group, memory or self.fresh_memory())
         self.point = self.secagg.point
         if mark and (share is None) == (own_key is None):
-            raise InputError("share", "or own_key, exactly one of the two, must be given to a member that marks", "")
+            received = "neither" if share is None else "both"
+            raise InputError("share", "or own_key must be given to a member that marks, exactly one of them", received)
         if mark and share is not None:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
@@ -92,6 +93,10 @@ class RoundMember:
         self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
         self._scaled: tuple[int, Vector, Any] | None = None
         self._paper: Amplitudes | None = None
+
+    def fresh_memory(self, after: int = 0) -> MemoryState:
+        """For a run in one process. The paper's rule is for research: its scales are summed again in a further try."""
+        return MemoryState(self.group, after, simulation=self.strength.rule == "paper")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(point {self.point} of {self.manifest.terms.name!r}, secrets hidden)"

@@ -78,6 +78,7 @@ class RoundServer:
         self.like, self.round_no, self.marks = dict(model), after, marks
         self.checks = checks_sums(manifest)
         self.resumed: dict[str, Any] | None = None
+        self.notes: dict[str, Any] = {}  # the caller's own, kept with the run
         self._run, self._seed = run, seed
         self._folder = None if folder is None else Path(folder)
         self._earlier = earlier
@@ -205,9 +206,9 @@ class RoundServer:
     def advance(self, model: Weights) -> Turn:
         """Begins the next round: accepts the model that was made of the last sum, if there is one, and takes a turn."""
         if self._settled is not None:
-            self._accept(model)
+            self.accept(model)
         self.round_no += 1
-        self._save(model)
+        self.save(model)
         history, past = self.history, self._current_past()
         if history.warming and history.round > history.strength.warmup_rounds:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
@@ -427,7 +428,7 @@ class RoundServer:
         """ρ up to the last model that was offered."""
         return self.history.mark.rho / (1 << 32)
 
-    def _accept(self, model: Weights) -> None:
+    def accept(self, model: Weights) -> None:
         """The model that the strategy made of the last sum is the global one now."""
         settled, encoded = self.settled, self.layout.encode(model)
         history, halvings = self.history, self._turn.halvings
@@ -460,8 +461,8 @@ class RoundServer:
     def close(self, model: Weights) -> None:
         """The run is over, with this model: a later run may go on from it."""
         if self._settled is not None:
-            self._accept(model)
-            self._save(model)
+            self.accept(model)
+            self.save(model)
 
     def survey(self, ask: Ask, *, go_on: bool = False) -> None:
         """Asks where the members are, before the first round of a run that has no files: which numbers are taken, and
@@ -498,7 +499,7 @@ class RoundServer:
         self._last |= {name: arrays.get(name) for name in ("rest", "norms")}
         self.history, self.like, self.resumed = history.restored(mark, beside), model, model
 
-    def _save(self, model: Weights) -> None:
+    def save(self, model: Weights) -> None:
         """The model first, then the state that names it: a crash leaves the round before, or this one."""
         if self._folder is None:
             return
@@ -520,13 +521,19 @@ class RoundServer:
             "round": self.round_no,
             "model": name,
             "mark": self.history.mark.to_bytes().decode(),
+            "notes": self.notes,
         }
         write_private(self._folder / "run.json", canonical(body))
-        for old in (*self._folder.glob("model-*.safetensors"), *self._folder.glob("sum-*.npz")):
-            if old.name not in (name, summed):
-                old.unlink()
+        self._tidy(name, summed)
         if self._open is None:  # its successor is on disk
             (self._folder / "open.npz").unlink(missing_ok=True)
+
+    def _tidy(self, *kept: str) -> None:
+        """Without what belongs to other states: a server that died left a model that may not be the next one."""
+        assert self._folder is not None  # noqa: S101
+        for old in (*self._folder.glob("model-*.safetensors"), *self._folder.glob("sum-*.npz")):
+            if old.name not in kept:
+                old.unlink()
 
     def _save_open(self) -> None:
         """Before the first request: what it takes to ask again."""
@@ -551,8 +558,12 @@ class RoundServer:
             raise RecordError(f"{str(self._folder)!r} holds a run of another consortium: use a new folder")
         try:
             kept = read_safetensors(self._folder / body["model"])
-            self.resumed = {name: np.array(kept[name]) for name in self.like}
-            self.like = dict(self.resumed)
+            rounded = self.layout.unflatten(self.layout.flatten(kept), self.like)  # torch's tensors stay torch's
+            self.resumed = {
+                name: np.array(kept[name]) if isinstance(like, np.ndarray) else rounded[name]
+                for name, like in self.like.items()
+            }
+            self.like, self.notes = dict(self.resumed), dict(body["notes"])
             self._anchor = np.load(self._folder / "anchor.npy")
             history = History(self.manifest, self.layout, self._anchor, self._earlier)
             model = self.layout.encode(self.resumed)
@@ -567,6 +578,7 @@ class RoundServer:
                     self._last |= {name: int(found[name]) for name in ("tag", "round", "halvings")}
                     self._last |= {name: str(found[name]) for name in ("under", "held")}
             self.round_no = max(self.round_no, int(body["round"]))
+            self._tidy(body["model"], path.name)
             self._resume_open()
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
