@@ -200,7 +200,7 @@ def pairs_of_runs(world: Consortium, pairs: int, rng: np.random.Generator | None
             run.rng = rng
             try:
                 start = begun(run)
-                run.server._accept(start)  # now, so that it can speak about the state
+                run.server.accept(start)  # now, so that it can speak about the state
                 if unmarked:
                     run.server._current_past().halvings = statements.HALVINGS
                 moves.append(opened_at(run, start) - carriers(world, start))
