@@ -195,7 +195,7 @@ def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str
     policy = {**DEFAULT_POLICY, "sums": "checked", "groups": groups.digest()}
     return Terms(
         "demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH,
-        policy=policy,
+        policy=policy, buffers=layout.beside(initial).hex(),
     )  # fmt: skip
 
 

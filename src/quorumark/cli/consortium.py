@@ -85,7 +85,7 @@ def create(
         card, examples = _card(text)
         roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor}
+    digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor, "buffers": layout.beside(model).hex()}
     coupled = None if groups is None else read_as(groups, "a model's groups", Groups.from_bytes)
     adapted = None if base is None else read_suspect(base)
     factors = None if adapted is None else describe_lora(layout, adapted)
