@@ -138,3 +138,11 @@ def test_the_readmes_figures_of_verification_are_the_measured_ones(root: Path) -
     assert f"inner product takes {rows['inner product', 1]['ratio']:.2f} of a copy of its share" in text
     assert f"canonical form {rows['canonical form', 2]['seconds']:.2f} s on two cores" in text
     assert f"`verify partial` {rows['verify partial, the whole command', 2]['seconds']:.1f} s" in text
+
+
+def test_the_tests_that_pages_name_are_there(root: Path) -> None:
+    """A claim of the threat model is as good as the test beside it."""
+    pages = {page.name: page.read_text() for page in (root / "docs").glob("*.md")}
+    named = {(page, name) for page, text in pages.items() for name in re.findall(r"\btest_\w+\.py\b", text)}
+    assert ("threat-model.md", "test_states.py") in named
+    assert not {(page, name) for page, name in named if not (root / "tests" / name).exists()}
