@@ -96,8 +96,8 @@ class SignerClient:
                     f"this member's signer does not answer ({error.strerror or type(error).__name__}): its operator "
                     "must start it (quorumark member serve)"
                 ) from None
-        if "refused" in told:
-            raise RoundError(str(told["refused"]))
+        if "raised" in told:  # a member that says why it does not take part ("refused") says more than that
+            raise RoundError(str(told["raised"]))
         return told, found
 
 
@@ -116,7 +116,7 @@ class SignerServer:
                         with lock:
                             reply = node.handle(str(config.pop("stage", "")), config, arrays)
                     except QuorumarkError as error:
-                        reply = {"refused": refusal(error)}, {}
+                        reply = {"raised": refusal(error)}, {}
                     _send(self.request, *reply)
 
         if self._path.is_socket():
