@@ -36,9 +36,9 @@ class Listener(threading.Thread):
 
     SECRETS = (
         "consortia/*/ceremony.sealed",
-        "consortia/*/rounds/*/memory/rounds.sealed",
-        "consortia/*/rounds/*/model.npy",
-        "consortia/*/rounds/*/result.safetensors",
+        "consortia/*/rounds/memory/rounds.sealed",
+        "consortia/*/rounds/model.safetensors",
+        "consortia/*/rounds/result.sealed",
     )
 
     def __init__(self, out: Path, kept: Path, pause: float = 0.7) -> None:

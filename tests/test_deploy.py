@@ -132,6 +132,11 @@ def test_the_stranger_gets_nothing(deployment: Deployed) -> None:
     assert not list((out / "members" / "Stranger").glob("consortia/*"))
 
 
+def trained(path: Path, identity: Identity) -> NDArray[Any]:
+    """What a member keeps of its training, sealed, until a successor is accepted."""
+    return np.frombuffer(read_sealed(path, Unlock.by_identity(identity), "a round's result"), np.float32)
+
+
 class Secrets:
     """What the SuperLink must never hold (`secret`); what it must have held, if the listening is worth anything
     (`passed`); and what is `public`, since weights that training did not move are in everybody's result."""
@@ -170,9 +175,9 @@ class Secrets:
         assert len(seeds) == 1, "the seed of the ceremony must be known to be looked for"
         assert len(entries) >= (2 if name == "Elm" else 3), "and the keys of the rounds"
         assert len(tags) >= (1 if name == "Elm" else 2), "and those by which sums are checked"
-        begun = [codec.decode(np.load(path), np.float32) for path in found.glob("*-model.npy")]
+        begun = [self._flat(path) for path in found.glob("*-model.safetensors")]
         self.public += [form for v in begun for form in self._forms(v)]
-        results = [self._flat(path) for path in found.glob("*-result.safetensors")]
+        results = [trained(path, identity) for path in found.glob("*-result.sealed")]
         assert len(results) >= (2 if name == "Elm" else 3), "and the results of training"
         part = self._manifest.terms.member(point).examples / sum(m.examples for m in self._manifest.terms.roster)
         self.secret |= {
@@ -204,7 +209,7 @@ class Secrets:
     def _keys_of_sums(self, found: Path, identity: Identity) -> Iterator[bytes]:
         """The key of the tag of each round that it took part in."""
         memories = self._memories(found, identity)
-        yield from {bytes.fromhex(memory["sum"]["key"]) for memory in memories if "sum" in memory}
+        yield from {bytes.fromhex(memory["sum"]["key"]) for memory in memories if memory["sum"]}
 
     def _entries(self, found: Path, identity: Identity) -> Iterator[bytes]:
         """The secrets of the rounds that it took part in."""
@@ -264,7 +269,8 @@ def test_the_search_finds_a_secret_in_any_form_and_anywhere(deployment: Deployed
     home, unlock = Home(out / "members" / "Birch"), Unlock.key_file(out / "members" / "Birch.key")
     share = home.only_consortium().share(unlock).vector()[1000:1008].tobytes()
     key = (out / "members" / "Birch.key").read_bytes()
-    update = next((deployment.kept / "Birch").glob("*-result.safetensors")).read_bytes()[-4000:-3900]
+    result = trained(next((deployment.kept / "Birch").glob("*-result.sealed")), home.identity(unlock))
+    update = result.tobytes()[-4000:-3900]
     planted = {
         "Birch's share": share,
         "Birch's key file": base64.b64encode(b"x" + key),

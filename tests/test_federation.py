@@ -649,8 +649,8 @@ def test_epochs_and_amendments_do_not_mix(world: World) -> None:
     moved.history = History(later, world.layout, world.layout.encode(world.model))
     run = world.federation()
     server = SecAggServer(run.group, 1, run.history.binding(1, None), moved.length())
+    moved.begin(Turn(1))
     with pytest.raises(MessageError, match="belongs elsewhere: its consortium"):
-        moved.begin(Turn(1))
         server.take_ready(1, moved.ready())
 
 

@@ -346,18 +346,19 @@ def test_clipping_at_the_members_and_noise_at_the_server(world: Consortium) -> N
     assert moved <= norm * 1.001 < free
 
 
-def test_noise_at_the_server_comes_on_top_and_the_mark_goes_on(world: Consortium) -> None:
+def test_noise_at_the_server_comes_on_top_and_the_mark_goes_on(world: Consortium, tmp_path: Path) -> None:
     """The sum is exact; the noise has the deviation that Flower's wrapper gives it; members follow the noisy models."""
     from flwr.clientapp.mod import fixedclipping_mod
 
     norm, noise = 1000.0, 2e-6  # nothing is clipped
+    longer = world.copy(tmp_path / "longer")
     inner = strategies.DifferentialPrivacyClientSideFixedClipping(fedavg(), noise, norm, 5)
     wrapped, model = run(world, LocalGrid(app_for(world.folder, mods=[fixedclipping_mod]), 5), 1, inner)
     plain = world.in_process(1, SEED).model
     moved = np.concatenate([(model[n] - plain[n]).ravel() for n in plain if n != "steps"])
     assert moved.std() == pytest.approx(noise * norm / 5, rel=0.05)
-    grid = LocalGrid(app_for(world.folder, mods=[fixedclipping_mod]), 5, run_id=8)
-    wrapped, _ = run(world, grid, 4, inner, after=1)
+    grid = LocalGrid(app_for(longer.folder, mods=[fixedclipping_mod]), 5, run_id=8)
+    wrapped, _ = run(longer, grid, 4, inner)
     assert [r.given_up for r in wrapped.reports] == [""] * 4
     assert wrapped.reports[-1].marked
 
@@ -393,8 +394,8 @@ def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Conso
     (other.folder / "member-3").rename(world.folder / "member-3")
     (world.folder / "member-3.key").rename(world.folder / "kept.key")
     (other.folder / "member-3.key").rename(world.folder / "member-3.key")
-    grid = LocalGrid(app_for(world.folder), 5)
-    wrapped, _ = run(world, grid, 1)
+    grid, folder = LocalGrid(app_for(world.folder), 5), tmp_path / "server"
+    wrapped, _ = run(world, grid, 1, folder=folder)
     assert wrapped.reports[0].members == (1, 2, 4, 5)
     assert "consortium update" in wrapped.reports[0].excluded[-103]  # the wrong manifest
     (world.folder / "member-3").rename(other.folder / "member-3")
@@ -405,7 +406,7 @@ def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Conso
     home, _ = world.home(3)
     share = home.only_consortium().share_path()
     share.rename(tmp_path / "share")
-    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 1, after=1)
+    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 2, folder=folder)
     assert again.reports[0].members == (1, 2, 4, 5)
     assert "no share" in again.reports[0].excluded[-103]
     (tmp_path / "share").rename(share)
@@ -424,7 +425,7 @@ def test_one_member_with_a_stale_round_or_another_layout_of_its_own(tmp_path: Pa
     world = Consortium.deal(tmp_path, 9, 3)
     home, unlock = world.home(3)
     place = home.only_consortium()
-    next((place.path / "rounds").glob("*/memory/rounds.sealed")).unlink()
+    (place.path / "rounds" / "memory" / "rounds.sealed").unlink()
     create_memory(place, home.identity(unlock), 6)
 
     def smaller(*told: Any) -> Model:
@@ -464,8 +465,9 @@ def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
         nodes[1].handle("upload", {"round": 1, "announcement": b""}, {})
     result = {RESULT + name: tensor for name, tensor in train(world.model, 0.01, 1, 1.0).items()}
     for x, node in nodes.items():
-        node.handle("join", offer, {**arrays, **model})
-        ready, _ = node.handle("ready", {**offer, "examples": 100 + x, "node": "1"}, result)
+        reply, _ = node.handle("join", offer, {**arrays, **model})
+        about = {**offer, "examples": 100 + x, "node": "1", "joined": reply["joined"]}
+        ready, _ = node.handle("ready", about, result)
         server.take_ready(x, ready["ready"])
     told = {"round": 1, "announcement": server.announce()}
     for x, node in nodes.items():
@@ -475,10 +477,9 @@ def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
         nodes[1].handle("upload", told, {})
     with pytest.raises(RoundError, match="has not trained in round 2"):
         nodes[1].handle("upload", {**told, "round": 2}, {})
-    nodes[1].handle("unmask", {"request": server.request(1)}, {})
-    with pytest.raises(RoundError, match="answered"):
-        nodes[1].handle("unmask", {"request": server.request(1)}, {})
-    with pytest.raises(RoundError, match="has not trained in round 1"):
+    said, _ = nodes[1].handle("unmask", {"request": server.request(1)}, {})
+    assert nodes[1].handle("unmask", {"request": server.request(1)}, {})[0] == said  # the same once more
+    with pytest.raises(RoundError, match="has answered in round 1 from this model"):
         nodes[1].handle("upload", told, {})
 
 
@@ -641,7 +642,7 @@ def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> Non
     assert "not a query" in told("ready", known, "query.quorumark")
     for stage in ("setup", "answer", "sign"):  # for an app that serves queries
         assert f"there is no stage {stage!r}" in told(stage, {})
-    assert not list(world.folder.rglob("result.safetensors"))
+    assert not list(world.folder.rglob("result.sealed"))
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -673,15 +674,17 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
         chosen["a.weight"][dead] = -np.abs(chosen["a.weight"][dead])
         server = RoundServer(world.manifest, world.layout, true, run=f"run {after}", after=after)
         norms = np.full(norm_count(world.layout), 1 << 40, np.uint64)
-        before = {n: t + np.float32(1e-4) * rng.standard_normal(t.shape).astype(np.float32) for n, t in chosen.items()}
-        for round_no, model in ((after - 1, before), (after, chosen)):
-            server.history.accept(round_no, world.layout.encode(model), None, norms)
+        for number in range(1, after + 1):
+            noise = {n: rng.standard_normal(t.shape).astype(np.float32) for n, t in chosen.items()}
+            near = {n: t + np.float32(1e-4) * noise[n] for n, t in chosen.items()}
+            server.history.accept(number, world.layout.encode(chosen if number == after else near), None, norms)
         offer, arrays = server.offer(chosen)
         told = {**arrays, "anchor": server.anchor, **{MODEL + name: tensor for name, tensor in chosen.items()}}
         for x, node in nodes.items():
             reply, _ = node.handle("join", offer, told)
             result = {RESULT + name: tensor for name, tensor in _two_layers(chosen, x).items()}
-            ready, _ = node.handle("ready", {**offer, **reply, "examples": 100 + x, "node": "1"}, result)
+            about = {**offer, "examples": 100 + x, "node": "1", "joined": reply["joined"]}
+            ready, _ = node.handle("ready", about, result)
             server.take_ready(x, ready["ready"], ready.get("boxes", b""), ready.get("vouch", b""))
         server.announce()
         for x, node in nodes.items():
@@ -800,6 +803,7 @@ class InOrder(strategies.FedAvg):  # type: ignore[misc]
 
 def test_a_false_history_is_refused(world: Consortium) -> None:
     """A server that tells a member another history of the same run than it has seen."""
+    from quorumark.embed import norm_count
     from quorumark.round.server import RoundServer
 
     grid = LocalGrid(app_for(world.folder), 5)
@@ -808,22 +812,30 @@ def test_a_false_history_is_refused(world: Consortium) -> None:
     liar = RoundServer(world.manifest, world.layout, world.model, run="7", after=2)
     offer, arrays = liar.offer(world.model)
     home, unlock = world.home(1)
-    model = {MODEL + name: tensor for name, tensor in world.model.items()}
+    other = train(world.model, 0.01, 1, 1.0)
+    changed = copy.deepcopy(liar)
+    changed.history.accept(1, world.layout.encode(other), None, np.ones(norm_count(world.layout), np.uint64))
+    made_up, state = changed.offer(other)
     with pytest.raises(RoundError, match="not the one that 'Hospital 1' has seen"):
-        MemberNode(home, unlock).handle("join", offer, {**arrays, **model})
+        MemberNode(home, unlock).handle("join", made_up, {**state, **{MODEL + n: t for n, t in other.items()}})
+    # nor does it begin anew: the server is told why, and in which round it was
+    model = {MODEL + name: tensor for name, tensor in world.model.items()}
+    told, _ = MemberNode(home, unlock).handle("join", {**offer, "node": "101"}, {**arrays, **model})
+    assert "has answered in round 1 from this model" in told["refused"]
+    assert told["answered"] == 1
+    assert "joined" not in told
     with pytest.raises(MessageError, match="lacks 'round'"):
         MemberNode(home, unlock).handle("join", {"manifest": offer["manifest"]}, {})
 
 
-def test_without_a_memory_of_rounds_nobody_takes_part(world: Consortium) -> None:
+def test_without_a_memory_of_rounds_nobody_takes_part(world: Consortium, tmp_path: Path) -> None:
     home, unlock = world.home(1)
     place = home.only_consortium()
-    memory = next((place.path / "rounds").glob("*/memory/rounds.sealed"))
-    memory.unlink()
-    wrapped, _ = run(world, LocalGrid(app_for(world.folder), 5), 1)
-    assert "quorumark member rounds --after" in wrapped.reports[0].excluded[-101]
+    (place.path / "rounds" / "memory" / "rounds.sealed").unlink()
+    wrapped, _ = run(world, LocalGrid(app_for(world.folder), 5), 1, folder=tmp_path / "server")
+    assert "quorumark member rounds --new" in wrapped.reports[0].excluded[-101]
     create_memory(place, home.identity(unlock), 1)
-    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 1, after=1)
+    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 2, folder=tmp_path / "server")
     assert again.reports[0].members == (1, 2, 3, 4, 5)
 
 
@@ -1097,8 +1109,8 @@ def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path:
 
 
 def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_rounds(tmp_path: Path) -> None:
-    """After an amendment there is no memory of the new group yet, and after a loss none at all. A turn of a ceremony
-    that is long over must not make one that begins at 0: the same round would be summed twice."""
+    """A turn of a ceremony that is long over must not make a new memory of rounds, neither after an amendment nor after
+    a loss: the same round would be summed twice."""
     from quorumark.round.server import RoundServer
 
     world = Consortium.make(tmp_path)
@@ -1107,12 +1119,20 @@ def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_round
     model = {MODEL + name: tensor for name, tensor in world.model.items()}
     result = {RESULT + name: tensor for name, tensor in train(world.model, 0.01, 1, 1.0).items()}
 
-    def join(manifest: Manifest, after: int) -> None:
-        offer, arrays = RoundServer(manifest, world.layout, world.model, run="7", after=after).offer(world.model)
-        relay.nodes[1].handle("join", offer, {**arrays, **model})
-        relay.nodes[1].handle("ready", {**offer, "examples": 101, "node": "1"}, result)
+    def ask(stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Of the others: they answer nothing more under the manifest before."""
+        return {x: relay.nodes[x].handle(stage, {**config, "run": "7", "node": "1"}, {})[0] for x in (2, 3, 4, 5)}
 
-    join(world.manifest, 4)
+    def join(*manifests: Manifest, after: int) -> None:
+        *earlier, manifest = manifests
+        server = RoundServer(manifest, world.layout, world.model, run="7", after=after, earlier=tuple(earlier))
+        server.prepare(ask)
+        offer, arrays = server.offer(world.model)
+        reply, _ = relay.nodes[1].handle("join", {**offer, "node": "1"}, {**arrays, **model})
+        about = {**offer, "examples": 101, "node": "1", "joined": reply["joined"]}
+        relay.nodes[1].handle("ready", about, result)
+
+    join(world.manifest, after=4)
     terms = propose(world.manifest.terms, examples={2: 90})
     for x in (*relay.nodes, *relay.nodes):  # all sign, then all take the manifest
         home, unlock = world.home(x)
@@ -1122,13 +1142,13 @@ def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_round
         with pytest.raises(
             RoundError, match=f"round {after + 1} is over for 'Hospital 1', which last took part in round"
         ):
-            join(amended, after)
-    join(amended, 5)
-    # one whose memory is gone waits for its operator, who knows the last round
+            join(world.manifest, amended, after=after)
+    join(world.manifest, amended, after=5)
+    # one whose memory is gone waits for its operator
     shutil.rmtree(world.home(1)[0].only_consortium().path / "rounds")
     assert "manifest" in relay.turn(1, "1" * 32)
-    with pytest.raises(KeystoreError, match="has no memory of rounds: create it with the last round"):
-        join(amended, 0)
+    with pytest.raises(KeystoreError, match="has no memory of rounds: if it never took part in any"):
+        join(world.manifest, amended, after=6)
 
 
 @pytest.mark.parametrize("session", ["0" * 32, "1" * 32])
@@ -1210,7 +1230,7 @@ def signers(world: Consortium) -> Iterator[Path]:
     """A process of another user in a deployment; a thread here."""
     folder = world.folder / "sockets"
     folder.mkdir()
-    servers = [SignerServer(MemberNode(*world.home(x)), folder / f"{x}.sock") for x in range(1, 6)]
+    servers = [SignerServer(MemberNode(*world.home(x), seeds=True), folder / f"{x}.sock") for x in range(1, 6)]
     threads = [threading.Thread(target=server.serve) for server in servers]
     for thread in threads:
         thread.start()

@@ -744,7 +744,7 @@ def test_a_member_s_voucher_or_boxes_that_are_none_exclude_it_alone(world: Conso
 
 
 def test_one_message_of_a_round_at_a_time(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that are served at once would each write a diary without what the other has noted: a *join* that takes long
+    """Two that are served at once would each write notes without what the other has noted: a *join* that takes long
     would make a member forget an answer that it gave meanwhile."""
     run = Run(world)
     run.round()

@@ -232,4 +232,4 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     write_shared(folder / "consortium.json", manifest.to_bytes())
     write_shared(folder / "layout.json", layout.to_bytes())
     for home, unlock in people.values():
-        create_memory(home.only_consortium(), home.identity(unlock), 0)
+        create_memory(home.only_consortium(), home.identity(unlock), simulation=True)

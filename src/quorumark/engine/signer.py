@@ -110,8 +110,8 @@ class SignerClient:
                     f"this member's signer does not answer ({error.strerror or type(error).__name__}): its operator "
                     "must start it (quorumark member serve)"
                 ) from None
-        if "refused" in told:
-            raise RoundError(str(told["refused"]))
+        if "raised" in told:  # a member that says why it does not take part ("refused") says more than that
+            raise RoundError(str(told["raised"]))
         return told, found
 
 
@@ -140,7 +140,7 @@ class SignerServer:
                         with lock:
                             reply = _handled(node, str(config.pop("stage", "")), config, arrays)
                     except QuorumarkError as error:
-                        reply = {"refused": refusal(error)}, {}
+                        reply = {"raised": refusal(error)}, {}
                     _send(self.request, *reply)
                     self.request.settimeout(_IDLE)
                     while self.request.recv(_PIECE):  # what was refused unread: else the refusal would not arrive

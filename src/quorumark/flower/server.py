@@ -391,6 +391,7 @@ class _Carrier:
             self._server.take_newer(point, {int(x): bytes.fromhex(message) for x, message in newer})
         except (QuorumarkError, KeyError, TypeError, ValueError) as error:
             named = self._points.get(node, point if isinstance(error, RoundError) else -node)
+            named = -node if self._nodes.get(named, node) != node else named  # the member itself is in the round
             report.excluded[named] = _text(error)
             return
         self._points[node], self._nodes[point] = point, node
