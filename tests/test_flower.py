@@ -46,6 +46,7 @@ from quorumark.identity import Header, open_message
 from quorumark.keystore import Unlock, write_private
 from quorumark.layout import read_safetensors, write_safetensors
 from quorumark.records import DEFAULT_POLICY, Manifest, canonical
+from quorumark.round.server import RoundServer
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as amend
 from quorumark.setup.folder import expected_messages
@@ -454,8 +455,6 @@ def test_one_member_with_a_stale_round_or_another_layout_of_its_own(tmp_path: Pa
 
 def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
     """An upload without training, a second one for the same attempt, a request for a round that is over."""
-    from quorumark.round.server import RoundServer
-
     assert world.manifest is not None
     server = RoundServer(world.manifest, world.layout, world.model, run="1")
     offer, arrays = server.offer(world.model)
@@ -542,7 +541,6 @@ def test_another_model_than_the_agreed_one(world: Consortium) -> None:
     home, unlock = world.home(1)
     assert world.manifest is not None
     from quorumark.layout import ModelLayout
-    from quorumark.round.server import RoundServer
 
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="1").offer(world.model)
     model = {MODEL + name: tensor for name, tensor in changed.items()}
@@ -623,8 +621,6 @@ def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
 
 def test_a_server_cannot_say_what_a_member_has_trained(world: Consortium) -> None:
     """If it could, for all but one, the sum would show that one's model: joining and being ready are the node's own."""
-    from quorumark.round.server import RoundServer
-
     assert world.manifest is not None
     offer, arrays = RoundServer(world.manifest, world.layout, world.model, run="7").offer(world.model)
     model = {MODEL + name: tensor for name, tensor in world.model.items()}
@@ -656,7 +652,6 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
     from quorumark.embed import norm_count
     from quorumark.records import DEFAULT_STRENGTH
     from quorumark.research import KnownKey
-    from quorumark.round.server import RoundServer
 
     units, rng = 48, np.random.default_rng(3)
     true = {
@@ -804,7 +799,6 @@ class InOrder(strategies.FedAvg):  # type: ignore[misc]
 def test_a_false_history_is_refused(world: Consortium) -> None:
     """A server that tells a member another history of the same run than it has seen."""
     from quorumark.embed import norm_count
-    from quorumark.round.server import RoundServer
 
     grid = LocalGrid(app_for(world.folder), 5)
     run(world, grid, 2)
@@ -1111,8 +1105,6 @@ def test_a_server_that_asks_again_in_other_sessions_hears_nothing_else(tmp_path:
 def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_rounds(tmp_path: Path) -> None:
     """A turn of a ceremony that is long over must not make a new memory of rounds, neither after an amendment nor after
     a loss: the same round would be summed twice."""
-    from quorumark.round.server import RoundServer
-
     world = Consortium.make(tmp_path)
     assert world.manifest is not None
     relay = Relay(world)
@@ -1126,7 +1118,7 @@ def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_round
     def join(*manifests: Manifest, after: int) -> None:
         *earlier, manifest = manifests
         server = RoundServer(manifest, world.layout, world.model, run="7", after=after, earlier=tuple(earlier))
-        server.prepare(ask)
+        server.prepare(ask, world.model)
         offer, arrays = server.offer(world.model)
         reply, _ = relay.nodes[1].handle("join", {**offer, "node": "1"}, {**arrays, **model})
         about = {**offer, "examples": 101, "node": "1", "joined": reply["joined"]}

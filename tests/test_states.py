@@ -18,6 +18,7 @@ from quorumark import field
 from quorumark.embed import weights
 from quorumark.engine.journal import Journal, create_memory
 from quorumark.errors import QuorumarkError, RecordError, RoundError
+from quorumark.layout import ModelLayout
 from quorumark.records import DEFAULT_POLICY
 from quorumark.research import KnownKey
 from quorumark.round import SecAggMember, Turn, statements, sums
@@ -404,7 +405,7 @@ def test_a_turn_survives_its_bytes_and_nothing_else_is_one() -> None:
     turn = Turn(7, 2, 5, {5: said}, {0: said, 1: {}}, {"ab" * 32: said}, {2: said})
     assert Turn.from_bytes(turn.to_bytes()) == turn
     whole = json.loads(turn.to_bytes())
-    for change in (
+    changes: tuple[dict[str, Any], ...] = (
         {"round": 0},
         {"round": True},
         {"halvings": -1},
@@ -412,7 +413,8 @@ def test_a_turn_survives_its_bytes_and_nothing_else_is_one() -> None:
         {"never": []},
         {"newer": {"x": {}}},
         {"strong": {"0": {"1": "zz"}}},
-    ):
+    )
+    for change in changes:
         with pytest.raises(QuorumarkError):
             Turn.from_bytes(json.dumps({**whole, **change}).encode())
     for name in ("never", "round"):
@@ -514,7 +516,7 @@ def test_another_key_for_a_marked_model_is_refused(world: Consortium) -> None:
 def test_integers_at_the_start_are_those_that_were_agreed_on(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "mask": np.array([1, 1, 0])}
-    layout = Consortium.agree(tmp_path / "a" if (tmp_path / "a").mkdir() is None else tmp_path, model=model).layout
+    layout = ModelLayout.of(model)
     (tmp_path / "b").mkdir()
     bound = Consortium.make(tmp_path / "b", model=model, policy=CHECKED, buffers=layout.beside(model).hex())
     (tmp_path / "c").mkdir()
@@ -595,7 +597,7 @@ def test_a_sum_that_is_no_model_has_a_successor(world: Consortium, monkeypatch: 
     assert not any(any(axis) for axis in embedded.scales[1])
     run.round()  # everybody derives the same from it
     assert run.refused == {}
-    assert run.server.settled.held == ()
+    assert not run.server.settled.held
 
 
 # --- every kind of bad luck -------------------------------------------------------------------------------
@@ -645,14 +647,14 @@ def test_one_member_lost_for_ever(tmp_path: Path, size: tuple[int, int], when: s
     quorum, *_ = closing(size)
     run = Run(world)
     begun(run)
-    lost: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "train": {"absent": [n]},
         "upload": {"lost": [n]},
         "unmask": {"silent": [n]},
         "answered": {"silent": range(1, n)},
-    }[when]
+    }
     with suppress(RoundError):
-        run.round(**lost)
+        run.round(**ways[when])
     run.gone = [n]
     reasons = []
     for _ in range(4):

@@ -852,7 +852,7 @@ class Stormy(Run):
         self.asking, self._dead, self.refused = None, False, {}
         self._stood = dict(self.model)
         server = self.server
-        weights = server.prepare(self.ask)
+        weights = server.prepare(self.ask, self.model)
         self._may_die()
         if weights is None:
             self._sum(server)
