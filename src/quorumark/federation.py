@@ -38,6 +38,7 @@ from rich.live import Live
 from rich.table import Table
 
 from quorumark import codec, field, sums
+from quorumark.checks import DAMAGED
 from quorumark.embed import (
     Amplitudes,
     MarkState,
@@ -53,6 +54,7 @@ from quorumark.embed import (
 )
 from quorumark.errors import EncodingError, InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
+from quorumark.home import read_array, read_file
 from quorumark.identity import Identity
 from quorumark.keystore import replacing, write_private, write_shared
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
@@ -685,14 +687,14 @@ class Federation:
         path = self._folder / "run.json"
         if not path.exists():
             return
-        body = parse(path.read_bytes(), _RUN, "a run's state")
+        body = parse(read_file(path, "a run's state"), _RUN, "a run's state")
         mine = (self.manifest.digest().hex(), self.marks, self._seed)
         if tuple(body.get(name) for name in ("manifest", "marks", "seed")) != mine:
             raise RecordError(f"{str(self._folder)!r} holds another run: use a new folder")
         try:
             self.round_no, self._as_of = body["round"], body.get("as_of") or None
             self._vector = self.layout.flatten(read_safetensors(self._folder / body["model"]))
-            encoded, anchor = self.layout.encode(self.model), np.load(self._anchor_path)
+            encoded, anchor = self.layout.encode(self.model), read_array(self._anchor_path, "an anchor")
             history, key = self.history, self.manifest.terms.key
             state = body["mark"].encode()
             history.mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, anchor)
@@ -701,7 +703,7 @@ class Federation:
                 member.rejoin(self.round_no)
                 if member._scale is not None:
                     member._scale._ema = body["averages"][str(x)]
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except (KeyError, AttributeError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
         self._show()
 

@@ -26,8 +26,12 @@ import shutil
 import tarfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.checks import DAMAGED
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.identity import Identity, verify_chain
 from quorumark.keystore import SealedReader, Unlock, read_sealed, replacing, write_private, write_sealed, write_shared
@@ -64,6 +68,16 @@ def read_file(path: Path, what: str, most: int = 0) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise RecordError(f"cannot read {what} from {str(path)!r}: {error.strerror}") from None
+
+
+def read_array(path: Path, what: str) -> NDArray[Any]:
+    """An array in numpy's format. It is mapped first: a header cannot ask for more than the file has."""
+    try:
+        if not path.is_file():
+            raise RecordError(f"cannot read {what} from {str(path)!r}: there is no such file")
+        return np.array(np.lib.format.open_memmap(path, mode="r"))
+    except DAMAGED as error:
+        raise RecordError(f"{str(path)!r} is not {what}, or is damaged ({type(error).__name__})") from None
 
 
 def read_as(path: Path, what: str, parse: Callable[[bytes], Record]) -> Record:

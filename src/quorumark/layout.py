@@ -367,7 +367,7 @@ def _safetensors_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], i
         with safe_open(path, framework="numpy") as file:  # the library checks the header: offsets, sizes, overlaps
             names = list(file.keys())
         header = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:  # the library maps the whole file
         raise LayoutError(f"cannot read {os.fspath(path)!r}: {error}") from None
     except Exception as error:
         if type(error).__name__ != "SafetensorError":

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.attacks import ATTACKS
-from quorumark.errors import InputError
+from quorumark.errors import InputError, RecordError
+from quorumark.home import read_file
 
 __all__ = ["BUILT_IN", "Job", "Plan", "Step", "known_only", "read_plan"]
 
@@ -66,13 +67,13 @@ def read_plan(source: str | Path, *, texts: bool = False) -> Plan:
         data = resources.files("quorumark.attacks").joinpath("configs", f"{source}.toml").read_bytes()
     else:
         try:
-            data = Path(source).read_bytes()
-        except OSError as error:
+            data = read_file(Path(source), "a plan")
+        except RecordError as error:
             rule = f"must be a file that can be read, or one of {', '.join(BUILT_IN)}"
-            raise InputError("the plan", rule, f"{str(source)!r} ({error.strerror})") from None
+            raise InputError("the plan", rule, str(error)) from None
     try:
         body = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError("the plan", "must be TOML", str(error)) from None
     known_only("the plan", body, {"title", "seeds", "attack", "target"})
     entries, target = body.get("attack", []), body.get("target", {})

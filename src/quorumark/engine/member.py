@@ -37,7 +37,7 @@ from quorumark.embed import Amplitudes, MarkState, Strength, model_digest, norm_
 from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.federation import FederationMember, History, checks_sums, group_of, research_seed
 from quorumark.field import Vector
-from quorumark.home import ConsortiumFolder, Home
+from quorumark.home import ConsortiumFolder, Home, read_array, read_file
 from quorumark.identity import Header, Identity
 from quorumark.keystore import Unlock, only_one, replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
@@ -246,7 +246,7 @@ class MemberNode:
         place = self._home.consortium(terms)
         before = place.manifest_path.exists()
         progress = advance(self._home, self._unlock, terms, spool)
-        have = set(json.loads(config.get("have", "[]")))
+        have = _names(config.get("have", "[]"))
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
         fresh = {path.relative_to(spool).as_posix(): path for path in own}
         messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
@@ -307,6 +307,16 @@ def _whole(config: Config, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MessageError(f"the server's message must give {name!r} as a whole number")
     return value
+
+
+def _names(text: Any) -> set[str]:
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise MessageError("the server's message must list the messages that it has as texts")
+    return set(found)
 
 
 def _since(config: Config, name: str, last: int, round_no: int) -> int:
@@ -376,7 +386,7 @@ class _Desk:
         self.checks = checks_sums(manifest)
         self.diary: Config = {}
         if self._diary_path.exists():
-            self.diary = parse(self._diary_path.read_bytes(), _DIARY, "a diary of rounds")
+            self.diary = parse(read_file(self._diary_path, "a diary of rounds"), _DIARY, "a diary of rounds")
 
     def note(self, **entries: Any) -> None:
         self.diary = {"format": _DIARY, **self.diary, **entries}
@@ -421,7 +431,7 @@ class _Desk:
 
     def member(self, unlock: Unlock, result: Mapping[str, Any], round_no: int) -> FederationMember:
         """This member with its history and its result, as it was when it joined the round."""
-        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         side = FederationMember(
             self.identity,
             self.manifest,
@@ -455,12 +465,12 @@ class _Desk:
     def _history(self, layout: ModelLayout) -> History:
         """What this member accepted, as it was written down."""
         try:
-            anchor, model = np.load(self._anchor_path), np.load(self._model_path)
-            state = self.diary["mark"].encode()
-        except (OSError, ValueError, KeyError) as error:
+            anchor, model = (read_array(path, "a model") for path in (self._anchor_path, self._model_path))
+            state, beside = self.diary["mark"].encode(), bytes.fromhex(self.diary.get("beside", ""))
+        except (RecordError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
         history = self._restored(layout, anchor, model, state)
-        history.beside = bytes.fromhex(self.diary.get("beside", ""))
+        history.beside = beside
         return history
 
     def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes) -> History:
@@ -621,7 +631,7 @@ class _Desk:
                 raise RecordError("the anchor that the server sends is not the one that the manifest names")
             return anchor
         if self._anchor_path.exists():
-            kept: Vector = np.load(self._anchor_path)
+            kept: Vector = read_array(self._anchor_path, "an anchor")
             if anchor_digest(layout_digest, kept) == wanted:
                 return kept
         return None

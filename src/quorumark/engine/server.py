@@ -25,11 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field, sums
+from quorumark.checks import DAMAGED
 from quorumark.embed import Amplitudes, MarkState, norm_count
 from quorumark.engine.member import MESSAGE, Config, introduction
 from quorumark.errors import CeremonyError, MessageError, RecordError, RoundError
 from quorumark.federation import History, checks_sums, group_of
 from quorumark.field import Vector
+from quorumark.home import read_array, read_file
 from quorumark.identity import Header, open_message
 from quorumark.keystore import replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
@@ -300,13 +302,13 @@ class RoundServer:
 
     def _resume(self) -> None:
         assert self._folder is not None  # noqa: S101
-        body = parse((self._folder / "run.json").read_bytes(), _RUN, "a run's state")
+        body = parse(read_file(self._folder / "run.json", "a run's state"), _RUN, "a run's state")
         if body.get("manifest") != self.manifest.digest().hex():
             raise RecordError(f"{str(self._folder)!r} holds a run under another manifest: use a new folder")
         try:
             kept = read_safetensors(self._folder / body["model"])
             self.resumed = {name: np.array(kept[name]) for name in self.like}
-            self._anchor = np.load(self._folder / "anchor.npy")
+            self._anchor = read_array(self._folder / "anchor.npy", "an anchor")
             self.history = History(self.manifest, self.layout, self._anchor)
             model = self.layout.encode(self.resumed)
             start = model if self.history.warming else self._anchor
@@ -320,12 +322,13 @@ class RoundServer:
                     self._tag, self._before, self._accepted_as_of = map(int, kept_sum["about"])
                 self._norms = norms if norms.size else None
             if (self._folder / "asked.json").exists():
-                asked = parse((self._folder / "asked.json").read_bytes(), _ASKED, "what a run's members were asked")
+                what = "what a run's members were asked"
+                asked = parse(read_file(self._folder / "asked.json", what), _ASKED, what)
                 if asked["state"] == self.history.mark.digest().hex():
                     self._as_of = int(asked["as_of"])
             # a round that was under way when the server died is lost: members may have joined it
             self.round_no = max(self.round_no, int(body["round"]))
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except (KeyError, AttributeError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
 
 

@@ -53,7 +53,7 @@ def _receive(connection: socket.socket) -> tuple[Config, dict[str, NDArray[Any]]
         head = json.loads(_exactly(connection, size))
         config = {n: bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for n, v in head["config"].items()}
         places = [(str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in head["arrays"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MessageError("a message to the signer has a head that cannot be read") from None
     arrays, left = {}, _LARGEST
     for name, kind, shape in places:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.errors import RecordError
-from quorumark.lab.results import BALANCED, _table, replace_text
+from quorumark.home import read_file
+from quorumark.lab.results import BALANCED, _table, read_result, replace_text
 from quorumark.outcomes import ORIGINAL, Row, parsed_rows, table_text
 
 __all__ = ["ALPHAS", "EPOCHS", "FORMAT", "FRACTIONS", "LR", "Attacked", "draw", "read_attacked", "section", "write"]
@@ -123,11 +124,11 @@ def read_attacked(folder: Path) -> dict[str, Attacked]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            body = json.loads(path.read_text())
+            body = read_result(path)
             table = path.with_suffix(".csv")
             if body["format"] != FORMAT or body["id"] != path.stem:
                 raise RecordError(f"{str(path)!r} is not of attacks on the run that it is named after")
-            rows = parsed_rows(table.read_text(), str(table))
+            rows = parsed_rows(read_file(table, "a table of attacks").decode(), str(table))
         except (ValueError, KeyError, OSError):
             raise RecordError(f"{str(path)!r} and its table are damaged: remove them, and attack again") from None
         if not any(row.attack == ORIGINAL for row in rows):

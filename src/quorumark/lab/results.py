@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quorumark.errors import InputError, RecordError
+from quorumark.home import read_file
 from quorumark.lab.config import TASKS, Configuration, Settings
 
 if TYPE_CHECKING:
@@ -241,14 +242,22 @@ def replace_text(path: Path, text: str) -> None:
 # --- to a page --------------------------------------------------------------------------------------------
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of results."""
+    try:
+        body = json.loads(read_file(path, "a result"))
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise RecordError(f"{str(path)!r} is not a JSON object: remove it, and run it again")
+    return body
+
+
 def read_all(folder: Path) -> dict[str, dict[str, Any]]:
     """All results, by their runs' ids."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            body = json.loads(path.read_text())
-        except ValueError:
-            raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
+        body = read_result(path)
         if body.get("format") != FORMAT or not body.get("id") == path.stem == _id_of(body):
             raise RecordError(f"{str(path)!r} is not the result of the run that it is named after")
         found[body["id"]] = body
@@ -286,10 +295,7 @@ def read_attacks(folder: Path) -> list[dict[str, Any]]:
     """All files of attacks."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        try:
-            body = json.loads(path.read_text())
-        except ValueError:
-            raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
+        body = read_result(path)
         if body.get("format") != ATTACKS_FORMAT or body.get("id") != path.stem:
             raise RecordError(f"{str(path)!r} is not of attacks on the run that it is named after")
         found.append(body)

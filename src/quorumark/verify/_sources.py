@@ -13,17 +13,16 @@ import mmap
 import os
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tokenize import TokenError
 from typing import IO, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import DAMAGED
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.layout import (
     _DTYPES,
@@ -39,8 +38,6 @@ from quorumark.layout import (
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 STORED = _DTYPES | dict.fromkeys(FLOAT8, np.dtype("u1"))
-DAMAGED = (OSError, ValueError, RuntimeError, EOFError, SyntaxError, TokenError, zipfile.BadZipFile, zlib.error)
-"""What reading a damaged file may raise; a header of numpy is read as Python text."""
 _NAMES = _SHORT_NAMES | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _RELEASE = 1 << 27  # bytes read from a map before it is made anew: its pages count as resident memory
 _BLOCK = 1 << 20
@@ -378,7 +375,10 @@ class _Checkpoint:
     """A file that torch wrote, mapped; a file in the format before torch 1.6 can only be loaded whole."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.mapped, self.seen = path, zipfile.is_zipfile(path), 0
+        try:
+            self.path, self.mapped, self.seen = path, zipfile.is_zipfile(path), 0
+        except DAMAGED as error:  # a zip file in several parts
+            raise LayoutError(f"{str(path)!r} is damaged ({error}); save the model as safetensors") from None
         self.lock = threading.Lock()
         self.tensors = self._load()
 

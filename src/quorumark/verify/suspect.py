@@ -36,12 +36,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import DAMAGED
 from quorumark.errors import InputError, LayoutError
 from quorumark.field import _parallel
 from quorumark.layout import _DTYPES, _FLOATS, ModelLayout, TensorSpec, _open, _some
 from quorumark.records import canonical, digest
 from quorumark.verify._sources import (
-    DAMAGED,
     FLOAT8,
     KINDS,
     STORED,
