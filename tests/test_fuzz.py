@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quorumark.errors import RecordError
+from quorumark.errors import MessageError, QuorumarkError, RecordError
 from quorumark.verify.evidence import Partial
 from tests import corpus, fuzz
 from tests import mutations as m
@@ -130,3 +133,94 @@ def test_a_signature_that_nobody_checks_is_noticed(here: Path, monkeypatch: pyte
     (here / "without").mkdir()
     monkeypatch.setattr(Partial, "verify", lambda *_: None)
     assert any("not what was signed" in problem for problem in problems(here / "without", kinds["partial"], 400))
+
+
+# --- what it has found, once more -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, corpus.Kind]:
+    found: dict[str, corpus.Kind] = {}
+    for make in (corpus._engines, corpus._suspects, corpus._labs):
+        folder = tmp_path_factory.mktemp("corpus")
+        found |= {kind.name: kind for kind in make(folder, folder / "ran")}
+    return found
+
+
+def _multiple_disks(data: bytes) -> bytes:
+    """The end of a zip file says that it has a continuation elsewhere."""
+    end = data.rindex(b"PK\5\6")
+    locator = b"PK\6\7" + (0).to_bytes(4, "little") + bytes(8) + (9).to_bytes(4, "little")
+    return data[:end] + locator + data[end:]
+
+
+def _bad_lzma(_: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("w.npy", bytes(5000))
+    data = bytearray(packed.getvalue())
+    start = data.index(b"w.npy") + 5 + 4 + 5
+    data[start : start + 8] = b"\xff" * 8
+    return bytes(data)
+
+
+def _replaced(name: str, value: Any) -> Callable[[bytes], bytes]:
+    return lambda data: json.dumps(json.loads(data) | {name: value}, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _huge(data: bytes) -> bytes:
+    """An array that says that it has 10^12 numbers, in a header of the same length."""
+    start = data.index(b"(")
+    return data[:start] + b"(1000000000000,)".ljust(data.index(b"\n") - start) + data[data.index(b"\n") :]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("run sum-2.npz", lambda data: data[: len(data) // 2]),
+        ("run sum-2.npz", lambda _: b"not a zip file"),
+        ("run anchor.npy", _huge),
+        ("rounds anchor.npy", _huge),
+        ("rounds diary.json", _replaced("beside", {})),
+        ("rounds diary.json", _replaced("beside", "no hex")),
+        ("rounds layout.json", None),
+        ("signer frame", lambda _: (200_000).to_bytes(8, "big") + b"[" * 100_000 + b"]" * 100_000),
+        ("suspect as_checkpoint", _multiple_disks),
+        ("suspect as_npz", _bad_lzma),
+        ("lab table2", lambda _: b"\xff"),
+        ("lab table2", lambda _: b"title = ["),
+        ("lab table2", lambda _: b"x = " + b"[" * 5000),
+        ("lab table2", lambda _: b"[run]"),
+        ("lab table2", lambda data: data.replace(b'"rho:0.05"', b"0.5")),
+        ("lab result", None),
+        ("lab result", lambda _: b"[]"),
+        ("lab result", lambda _: b"[" * 100_000),
+        ("lab attacks", lambda _: b"\xff"),
+        ("attack plan", lambda _: b"x = " + b"[" * 5000),
+    ],
+)
+def test_what_was_found_is_refused(
+    kinds: dict[str, corpus.Kind], tmp_path: Path, name: str, change: Callable[[bytes], bytes] | None
+) -> None:
+    kind = kinds[name]
+    assert isinstance(kind, corpus.FileKind)
+    kind.prepare(tmp_path)  # sound, it is accepted
+    case = tmp_path / "case"
+    case.mkdir()
+    target = kind._lay(case)
+    if change is None:
+        target.unlink()
+        target.symlink_to("/nowhere/at/all")
+    else:
+        target.write_bytes(change(kind.sound))
+    with pytest.raises(QuorumarkError):
+        kind.read(case / "here")
+
+
+@pytest.mark.parametrize("have", ["[", None, "{}", "[[]]", "[" * 100_000])
+def test_what_a_server_says_that_it_has(kinds: dict[str, corpus.Kind], tmp_path: Path, have: Any) -> None:
+    kind = kinds["engine setup 2"]
+    assert isinstance(kind, corpus.CallKind)
+    shutil.copytree(kind.home, tmp_path / "home")
+    with pytest.raises(MessageError, match="must list the messages that it has"):
+        kind.node(tmp_path / "home").handle("setup", {**kind.config, "have": have}, kind.arrays)

@@ -317,7 +317,8 @@ class RoundServer:
             strength = self.history.strength
             self.history.mark = MarkState.from_bytes(state, strength, self.layout, key, model, start)
             if self.checks and self.history.mark.round:
-                with np.load(self._folder / f"sum-{int(body['round'])}.npz") as kept_sum:
+                path = self._folder / f"sum-{int(body['round'])}.npz"
+                with path.open("rb") as file, np.load(file) as kept_sum:  # numpy does not close what it cannot read
                     self._rest, norms = kept_sum["rest"], kept_sum["norms"]
                     self._tag, self._before, self._accepted_as_of = map(int, kept_sum["about"])
                 self._norms = norms if norms.size else None
