@@ -21,12 +21,14 @@ import numpy as np
 
 from quorumark import secagg, sums
 from quorumark.archive import Archive, leaf_count, write_archive
+from quorumark.attacks import suite
 from quorumark.attacks.plan import read_plan
 from quorumark.embed import MarkState, Strength
 from quorumark.engine.member import MODEL, MemberNode, named
 from quorumark.engine.server import CeremonyServer, RoundServer
 from quorumark.engine.signer import _receive, _send
 from quorumark.errors import RecordError
+from quorumark.federation import Federation, FederationMember
 from quorumark.home import _KEPT, Home, read_as, read_file
 from quorumark.identity import verify_card
 from quorumark.keystore import Unlock
@@ -39,11 +41,14 @@ from quorumark.outcomes import parsed_rows
 from quorumark.records import Card, Terms, canonical
 from quorumark.report import certificate_page
 from quorumark.secagg import MemoryState, SecAggMember, Upload
+from quorumark.setup.amend import propose, successor
+from quorumark.setup.amend import sign as sign_amendment
+from quorumark.setup.dealer import accept, deal
 from quorumark.setup.dkg import check_terms
 from quorumark.setup.folder import advance
 from quorumark.setup.recover import help_recover, request
 from quorumark.verify.align import Group, Groups, Slot
-from quorumark.verify.audit import Challenge, challenge, check_audit
+from quorumark.verify.audit import Challenge, KeyOpening, challenge, check_audit
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.evidence import Partial, Query
@@ -54,7 +59,7 @@ from quorumark.verify.suspect import match_layout, read_suspect
 from tests import mutations as m
 from tests import test_audit, test_secagg, test_sums, test_suspect
 from tests.consortium import World, make_world, trained_from
-from tests.flowers import Consortium
+from tests.flowers import Consortium, train
 
 Mutators = tuple[m.Mutator, ...]
 
@@ -389,6 +394,16 @@ def _audits(_: Path, __: Path) -> Iterator[Kind]:
 
     yield FileKind("challenge", audited, JSON, data=asked.to_bytes(), weight=2)
     yield FileKind("opening", opened, JSON, data=openings[0], weight=2)
+    keys = {1: np.arange(9, dtype=np.uint64), 2: np.arange(9, dtype=np.uint64)}
+    common = {"manifest": query.manifest, "challenge": asked.digest(), "point": 1}
+    later = KeyOpening.sign(liars.people[0], **common, indices=(3, 4, 8), keys=keys)
+
+    def opened_keys(here: Path) -> bytes:
+        found = KeyOpening.from_bytes(read_file(here / "file", "an opening"))
+        found.verify(liars.terms)
+        return found.signed_bytes()
+
+    yield FileKind("opening of keys", opened_keys, JSON, data=later.to_bytes())
 
 
 # --- ceremonies -------------------------------------------------------------------------------------------
@@ -422,7 +437,50 @@ def _ceremonies(folder: Path, _: Path) -> Iterator[Kind]:
         progress = [advance(home, key, group.terms, exchange) for home, key in homes]
         if all(one.finished for one in progress):
             break
+    yield from _amended(folder, group)
     yield from _recovery(folder, group)
+    yield from _dealt(folder)
+
+
+def _amended(folder: Path, group: Consortium) -> Iterator[Kind]:
+    """Two have signed an amendment; the third is to sign."""
+    place, begun = group.home(1)[0].only_consortium(), folder / "amendment"
+    before = place.manifest()
+    terms = propose(before.terms, examples={1: 7})
+    (begun / "folder").mkdir(parents=True)
+    for x in (2, 3):
+        home, unlock = group.home(x)
+        sign_amendment(home, unlock, terms, begun / "folder", home.only_consortium())
+    (begun / "folder" / "terms.json").write_bytes(terms.to_bytes())
+    shutil.copytree(group.home(1)[0].path, begun / "home")
+    after = successor(before, terms).digest()
+
+    def signed(here: Path) -> Any:
+        home = Home(here / "home")
+        told = read_as(here / "folder" / "terms.json", "terms", Terms.from_bytes)
+        made, missing = sign_amendment(home, group.home(1)[1], told, here / "folder", home.only_consortium())
+        return after if missing else made.digest()  # it comes into force as it was signed, or not at all
+
+    yield FileKind("amendment", signed, JSON, "folder/terms.json", beside=begun)
+    yield FileKind("amendment signature", signed, PLAIN, "folder/signature-2.hex", beside=begun)
+
+
+def _dealt(folder: Path) -> Iterator[Kind]:
+    """A dealer's files, which the first member is to accept; the second one has."""
+    (folder / "dealer").mkdir()
+    group = Consortium.agree(folder / "dealer", 2, 2, model={"w": np.ones((8, 40), np.float32)}, setup="dealer")
+    begun = folder / "dealt"
+    deal(group.terms, begun / "folder")
+    accept(*group.home(2), begun / "folder", group.terms)
+    shutil.copytree(group.home(1)[0].path, begun / "home")
+    unlock = group.home(1)[1]
+
+    def accepted(here: Path) -> Any:
+        made = accept(Home(here / "home"), unlock, here / "folder", group.terms)
+        return None if made is None else made.digest()
+
+    for name, mutators in (("dealing.json", JSON), ("share-1.sealed", SEALED), ("signature-2.hex", PLAIN)):
+        yield FileKind(f"dealt {name}", accepted, mutators, f"folder/{name}", beside=begun)
 
 
 def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
@@ -593,6 +651,7 @@ def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     memory = next(home.glob("consortia/*/rounds/*/memory/rounds.sealed"))
     yield FileKind("rounds memory", go_on, SEALED, str(memory.relative_to(home)), beside=home)
     yield from _servers(folder, world, run)
+    yield from _simulated(folder, world)
     yield from _frames(run)
     yield from _setup_stage(folder)
 
@@ -616,6 +675,34 @@ def _servers(folder: Path, world: Consortium, run: _Recorded) -> Iterator[Kind]:
         MarkState.from_bytes(data, strength, world.layout, manifest.terms.key, *vectors)
 
     yield _bytes_kind("mark state", marked, JSON, told["state"].tobytes())
+
+
+def _simulated(folder: Path, world: Consortium) -> Iterator[Kind]:
+    """A run in one process that goes on from its folder."""
+    assert world.manifest is not None
+    manifest, shares = world.manifest, {x: world.home(x)[0].only_consortium() for x in (1, 2, 3)}
+
+    def federation(place: Path) -> Federation:
+        members = {
+            x: FederationMember(
+                world.home(x)[0].identity(world.home(x)[1]), manifest, world.layout, train, 0.01,
+                shares[x].share(world.home(x)[1]),
+            )
+            for x in shares
+        }  # fmt: skip
+        return Federation(manifest, world.layout, world.model, members, seed=3, folder=place)
+
+    list(federation(folder / "simulated").rounds(2))
+
+    def resumed(here: Path) -> None:
+        federation(here)
+
+    for path in sorted((folder / "simulated").iterdir()):
+        kinds = {".json": JSON, ".safetensors": _with(m.SAFETENSORS), ".npy": PLAIN}
+        if path.suffix in kinds:
+            yield FileKind(
+                f"simulation {path.name}", resumed, kinds[path.suffix], path.name, beside=folder / "simulated"
+            )  # fmt: skip
 
 
 def _frames(run: _Recorded) -> Iterator[Kind]:
@@ -725,6 +812,14 @@ def _labs(folder: Path, _: Path) -> Iterator[Kind]:
     yield FileKind(
         "lab attacks", lambda p: lab_attacked.read_attacked(p) and None, JSON, attack.name, beside=folder / "attacks"
     )
+    state = {"format": suite._STATE, "title": "x", "attacked": "ab" * 32, "threshold": "6"}
+    (folder / "suite").mkdir()
+    (folder / "suite" / "suite.json").write_bytes(canonical(state))
+    shutil.copy(attack.with_suffix(".csv"), folder / "suite" / "results.csv")
+    for name in ("suite.json", "results.csv"):
+        yield FileKind(
+            f"suite {name}", lambda p: suite.read_results(p) and None, JSON, name, beside=folder / "suite"
+        )  # fmt: skip
     rows = attack.with_suffix(".csv").read_bytes()
     yield _bytes_kind(
         "attack rows",

@@ -197,6 +197,10 @@ def _huge(data: bytes) -> bytes:
         ("lab result", lambda _: b"[" * 100_000),
         ("lab attacks", lambda _: b"\xff"),
         ("attack plan", lambda _: b"x = " + b"[" * 5000),
+        ("attack rows", lambda data: data + b"\n" + b"x" * 200_000),
+        ("attack rows", lambda data: data.replace(b"{", b"[" * 100_000)),
+        ("suite results.csv", lambda data: data + b"\xff"),
+        ("suite suite.json", lambda _: b"[" * 100_000),
     ],
 )
 def test_what_was_found_is_refused(
