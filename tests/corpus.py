@@ -251,7 +251,9 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     def answered(here: Path) -> Any:
         asked = Query.from_bytes(read_file(here / "query", "a query"))
         home, unlock = Home(here / "home"), world.homes[0][1]
-        return answer(home, unlock, world.reference, world.suspect, asked, approved=True).query
+        partial = answer(home, unlock, world.reference, world.suspect, asked, approved=True)
+        # when it was asked and what it leaves out is the asker's to say, and all else follows from the suspect
+        return partial.suspect, asked.files, asked.statistic, asked.alignment, asked.manifest
 
     def with_partial(here: Path) -> Any:
         partial = Partial.from_bytes(read_file(here / "file", "a partial"))

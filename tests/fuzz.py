@@ -37,6 +37,7 @@ from tests.corpus import Kind, corpus
 
 SECONDS = 10
 MEMORY = 1 << 30
+EVERY = 20  # cases between two looks at what is outside of them
 
 
 class _LateError(BaseException):
@@ -109,6 +110,14 @@ class Fuzzer:
         finally:
             shutil.rmtree(self.case, ignore_errors=True)
 
+    def _changed(self, number: int) -> str:
+        """What changed outside of the cases since the last look, which takes longer than most cases."""
+        if number % EVERY != EVERY - 1:
+            return ""
+        before, self.outside = self.outside, _seen(self.folder, self.case)
+        changed = sorted(name for name, _ in before.items() ^ self.outside.items())
+        return f"outside of its folder changed, in this case or up to {EVERY} before: {changed[:3]}" if changed else ""
+
     def run(self, number: int) -> tuple[str, str, str, float]:
         """Case `number`: its kind, what was wrong (or nothing), the traceback, and the seconds."""
         rng = random.Random(f"{self.seed}/{number}")
@@ -137,11 +146,7 @@ class Fuzzer:
         if self.marker.exists():
             problem = "a pickle ran"
             self.marker.rmdir()
-        now = _seen(self.folder, self.case)
-        if now != self.outside:
-            changed = sorted(name for name, _ in now.items() ^ self.outside.items())
-            problem = problem or f"outside of its folder changed: {changed[:3]}"
-            self.outside = now
+        problem = problem or self._changed(number)
         self.outcomes[kind.name, outcome] += 1
         return kind.name, problem, trace, seconds
 

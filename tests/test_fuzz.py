@@ -60,6 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fuzz, "SECONDS", 1)
     monkeypatch.setattr(fuzz, "MEMORY", 100 << 20)
+    monkeypatch.setattr(fuzz, "EVERY", 1)
     signal.signal(signal.SIGALRM, fuzz._late)
     yield tmp_path
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -141,7 +142,7 @@ def test_a_signature_that_nobody_checks_is_noticed(here: Path, monkeypatch: pyte
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, corpus.Kind]:
     found: dict[str, corpus.Kind] = {}
-    for make in (corpus._engines, corpus._suspects, corpus._labs):
+    for make in (corpus._homes, corpus._engines, corpus._suspects, corpus._labs):
         folder = tmp_path_factory.mktemp("corpus")
         found |= {kind.name: kind for kind in make(folder, folder / "ran")}
     return found
@@ -184,6 +185,9 @@ def _huge(data: bytes) -> bytes:
         ("rounds diary.json", _replaced("beside", {})),
         ("rounds diary.json", _replaced("beside", "no hex")),
         ("rounds layout.json", None),
+        ("rounds memory", None),
+        ("run sum-2.npz", None),
+        ("kept query", None),
         ("signer frame", lambda _: (200_000).to_bytes(8, "big") + b"[" * 100_000 + b"]" * 100_000),
         ("suspect as_checkpoint", _multiple_disks),
         ("suspect as_npz", _bad_lzma),
@@ -214,7 +218,7 @@ def test_what_was_found_is_refused(
     target = kind._lay(case)
     if change is None:
         target.unlink()
-        target.symlink_to("/nowhere/at/all")
+        os.mkfifo(target)
     else:
         target.write_bytes(change(kind.sound))
     with pytest.raises(QuorumarkError):

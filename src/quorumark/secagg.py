@@ -271,7 +271,9 @@ class FolderState(State):
 
     def _load(self) -> bytes:
         try:
-            sealed = self._path.read_bytes()
+            if self._path.exists() and not self._path.is_file():  # a pipe would be waited for
+                raise ValueError
+            sealed = self._path.read_bytes() if self._path.stat().st_size <= _LARGEST_STATE else b""
             return self._cipher.decrypt(sealed[:12], sealed[12:], _STATE_FORMAT)
         except OSError as error:
             raise KeystoreError(f"cannot read the memory of rounds {str(self._path)!r}: {error.strerror}") from None
@@ -284,6 +286,7 @@ class FolderState(State):
 
 
 _STATE_FORMAT = b"quorumark-rounds/v1"
+_LARGEST_STATE = 1 << 26  # bytes: keys of a round, a few for each member
 
 
 # --- messages ---------------------------------------------------------------------------------------------

@@ -318,6 +318,8 @@ class RoundServer:
             self.history.mark = MarkState.from_bytes(state, strength, self.layout, key, model, start)
             if self.checks and self.history.mark.round:
                 path = self._folder / f"sum-{int(body['round'])}.npz"
+                if not path.is_file():  # a pipe would be waited for
+                    raise RecordError(f"{str(self._folder)!r} lacks the sum of its last round")
                 with path.open("rb") as file, np.load(file) as kept_sum:  # numpy does not close what it cannot read
                     self._rest, norms = kept_sum["rest"], kept_sum["norms"]
                     self._tag, self._before, self._accepted_as_of = map(int, kept_sum["about"])

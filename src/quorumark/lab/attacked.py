@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.errors import RecordError
-from quorumark.home import read_file
 from quorumark.lab.results import BALANCED, _table, read_result, replace_text
 from quorumark.outcomes import ORIGINAL, Row, parsed_rows, table_text
 
@@ -128,7 +127,7 @@ def read_attacked(folder: Path) -> dict[str, Attacked]:
             table = path.with_suffix(".csv")
             if body["format"] != FORMAT or body["id"] != path.stem:
                 raise RecordError(f"{str(path)!r} is not of attacks on the run that it is named after")
-            rows = parsed_rows(read_file(table, "a table of attacks").decode(), str(table))
+            rows = parsed_rows(table.read_text(), str(table))
         except (ValueError, KeyError, OSError):
             raise RecordError(f"{str(path)!r} and its table are damaged: remove them, and attack again") from None
         if not any(row.attack == ORIGINAL for row in rows):

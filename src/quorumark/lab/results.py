@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quorumark.errors import InputError, RecordError
-from quorumark.home import read_file
 from quorumark.lab.config import TASKS, Configuration, Settings
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ __all__ = [
 
 FORMAT = "quorumark-lab-result/v1"
 ATTACKS_FORMAT = "quorumark-language-attacks/v1"
+_LARGEST = 1 << 26  # bytes of a result
 ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 _POINTS = 60  # of an accuracy curve
@@ -245,8 +245,8 @@ def replace_text(path: Path, text: str) -> None:
 def read_result(path: Path) -> dict[str, Any]:
     """The JSON object in a file of results."""
     try:
-        body = json.loads(read_file(path, "a result"))
-    except (ValueError, RecursionError):
+        body = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size <= _LARGEST else None
+    except (OSError, ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise RecordError(f"{str(path)!r} is not a JSON object: remove it, and run it again")

@@ -117,6 +117,8 @@ class _Stored:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if not path.is_file():  # a pipe would be waited for
+            raise self._damaged()
         try:
             with path.open("rb") as file:
                 line = file.readline(100)
