@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.attacks import ATTACKS
-from quorumark.errors import InputError, RecordError
-from quorumark.home import read_file
+from quorumark.errors import InputError
 
 __all__ = ["BUILT_IN", "Job", "Plan", "Step", "known_only", "read_plan"]
 
 BUILT_IN = ("quick", "paper", "language")
+_LARGEST = 1 << 24  # bytes of a plan
 
 Step = tuple[str, Mapping[str, Any]]
 
@@ -66,11 +66,16 @@ def read_plan(source: str | Path, *, texts: bool = False) -> Plan:
     if str(source) in BUILT_IN:
         data = resources.files("quorumark.attacks").joinpath("configs", f"{source}.toml").read_bytes()
     else:
+        path = Path(source)
         try:
-            data = read_file(Path(source), "a plan")
-        except RecordError as error:
+            if path.exists() and (
+                not path.is_file() or path.stat().st_size > _LARGEST
+            ):  # pipes and devices have no end
+                raise OSError(0, "it is no regular file, or too large")
+            data = path.read_bytes()
+        except OSError as error:
             rule = f"must be a file that can be read, or one of {', '.join(BUILT_IN)}"
-            raise InputError("the plan", rule, str(error)) from None
+            raise InputError("the plan", rule, f"{str(source)!r} ({error.strerror})") from None
     try:
         body = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
