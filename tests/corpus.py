@@ -38,7 +38,7 @@ from quorumark.lab import results as lab_results
 from quorumark.layout import ModelLayout
 from quorumark.merkle import root_from
 from quorumark.outcomes import parsed_rows
-from quorumark.records import Card, Terms, canonical
+from quorumark.records import Card, Manifest, Terms, canonical
 from quorumark.report import certificate_page
 from quorumark.secagg import MemoryState, SecAggMember, Upload
 from quorumark.setup.amend import propose, successor
@@ -476,10 +476,11 @@ def _dealt(folder: Path) -> Iterator[Kind]:
     accept(*group.home(2), begun / "folder", group.terms)
     shutil.copytree(group.home(1)[0].path, begun / "home")
     unlock = group.home(1)[1]
+    whole = read_as(begun / "folder" / "dealing.json", "a dealing", Manifest.from_bytes).digest()
 
     def accepted(here: Path) -> Any:
         made = accept(Home(here / "home"), unlock, here / "folder", group.terms)
-        return None if made is None else made.digest()
+        return whole if made is None else made.digest()  # a signature that is not there is waited for
 
     for name, mutators in (("dealing.json", JSON), ("share-1.sealed", SEALED), ("signature-2.hex", PLAIN)):
         yield FileKind(f"dealt {name}", accepted, mutators, f"folder/{name}", beside=begun)

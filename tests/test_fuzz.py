@@ -142,7 +142,7 @@ def test_a_signature_that_nobody_checks_is_noticed(here: Path, monkeypatch: pyte
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, corpus.Kind]:
     found: dict[str, corpus.Kind] = {}
-    for make in (corpus._homes, corpus._engines, corpus._suspects, corpus._labs):
+    for make in (corpus._records, corpus._homes, corpus._engines, corpus._suspects, corpus._labs):
         folder = tmp_path_factory.mktemp("corpus")
         found |= {kind.name: kind for kind in make(folder, folder / "ran")}
     return found
@@ -169,6 +169,16 @@ def _replaced(name: str, value: Any) -> Callable[[bytes], bytes]:
     return lambda data: json.dumps(json.loads(data) | {name: value}, sort_keys=True, separators=(",", ":")).encode()
 
 
+def _overflowing(_: bytes) -> bytes:
+    """A sum whose array has a length that no machine word holds."""
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1" + b"0" * 30 + b",), }\n"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name in ("rest", "norms", "about"):
+            archive.writestr(f"{name}.npy", b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header)
+    return packed.getvalue()
+
+
 def _huge(data: bytes) -> bytes:
     """An array that says that it has 10^12 numbers, in a header of the same length."""
     start = data.index(b"(")
@@ -180,11 +190,15 @@ def _huge(data: bytes) -> bytes:
     [
         ("run sum-2.npz", lambda data: data[: len(data) // 2]),
         ("run sum-2.npz", lambda _: b"not a zip file"),
+        ("run sum-2.npz", _overflowing),
         ("run anchor.npy", _huge),
         ("rounds anchor.npy", _huge),
         ("rounds diary.json", _replaced("beside", {})),
         ("rounds diary.json", _replaced("beside", "no hex")),
+        ("rounds diary.json", _replaced("as_of", {})),
         ("rounds layout.json", None),
+        ("archive", None),
+        ("lab table2", None),
         ("rounds memory", None),
         ("run sum-2.npz", None),
         ("kept query", None),

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 DAMAGED = (
-    OSError, ValueError, TypeError, RuntimeError, EOFError, SyntaxError, MemoryError, TokenError, zipfile.BadZipFile,
-    lzma.LZMAError, zlib.error,
+    OSError, ValueError, TypeError, RuntimeError, EOFError, SyntaxError, MemoryError, OverflowError, TokenError,
+    zipfile.BadZipFile, lzma.LZMAError, zlib.error,
 )  # fmt: skip
 """What reading a damaged file of numpy's may raise: its header is read as Python text, and says how much there is."""
 

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field, sums
+from quorumark.checks import is_count
 from quorumark.embed import Amplitudes, MarkState, Strength, model_digest, norm_count
 from quorumark.errors import EncodingError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.federation import FederationMember, History, checks_sums, group_of, research_seed
@@ -60,6 +61,7 @@ MODEL, RESULT, MESSAGE = "model:", "result:", "message:"
 """What the names of a model's tensors, of a result's, and of a ceremony's messages begin with."""
 
 _DIARY = "quorumark-diary/v1"
+_NUMBERS = ("round", "as_of", "top", "upload_round", "upload_as_of", "answered_as_of")  # in a diary
 _ROUND = ("join", "ready", "upload", "unmask")
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
@@ -387,6 +389,8 @@ class _Desk:
         self.diary: Config = {}
         if self._diary_path.exists():
             self.diary = parse(read_file(self._diary_path, "a diary of rounds"), _DIARY, "a diary of rounds")
+            if not all(is_count(self.diary.get(name, 0)) for name in _NUMBERS):
+                raise RecordError(f"{str(self._diary_path)!r} is damaged: put it back from a copy of this moment")
 
     def note(self, **entries: Any) -> None:
         self.diary = {"format": _DIARY, **self.diary, **entries}

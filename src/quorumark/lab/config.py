@@ -157,12 +157,15 @@ def configurations() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+_LARGEST = 1 << 24  # bytes of a configuration
+
+
 def read(name: str | os.PathLike[str]) -> Configuration:
     """A configuration by its name, or from a TOML file."""
     path = Path(name)
     if path.suffix == ".toml":
-        if not path.is_file():
-            raise InputError("configuration", "must be a file that exists", str(path))
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            raise InputError("configuration", "must be a file that exists, of a sensible size", str(path))
         try:
             return _parsed(path.stem, path.read_text())
         except InputError:
