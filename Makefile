@@ -4,7 +4,7 @@ BIN := .venv/bin
 # two files of tests at a time
 TOGETHER := -n 2 --dist loadfile
 
-.PHONY: demo test research-test test-slow flower-test deploy-test check format bench bench-secagg bench-flower setup clean
+.PHONY: demo test research-test test-slow fuzz flower-test deploy-test check format bench bench-secagg bench-flower setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -18,6 +18,12 @@ research-test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not deploy"
+
+# damaged files and messages: more of them than `make test` tries, or others (make fuzz SEED=7 COUNT=20000)
+SEED ?= 0
+COUNT ?= 2000
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --seed $(SEED) --count $(COUNT)
 
 # Flower in simulation, which brings along Ray: what `make test` skips where they are not installed
 flower-test: .venv/.flower

@@ -704,6 +704,19 @@ def test_a_number_that_members_agreed_on_is_contradicted(young: Consortium) -> N
     assert (result.verdict, result.agrees) == ("PASSED", False)
 
 
+def test_an_interval_that_holds_everything_confirms_nothing(young: Consortium) -> None:
+    """z = 400 on 938 leaves predicts 27.8 ± 33: an innocent model is within that, and so is a marked one."""
+    for seed, marked in ((2, False), (1, True)):
+        made = case(young, seed=seed, marked=marked, z="400.0")
+        files = [young.opening(name, made.asked, made.query) for name in young.members]
+        result = check_audit(made.asked, made.query, made.x, young.chain, files)
+        said = " ".join(result.reasons)
+        assert float(result.tolerance) > float(result.predicted)
+        assert (result.agrees, result.proof) == (True, False)
+        assert "is confirmed" not in said
+        assert "neither confirms nor contradicts the certificate's number" in said
+
+
 def test_a_key_fitted_to_an_existing_model_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """(ii) Somebody else's model comes first; the key is its signs. The whitening alone stops it."""
     x = vector(np.random.default_rng(6), size=SMALL)

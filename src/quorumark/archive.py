@@ -106,6 +106,8 @@ class Archive:
         """Opens the file and checks that it is of this consortium and of a genesis share that its root commits to."""
         genesis, terms = manifest.genesis, manifest.terms
         try:
+            if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+                raise RecordError(f"{os.fspath(path)!r} is no regular file")
             with Path(path).open("rb") as file:
                 size = int.from_bytes(file.read(4), "big")
                 header = file.read(size) if 0 < size <= _LARGEST_HEADER else b""

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import lzma
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from tokenize import TokenError
 from typing import Any
 
 from quorumark.errors import RecordError
 
-__all__ = ["field_names", "is_count", "is_decimal", "is_hex", "is_name", "is_text", "is_time", "require", "take"]
+__all__ = [
+    "DAMAGED",
+    "field_names",
+    "is_count",
+    "is_decimal",
+    "is_hex",
+    "is_name",
+    "is_text",
+    "is_time",
+    "require",
+    "take",
+]
+
+DAMAGED = (
+    OSError, ValueError, TypeError, RuntimeError, EOFError, SyntaxError, MemoryError, OverflowError, TokenError,
+    zipfile.BadZipFile, lzma.LZMAError, zlib.error,
+)  # fmt: skip
+"""What reading a damaged file of numpy's may raise: its header is read as Python text, and says how much there is."""
 
 
 def require(good: bool, what: str, rule: str) -> None:

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from quorumark.checks import DAMAGED
 from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.identity import Identity
@@ -418,7 +419,7 @@ class Federation:
             self.reports = [_report(entry) for entry in json.loads(notes["reports"])]
             for x, member in self.members.items():
                 member.average = notes["averages"].get(str(x))
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except (KeyError, AttributeError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
         self._show()
 

@@ -20,18 +20,21 @@ Folders have mode 0700. Nothing in it needs a network or a server.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
 import tarfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.checks import DAMAGED
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.identity import Identity, verify_chain
-from quorumark.keystore import SealedReader, Unlock, read_sealed, write_private, write_sealed, write_shared
+from quorumark.keystore import SealedReader, Unlock, read_sealed, replacing, write_private, write_sealed, write_shared
 from quorumark.records import Card, Manifest, Terms, canonical, parse
 from quorumark.shares import ShareFile, ShareInfo
 
@@ -42,6 +45,7 @@ UNDER_WAY = (
     "its own folder until it is done, or, if it cannot go on, quorumark setup discard"
 )
 _LARGEST_RECORD = 1 << 26
+_MOST_ENTRIES = 1 << 17  # in a backup: manifests, and a vector for each answered query
 _SIGNED = "quorumark-signed/v1"
 Record = TypeVar("Record")
 # what a home consists of, and all that a backup may hold
@@ -72,6 +76,16 @@ def read_exchanged(path: Path, what: str, most: int = 0) -> bytes:
         if part.is_symlink():
             raise RecordError(f"cannot read {what} from {str(path)!r}: {part.name!r} is a link")
     return read_file(path, what, most)
+
+
+def read_array(path: Path, what: str) -> NDArray[Any]:
+    """An array in numpy's format. It is mapped first: a header cannot ask for more than the file has."""
+    try:
+        if not path.is_file():
+            raise RecordError(f"cannot read {what} from {str(path)!r}: there is no such file")
+        return np.array(np.lib.format.open_memmap(path, mode="r"))
+    except DAMAGED as error:
+        raise RecordError(f"{str(path)!r} is not {what}, or is damaged ({type(error).__name__})") from None
 
 
 def read_as(path: Path, what: str, parse: Callable[[bytes], Record]) -> Record:
@@ -142,7 +156,6 @@ class Home:
 
     def backup(self, target: str | os.PathLike[str]) -> int:
         """All of it in one tar file. Secrets stay sealed as they are; how many files went in."""
-        buffer = io.BytesIO()
         # not a running ceremony's state: brought back later, it could open the same dealings a second time
         found = [p for p in self.path.rglob("*") if not p.is_symlink() and _KEPT.fullmatch(self._relative(p))]
         # nor a share of another epoch than the one in force
@@ -150,10 +163,13 @@ class Home:
         names = sorted(p for p in found if not p.name.startswith("share-") or p in current)
         if not names:
             raise KeystoreError(f"there is nothing to back up in {str(self.path)!r}")
-        with tarfile.open(fileobj=buffer, mode="w") as archive:
+        # GNU's format needs no extended headers for what is in a home, so that `restore` can refuse them
+        with (
+            replacing(Path(target)) as file,
+            tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive,
+        ):
             for path in names:
                 archive.add(path, arcname=str(path.relative_to(self.path)), recursive=False)
-        write_private(target, buffer.getvalue())
         return len(names)
 
     @classmethod
@@ -165,11 +181,18 @@ class Home:
             there = home.path.exists()
             if there and any(home.path.iterdir()):
                 raise KeystoreError(f"{str(home.path)!r} is not empty: restore into a new folder")
-            with tarfile.open(source, mode="r") as archive:
-                members = archive.getmembers()
-                names = {m.name for m in members}
-                if not all(m.isfile() and _KEPT.fullmatch(m.name) for m in members) or "identity.sealed" not in names:
+            if Path(source).exists() and not Path(source).is_file():  # a pipe would be waited for
+                raise no_backup
+            with Path(source).open("rb") as file:
+                if not _is_plain_tar(file):
                     raise no_backup
+                file.seek(0)
+                archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - the file is closed
+                members = archive.getmembers()
+                names = [m.name for m in members]
+                if not all(map(_is_kept, members)) or "identity.sealed" not in names or len(set(names)) < len(names):
+                    raise no_backup
+                _require_space(home.path, sum(m.size for m in members))
                 try:
                     _unpack(archive, home.path)
                 except BaseException:  # half a home would look like a whole one
@@ -178,11 +201,46 @@ class Home:
                     if not there:
                         home.path.rmdir()
                     raise
-        except tarfile.TarError:
+        except (tarfile.TarError, ValueError):  # tarfile lets some of the latter through
             raise no_backup from None
         except OSError as error:
             raise KeystoreError(f"cannot restore {what!r} to {str(home.path)!r}: {error.strerror or error}") from None
         return home
+
+
+def _is_plain_tar(file: BinaryIO) -> bool:
+    """Whether a file is a tar file of nothing but files, whole, and of a sensible number of them.
+
+    Its headers are looked at before tarfile acts on any: links, devices, sparse files (which take as much space as they
+    say, not as they have) and extended headers (which can say anything) have types of their own. A name of more than
+    100 characters has an entry before the file's.
+    """
+    size, place = os.fstat(file.fileno()).st_size, 0
+    for _ in range(_MOST_ENTRIES):
+        file.seek(place)
+        block = file.read(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE or not any(block):
+            return place > 0 and len(block) == tarfile.BLOCKSIZE
+        entry = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        named = entry.type == tarfile.GNUTYPE_LONGNAME and entry.size <= tarfile.BLOCKSIZE
+        if entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) and not named:
+            return False
+        place += tarfile.BLOCKSIZE * (1 + -(-entry.size // tarfile.BLOCKSIZE))
+        if entry.size < 0 or place > size:
+            return False
+    return False
+
+
+def _is_kept(entry: tarfile.TarInfo) -> bool:
+    """Whether a home may hold such a file: by its name, and by its size where records have one."""
+    small = entry.size <= _LARGEST_RECORD or entry.name.endswith((".sealed", ".bin"))
+    return entry.isfile() and not entry.issparse() and small and _KEPT.fullmatch(entry.name) is not None
+
+
+def _require_space(folder: Path, size: int) -> None:
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if size > shutil.disk_usage(place).free:
+        raise KeystoreError(f"the backup holds {size:,} bytes, for which {str(place)!r} has no space")
 
 
 def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
@@ -191,8 +249,10 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
         target = folder / entry.name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = archive.extractfile(entry)
-        public = target.name in ("member.json", "manifest.json")
-        (write_shared if public else write_private)(target, content.read() if content else b"")
+        if content is None:
+            raise tarfile.ReadError("not a file")
+        with replacing(target, 0o644 if target.name in ("member.json", "manifest.json") else 0o600) as file:
+            shutil.copyfileobj(content, file, 1 << 20)
 
 
 class ConsortiumFolder:

@@ -49,6 +49,7 @@ CHUNK = 1 << 18  # bytes of content per chunk
 _TAG = 16
 _LARGEST_HEADER = 1 << 16
 SCRYPT_COST = 1 << 17  # N; with r = 8 that is 128 MiB and some tenths of a second
+_MOST_SCRYPT = 4 * 8 * SCRYPT_COST  # N·r·p that a header may ask for: 512 MiB, and four times as long
 
 
 class Unlock:
@@ -141,7 +142,7 @@ class Unlock:
                 n, r, p = settings["n"], settings["r"], settings["p"]
                 # somebody else's header must not exhaust this machine
                 sound = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in (n, r, p))
-                if not sound or 128 * n * r > 1 << 30 or p > 16:
+                if not sound or n * r > _MOST_SCRYPT or n * r * p > _MOST_SCRYPT:
                     raise KeystoreError(f"{path!r} asks for more scrypt work than is allowed")
                 secret = Scrypt(salt=salt, length=32, n=n, r=r, p=p).derive(self._secret)
         except (KeyError, TypeError, ValueError, OverflowError, MessageError):
@@ -305,6 +306,8 @@ class SealedReader:
     def __init__(self, path: str | os.PathLike[str], unlock: Unlock | None, kind: str | None = None) -> None:
         self._path = str(path)
         try:
+            if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+                raise KeystoreError(f"cannot read {self._path!r}: it is no regular file")
             with Path(path).open("rb") as file:
                 length = int.from_bytes(file.read(4), "big")
                 self._header = file.read(length) if 0 < length <= _LARGEST_HEADER else b""

@@ -54,6 +54,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_MOST_TENSORS = 1 << 18  # of one model; the largest that we know of have about 200,000
+_LARGEST_HEADER = 1 << 26  # bytes of a safetensors file's header
 
 
 @dataclass(frozen=True)
@@ -342,6 +344,12 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     return tensors
 
 
+def check_count(tensors: int, path: str | os.PathLike[str]) -> None:
+    """Every tensor costs time, also one without numbers: a file must not name millions of them."""
+    if tensors > _MOST_TENSORS:
+        raise LayoutError(f"{os.fspath(path)!r} holds more than {_MOST_TENSORS:,} tensors, which are not read")
+
+
 def _safetensors_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
     """The checked entries (dtype, shape, data_offsets) of a `.safetensors` file, and where its data begin."""
     from safetensors import safe_open
@@ -350,12 +358,16 @@ def _safetensors_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], i
         problem = "it is no regular file" if Path(path).exists() else "there is no such file"
         raise LayoutError(f"cannot read {os.fspath(path)!r}: {problem}")
     try:
-        with safe_open(path, framework="numpy") as file:  # the library checks the header: offsets, sizes, overlaps
-            names = list(file.keys())
         with Path(path).open("rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
-            header = json.loads(raw.read(length))
-    except (OSError, ValueError) as error:
+            text = raw.read(min(length, _LARGEST_HEADER))
+        if length > _LARGEST_HEADER:
+            raise LayoutError(f"{os.fspath(path)!r} is not a sound safetensors file: its header is too long")
+        check_count(text.count(b"{"), path)  # each tensor has one: cheaper than reading them
+        with safe_open(path, framework="numpy") as file:  # the library checks the header: offsets, sizes, overlaps
+            names = list(file.keys())
+        header = json.loads(text)
+    except (OSError, ValueError, MemoryError) as error:  # the library maps the whole file
         raise LayoutError(f"cannot read {os.fspath(path)!r}: {error}") from None
     except Exception as error:
         if type(error).__name__ != "SafetensorError":

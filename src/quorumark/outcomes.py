@@ -82,7 +82,11 @@ def table_text(rows: Sequence[Row]) -> str:
 def parsed_rows(text: str, source: str) -> list[Row]:
     """The rows of such a table; `source` says where it came from."""
     found = []
-    for number, line in enumerate(csv.DictReader(io.StringIO(text)), 2):
+    try:
+        lines = list(csv.DictReader(io.StringIO(text)))
+    except csv.Error as error:
+        raise RecordError(f"{source!r} is not a table of results ({error}): remove it, and run again") from None
+    for number, line in enumerate(lines, 2):
         try:
             zs = [float(line[name]) if line[name] else None for name in ("z", "z_aligned")]
             found.append(
@@ -91,6 +95,6 @@ def parsed_rows(text: str, source: str) -> list[Row]:
                     json.loads(line["settings"]), int(line["examples"]), int(line["steps"]), int(line["surplus"]),
                 )
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise RecordError(f"line {number} of {source!r} is not a result: remove it, and run again") from None
     return found

@@ -23,6 +23,7 @@ from quorumark.errors import InputError
 __all__ = ["BUILT_IN", "Job", "Plan", "Step", "known_only", "read_plan"]
 
 BUILT_IN = ("quick", "paper", "language")
+_LARGEST = 1 << 24  # bytes of a plan
 
 Step = tuple[str, Mapping[str, Any]]
 
@@ -65,14 +66,19 @@ def read_plan(source: str | Path, *, texts: bool = False) -> Plan:
     if str(source) in BUILT_IN:
         data = resources.files("quorumark.attacks").joinpath("configs", f"{source}.toml").read_bytes()
     else:
+        path = Path(source)
         try:
-            data = Path(source).read_bytes()
+            if path.exists() and (
+                not path.is_file() or path.stat().st_size > _LARGEST
+            ):  # pipes and devices have no end
+                raise OSError(0, "it is no regular file, or too large")
+            data = path.read_bytes()
         except OSError as error:
             rule = f"must be a file that can be read, or one of {', '.join(BUILT_IN)}"
             raise InputError("the plan", rule, f"{str(source)!r} ({error.strerror})") from None
     try:
         body = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError("the plan", "must be TOML", str(error)) from None
     known_only("the plan", body, {"title", "seeds", "attack", "target"})
     entries, target = body.get("attack", []), body.get("target", {})

@@ -233,15 +233,26 @@ def _begun(subject: Subject, out: Path) -> list[Row]:
             raise InputError("--out", "must be a new folder, or one that a suite was run in", str(out))
         write_shared(state, (json.dumps(body, indent=2) + "\n").encode())
         return []
-    if json.loads(read_file(state, "a suite's state")).get("attacked") != body["attacked"]:
+    if _state(out).get("attacked") != body["attacked"]:
         raise InputError("--out", "must be a new folder: this one holds attacks on another model", str(out))
     return read_rows(out / "results.csv") if (out / "results.csv").exists() else []
+
+
+def _state(out: Path) -> dict[str, Any]:
+    """What a suite wrote down of itself."""
+    try:
+        body = json.loads(read_file(out / "suite.json", "a suite's state"))
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise RecordError(f"{str(out / 'suite.json')!r} is damaged: run the suite again in a new folder")
+    return body
 
 
 def read_results(out: Path) -> tuple[str, float, list[Row]]:
     """The title, the threshold and the rows of a suite that was run."""
     try:
-        body = json.loads(read_file(out / "suite.json", "a suite's state"))
+        body = _state(out)
         if body["format"] != _STATE:
             raise RecordError(f"{str(out)!r} was written by another release: format {body['format']!r}")
         title, threshold = str(body["title"]), float(body["threshold"])

@@ -32,7 +32,7 @@ from quorumark import field
 from quorumark.embed import MarkState, model_digest, norm_count
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
-from quorumark.home import ConsortiumFolder
+from quorumark.home import ConsortiumFolder, read_array, read_file
 from quorumark.identity import Identity
 from quorumark.keystore import SealedReader, SealedWriter, Unlock, replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
@@ -119,7 +119,7 @@ class Journal:
         self._marked_path = self._folder / _MARKED
         self.notes = Notes()
         if self._notes_path.exists():
-            self.notes = Notes.from_bytes(self._notes_path.read_bytes())
+            self.notes = Notes.from_bytes(read_file(self._notes_path, "a member's notes of rounds"))
 
     def note(self, **entries: Any) -> None:
         self.notes = replace(self.notes, **entries)
@@ -165,7 +165,7 @@ class Journal:
     def side(self, unlock: Unlock | None = None) -> RoundMember:
         """This member with its history, as it was when it joined the round; without `unlock` it has no share, and can
         say whether it takes part, not upload."""
-        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         share = None if unlock is None else self.place.share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
         side.history, side.sure = self.history(layout), self.notes.sure
@@ -215,8 +215,8 @@ class Journal:
 
     def state_of_anchor(self) -> bytes:
         """What a run begins from."""
-        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
-        history = History(self.manifest, layout, np.load(self._anchor_path), self.chain[:-1])
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        history = History(self.manifest, layout, read_array(self._anchor_path, "an anchor"), self.chain[:-1])
         history.beside = bytes.fromhex(self.notes.beside)
         return history.state
 
@@ -240,7 +240,7 @@ class Journal:
 
     def give_consent(self, *, here: bool) -> None:
         """The operator's: this member may answer once more from a state."""
-        layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         state = self.history(layout).state if here else self.state_of_anchor()
         with self.memory().edit() as memory:
             memory["consents"][state.hex()] = True
@@ -261,11 +261,11 @@ class Journal:
     def history(self, layout: ModelLayout) -> History:
         """What this member accepted, as it was written down."""
         try:
-            anchor = np.load(self._anchor_path)
+            anchor = read_array(self._anchor_path, "an anchor")
             model = layout.encode(read_safetensors(self._model_path))
+            mark, beside = self.notes.mark.encode(), bytes.fromhex(self.notes.beside)
         except (OSError, ValueError, QuorumarkError) as error:
             raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
-        mark, beside = self.notes.mark.encode(), bytes.fromhex(self.notes.beside)
         return self._restored(layout, anchor, model, mark, beside)
 
     def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, beside: bytes) -> History:
@@ -419,7 +419,7 @@ class Journal:
                 raise RecordError("the anchor that the server sends is not the one that the manifest names")
             return anchor
         if self._anchor_path.exists():
-            kept: Vector = np.load(self._anchor_path)
+            kept: Vector = read_array(self._anchor_path, "an anchor")
             if anchor_digest(layout_digest, kept) == wanted:
                 return kept
         return None
@@ -451,7 +451,7 @@ class Journal:
         """The last state that this member accepted, as a server needs it to go on."""
         if not self.notes.mark or not self._sum_path.exists():
             return {}, {}
-        with np.load(self._sum_path) as kept:
+        with self._sum_path.open("rb") as file, np.load(file) as kept:
             about = json.loads(kept["about"].tobytes())
             arrays = {name: kept[name] for name in ("rest", "norms") if name in kept}
         config: Config = {f"sum-{name}": value for name, value in about.items()}

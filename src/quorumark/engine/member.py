@@ -447,9 +447,11 @@ def _names(config: Config, name: str) -> set[str]:
     """A list of names in JSON; empty if there is none."""
     try:
         found = json.loads(config.get(name, "[]"))
-        return set(found) if isinstance(found, list) else set()
     except (ValueError, TypeError, RecursionError):
-        raise MessageError(f"the server's message must give {name!r} as a list of names in JSON") from None
+        found = None
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise MessageError(f"the server's message must give {name!r} as a list of names in JSON")
+    return set(found)
 
 
 def _content(array: NDArray[Any]) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.errors import RecordError
-from quorumark.lab.results import BALANCED, _table, replace_text
+from quorumark.lab.results import BALANCED, _table, read_result, replace_text
 from quorumark.outcomes import ORIGINAL, Row, parsed_rows, table_text
 
 __all__ = ["ALPHAS", "EPOCHS", "FORMAT", "FRACTIONS", "LR", "Attacked", "draw", "read_attacked", "section", "write"]
@@ -123,7 +123,7 @@ def read_attacked(folder: Path) -> dict[str, Attacked]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            body = json.loads(path.read_text())
+            body = read_result(path)
             table = path.with_suffix(".csv")
             if body["format"] != FORMAT or body["id"] != path.stem:
                 raise RecordError(f"{str(path)!r} is not of attacks on the run that it is named after")

@@ -189,13 +189,21 @@ def configurations() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+_LARGEST = 1 << 24  # bytes of a configuration
+
+
 def read(name: str | os.PathLike[str]) -> Configuration:
     """A configuration by its name, or from a TOML file."""
     path = Path(name)
     if path.suffix == ".toml":
-        if not path.exists():
-            raise InputError("configuration", "must be a file that exists", str(path))
-        return _parsed(path.stem, path.read_text())
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            raise InputError("configuration", "must be a file that exists, of a sensible size", str(path))
+        try:
+            return _parsed(path.stem, path.read_text())
+        except InputError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError("configuration", "must be TOML with the settings of runs", f"{path}: {error}") from None
     if str(name) not in configurations():
         raise InputError("configuration", f"must be a TOML file or one of {', '.join(configurations())}", repr(name))
     file = resources.files("quorumark.lab") / "configs" / f"{name}.toml"

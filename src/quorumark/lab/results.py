@@ -45,6 +45,7 @@ __all__ = [
 
 FORMAT = "quorumark-lab-result/v1"
 ATTACKS_FORMAT = "quorumark-language-attacks/v1"
+_LARGEST = 1 << 26  # bytes of a result
 ATTACKED = "attacks/language"  # where attacks on language models are, within the results
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 CODE = "paper-code"  # `papercode.CODE`: that module needs torch, and pages do not
@@ -251,14 +252,22 @@ def replace_text(path: Path, text: str) -> None:
 # --- to a page --------------------------------------------------------------------------------------------
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of results."""
+    try:
+        body = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size <= _LARGEST else None
+    except (OSError, ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise RecordError(f"{str(path)!r} is not a JSON object: remove it, and run it again")
+    return body
+
+
 def read_all(folder: Path) -> dict[str, dict[str, Any]]:
     """All results, by their runs' ids."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            body = json.loads(path.read_text())
-        except ValueError:
-            raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
+        body = read_result(path)
         if body.get("format") != FORMAT or not body.get("id") == path.stem == _id_of(body):
             raise RecordError(f"{str(path)!r} is not the result of the run that it is named after")
         found[body["id"]] = body
@@ -296,10 +305,7 @@ def read_attacks(folder: Path) -> list[dict[str, Any]]:
     """All files of attacks."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        try:
-            body = json.loads(path.read_text())
-        except ValueError:
-            raise RecordError(f"{str(path)!r} is not JSON: remove it, and run it again") from None
+        body = read_result(path)
         if body.get("format") != ATTACKS_FORMAT or body.get("id") != path.stem:
             raise RecordError(f"{str(path)!r} is not of attacks on the run that it is named after")
         found.append(body)

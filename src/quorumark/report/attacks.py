@@ -68,7 +68,10 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a results.csv."""
-    return parsed_rows(read_file(path, "a table of results").decode(), str(path))
+    try:
+        return parsed_rows(read_file(path, "a table of results").decode(), str(path))
+    except UnicodeDecodeError:
+        raise RecordError(f"{str(path)!r} is not text: remove it, and run again") from None
 
 
 def _original(rows: Iterable[Row]) -> Row:

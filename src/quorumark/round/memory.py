@@ -149,7 +149,9 @@ class FolderState(State):
 
     def _load(self) -> bytes:
         try:
-            sealed = self._path.read_bytes()
+            if self._path.exists() and not self._path.is_file():  # a pipe would be waited for
+                raise ValueError
+            sealed = self._path.read_bytes() if self._path.stat().st_size <= _LARGEST else b""
             return self._cipher.decrypt(sealed[:12], sealed[12:], _FORMAT)
         except OSError as error:
             raise KeystoreError(f"cannot read the memory of rounds {str(self._path)!r}: {error.strerror}") from None
@@ -162,6 +164,7 @@ class FolderState(State):
 
 
 _FORMAT = b"quorumark-rounds/v2"
+_LARGEST = 1 << 28  # bytes: keys of a round, and a line for each state that it ever answered from
 
 
 # --- what it says -----------------------------------------------------------------------------------------

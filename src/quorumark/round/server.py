@@ -31,9 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
+from quorumark.checks import DAMAGED
 from quorumark.embed import Amplitudes, MarkState, norm_count
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
+from quorumark.home import read_array, read_file
 from quorumark.keystore import replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, canonical, parse
@@ -552,7 +554,7 @@ class RoundServer:
 
     def _resume(self) -> None:
         assert self._folder is not None  # noqa: S101
-        body = parse((self._folder / "run.json").read_bytes(), _RUN, "a run's state")
+        body = parse(read_file(self._folder / "run.json", "a run's state"), _RUN, "a run's state")
         known = {manifest.digest().hex() for manifest in (*self._earlier, self.manifest)}
         if body.get("manifest") not in known:
             raise RecordError(f"{str(self._folder)!r} holds a run of another consortium: use a new folder")
@@ -564,7 +566,7 @@ class RoundServer:
                 for name, like in self.like.items()
             }
             self.like, self.notes = dict(self.resumed), dict(body["notes"])
-            self._anchor = np.load(self._folder / "anchor.npy")
+            self._anchor = read_array(self._folder / "anchor.npy", "an anchor")
             history = History(self.manifest, self.layout, self._anchor, self._earlier)
             model = self.layout.encode(self.resumed)
             start = model if history.warming else self._anchor
@@ -572,15 +574,17 @@ class RoundServer:
             mark = MarkState.from_bytes(state, history.strength, self.layout, key, model, start)
             self.history = history.restored(mark, self.layout.beside(self.resumed) if self.checks else b"")
             path = self._folder / f"sum-{mark.round}.npz"
-            if path.exists():
-                with np.load(path) as found:
+            if self.accepted:
+                if not path.is_file():  # a pipe would be waited for
+                    raise RecordError(f"{str(self._folder)!r} lacks the sum of its last round")
+                with path.open("rb") as file, np.load(file) as found:  # numpy does not close what it cannot read
                     self._last = {name: found.get(name) for name in ("rest", "norms")}
                     self._last |= {name: int(found[name]) for name in ("tag", "round", "halvings")}
                     self._last |= {name: str(found[name]) for name in ("under", "held")}
             self.round_no = max(self.round_no, int(body["round"]))
             self._tidy(body["model"], path.name)
             self._resume_open()
-        except (KeyError, TypeError, ValueError, OSError) as error:
+        except (KeyError, AttributeError, StopIteration, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
 
     def _resume_open(self) -> None:
@@ -588,7 +592,9 @@ class RoundServer:
         path = self._folder / "open.npz"
         if not path.exists():
             return
-        with np.load(path) as found:
+        if not path.is_file():
+            raise RecordError(f"{str(path)!r} is no file")
+        with path.open("rb") as file, np.load(file) as found:
             about = json.loads(found["about"].tobytes())
             under = next(m for m in (*self._earlier, self.manifest) if m.digest().hex() == about["under"])
             if about["state"] == self.history.state.hex():

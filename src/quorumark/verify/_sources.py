@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tokenize import TokenError
 from typing import IO, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import DAMAGED
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.layout import (
     _DTYPES,
@@ -33,15 +33,17 @@ from quorumark.layout import (
     _safetensors_header,
     _some,
     _to_float,
+    check_count,
 )
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 STORED = _DTYPES | dict.fromkeys(FLOAT8, np.dtype("u1"))
-DAMAGED = (OSError, ValueError, RuntimeError, EOFError, SyntaxError, TokenError, zipfile.BadZipFile, zlib.error)
-"""What reading a damaged file may raise; a header of numpy is read as Python text."""
 _NAMES = _SHORT_NAMES | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _RELEASE = 1 << 27  # bytes read from a map before it is made anew: its pages count as resident memory
 _BLOCK = 1 << 20
+_LARGEST_INDEX = 1 << 26  # bytes of an index of shards
+_LARGEST_DIRECTORY = 1 << 24  # bytes of a zip file's list of files: about 150,000 of them
+_LARGEST_PICKLE = 1 << 23  # bytes of a checkpoint's pickle, without its tensors: about 40,000 of them
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,19 @@ def open_source(path: Path) -> tuple[dict[str, Stored], list[Path]]:
     return _read_file(path), [path]
 
 
+def _require_file(path: Path) -> None:
+    """A regular file, or a link to one: a pipe would be waited for, and a device may have no end."""
+    try:
+        problem = "" if path.is_file() else "it is no regular file" if path.exists() else "there is no such file"
+    except OSError as error:  # a name that is too long, say
+        problem = str(error.strerror)
+    if problem:
+        raise LayoutError(f"cannot read {str(path)!r}: {problem}")
+
+
 def _read_file(path: Path) -> dict[str, Stored]:
     """The tensors of one file."""
-    if not path.is_file():
-        problem = "it is no regular file" if path.exists() else "there is no such file"
-        raise LayoutError(f"cannot read {str(path)!r}: {problem}")
+    _require_file(path)
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise LayoutError(f"cannot read {str(path)!r}: {_KINDS}")
@@ -150,6 +160,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Stored], list[Path]]:
     files = sorted(folder.glob("*.npy"))
     if not files:
         raise LayoutError(f"the folder {str(folder)!r} holds no model: {_KINDS}")
+    check_count(len(files), folder)
     return {path.stem: _read_npy(path) for path in files}, files
 
 
@@ -169,12 +180,16 @@ def _read_together(files: list[Path]) -> tuple[dict[str, Stored], dict[str, str]
                     f"tensor {name!r} is in both {where[name]!r} and {path.name!r}; name the file that is meant"
                 )
             tensors[name], where[name] = tensor, path.name
+        check_count(len(tensors), path.parent)
     return tensors, where
 
 
 def _read_shards(index: Path) -> tuple[dict[str, Stored], list[Path]]:
     """A model in shards. Its index is only a claim: it must hold, and it names files in its own folder only."""
+    _require_file(index)
     try:
+        if index.stat().st_size > _LARGEST_INDEX:
+            raise LayoutError(f"{str(index)!r} is too large to be an index of shards")
         claims = json.loads(index.read_bytes(), object_pairs_hook=_once)["weight_map"]
         shards = sorted(set(claims.values()))
         kind = index.name.split(".")[-3]  # NAME.kind.index.json
@@ -187,8 +202,11 @@ def _read_shards(index: Path) -> tuple[dict[str, Stored], list[Path]]:
         raise LayoutError(f"{index.name!r} is not an index of shards ({type(error).__name__})") from None
     files = [index.parent / shard for shard in shards]
     for path in files:
-        if not path.is_file():
-            raise LayoutError(f"the shard {path.name!r}, which {index.name!r} names, is not there; fetch it")
+        try:
+            _require_file(path)
+        except LayoutError as error:
+            text = f"the shard {path.name!r}, which {index.name!r} names, is not there; fetch it ({error})"
+            raise LayoutError(text) from None
     tensors, where = _read_together(files)
     for name, shard in claims.items():
         if where.get(name) != shard:
@@ -223,6 +241,7 @@ def _from_file(path: Path, offset: int, dtype: np.dtype[Any], info: TensorInfo, 
 
 
 def _read_npy(path: Path) -> Stored:
+    _require_file(path)
     try:
         with path.open("rb") as file:
             shape, columns, dtype, offset = _npy_header(file)
@@ -235,6 +254,7 @@ def _read_npy(path: Path) -> Stored:
 def _read_npz(path: Path) -> dict[str, Stored]:
     tensors = {}
     try:
+        _check_directory(path)
         archive = _Archive(path)
         for member in archive.zip.infolist():
             name = member.filename.removesuffix(".npy")
@@ -247,6 +267,14 @@ def _read_npz(path: Path) -> dict[str, Stored]:
     except DAMAGED as error:
         raise LayoutError(f"{str(path)!r} is not a sound .npz file ({error})") from None
     return tensors
+
+
+def _check_directory(path: Path) -> None:
+    """The list of files in a zip file is read whole: it must have a sensible length, which its end says."""
+    with path.open("rb") as file:
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+    if end is not None and end[zipfile._ECD_SIZE] > _LARGEST_DIRECTORY:  # type: ignore[attr-defined]
+        raise ValueError("it names too many files")
 
 
 class _Archive:
@@ -347,7 +375,10 @@ class _Checkpoint:
     """A file that torch wrote, mapped; a file in the format before torch 1.6 can only be loaded whole."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.mapped, self.seen = path, zipfile.is_zipfile(path), 0
+        try:
+            self.path, self.mapped, self.seen = path, zipfile.is_zipfile(path), 0
+        except DAMAGED as error:  # a zip file in several parts
+            raise LayoutError(f"{str(path)!r} is damaged ({error}); save the model as safetensors") from None
         self.lock = threading.Lock()
         self.tensors = self._load()
 
@@ -361,6 +392,7 @@ class _Checkpoint:
 
     def _load(self) -> dict[str, Any]:
         torch = _torch()
+        self._check_pickle()
         try:
             # weights_only: an unpickler that knows tensors and plain containers, and calls nothing that it is told to
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self.mapped)
@@ -377,6 +409,32 @@ class _Checkpoint:
             raise LayoutError(f"{str(self.path)!r} holds {which}; save the state_dict() that is meant as safetensors")
         return next(iter(found.values()))
 
+    def _check_pickle(self) -> None:
+        """What torch would unpickle: not so much that it takes minutes, and nothing that allocates what it is told to.
+
+        weights_only calls bytearray, and bytearray(10^11) takes 100 GB. Names of functions stand in a pickle as they
+        are, between line breaks.
+        """
+        more = f"{str(self.path)!r} holds more than tensors; save its state_dict() as safetensors"
+        try:
+            if not self.mapped:
+                with self.path.open("rb") as file:
+                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    if content.find(b"\nbytearray\n") >= 0:
+                        raise LayoutError(more)
+                    return
+            _check_directory(self.path)
+            with zipfile.ZipFile(self.path) as archive:
+                for member in archive.infolist():
+                    if member.filename.endswith(".pkl"):
+                        if member.file_size > _LARGEST_PICKLE:
+                            raise LayoutError(more)
+                        with archive.open(member) as pickle:
+                            if b"\nbytearray\n" in pickle.read(_LARGEST_PICKLE + 1):
+                                raise LayoutError(more)
+        except (*DAMAGED, NotImplementedError) as error:
+            raise LayoutError(f"{str(self.path)!r} is damaged ({error}); save the model as safetensors") from None
+
 
 def _state_dicts(content: Any, where: str, depth: int = 3) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every mapping of names to tensors, one of them with two dimensions; an optimizer has numbers, no names."""
@@ -389,6 +447,9 @@ def _state_dicts(content: Any, where: str, depth: int = 3) -> Iterator[tuple[str
         for key, value in content.items():
             yield from _state_dicts(value, f"{where}.{key}" if where else key, depth - 1)
 
+
+KINDS = {".pth": ".pt", ".bin": ".pt"}
+"""Suffixes that mean the same."""
 
 _READERS: dict[str, Callable[[Path], dict[str, Stored]]] = {
     ".safetensors": _read_safetensors, ".npz": _read_npz,

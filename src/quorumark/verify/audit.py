@@ -106,9 +106,11 @@ class AuditResult:
     """What an audit shows. `verdict` PASSED is a proof; `reasons` and `faults` are sentences.
 
     `z` is z_sub, and `predicted` what the certificate's z leads one to expect, ± `tolerance`; `agrees` whether the two
-    fit. `log10_bound` bounds the chance of such a z_sub for a model that knows nothing of the key, after the charges
-    for choices (`charge`, log10 of a factor). `members` are the genesis points whose shares were opened. z, predicted
-    and the others are empty where the openings do not get that far. `faults` say what was wrong, and whose it was.
+    fit. The certificate's number counts as confirmed if they do and predicted − tolerance ≥ 6: with less, what a model
+    without the mark may show would agree as well. `log10_bound` bounds the chance of such a z_sub for a model that
+    knows nothing of the key, after the charges for choices (`charge`, log10 of a factor). `members` are the genesis
+    points whose shares were opened. z, predicted and the others are empty where the openings do not get that far.
+    `faults` say what was wrong, and whose it was.
     """
 
     verdict: str
@@ -283,9 +285,14 @@ class _Facts:
         bound = min(_MATH.add(Decimal(log10_bound(z)), log_charge), Decimal(0))
         verdict, reasons = _verdict(Decimal(z), bound, agrees)
         expected = f"the certificate's z = {self.challenge.z} predicts {predicted:.2f} ± {tolerance:.2f} on the "
-        if agrees:
+        if agrees and _MATH.subtract(predicted, tolerance) >= _NOTHING:
             reasons.append(
                 f"{expected}opened leaves, and they show {Decimal(z):.2f}: the certificate's number is confirmed"
+            )
+        elif agrees:
+            reasons.append(
+                f"{expected}opened leaves, and they show {Decimal(z):.2f}: that neither confirms nor contradicts the "
+                "certificate's number, since a model without the mark may show as much; too few leaves were opened"
             )
         else:
             reasons.append(

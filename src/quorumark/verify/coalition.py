@@ -12,7 +12,7 @@ A member computes x from the suspect itself and takes nobody's word for it; the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from math import prod
 from typing import Any
@@ -315,13 +315,9 @@ def answer(
 def prepare_again(
     reference: Reference, suspect: Source | Suspect, query: Query, progress: Progress | None = None
 ) -> Prepared:
-    """What a query should be for this suspect; a single file may have got another name on its way."""
+    """What a query should be for this suspect, its files' names included: a certificate signs them."""
     how = how_aligned(reference.manifest.terms, query.alignment)
-    made = prepare(reference, suspect, **how, burnt=query.burnt, created=query.created, progress=progress)
-    if [file.sha256 for file in made.query.files] == [file.sha256 for file in query.files] and len(query.files) == 1:
-        files = (replace(made.query.files[0], name=query.files[0].name),)
-        return replace(made, query=replace(made.query, files=files))
-    return made
+    return prepare(reference, suspect, **how, burnt=query.burnt, created=query.created, progress=progress)
 
 
 def _difference(mine: Query, theirs: Query) -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import is_count, is_hex, is_text, is_time
 from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.home import ConsortiumFolder, read_file
 from quorumark.keystore import replacing, write_private
@@ -43,6 +44,16 @@ _KINDS = {
     "burnt": {"leaves", "audit"},
 }
 _COMMON = {"format", "number", "previous", "time", "kind"}
+# a ledger comes back from backups, so its entries may be anybody's: what each field may hold
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("previous", "x", "suspect", "query", "certificate", "audit"), lambda v: is_hex(v, 32)),
+    **dict.fromkeys(("approved_by", "reason", "source"), lambda v: isinstance(v, str)),
+    "number": is_count,
+    "time": lambda v: is_time(v) and _moment(v) is not None,
+    "files": lambda v: isinstance(v, list) and all(is_text(name) for name in v),
+    "outcome": lambda v: v in ("passed", "failed", "open"),
+    "leaves": lambda v: isinstance(v, list) and all(is_count(leaf) for leaf in v),
+}
 # anybody who reaches a member can be refused, and a certificate can be combined anew, as often as they like: that must
 # not make a ledger that is too large to be read
 _MOST_REFUSALS = 1000
@@ -71,6 +82,8 @@ class StoredVector:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if not path.is_file():  # a pipe would be waited for
+            raise self._damaged()
         try:
             with path.open("rb") as file:
                 line = file.readline(100)
@@ -116,6 +129,8 @@ class StoredVector:
                         raise self._damaged()
                     pieces.append(piece)
                     have += len(piece)
+                    if count == self._left and have > wanted:  # it inflates to more than it says it holds
+                        raise self._damaged()
                 self._offset = file.tell()
         except OSError as error:
             raise KeystoreError(f"cannot read {str(self._path)!r}: {error.strerror}") from None
@@ -228,7 +243,7 @@ class Ledger:
             raise self._wrong(number, f"cannot be read ({error})") from None
         kind = body.get("kind")
         known = isinstance(kind, str) and kind in _KINDS and body.keys() == _COMMON | _KINDS[kind]
-        if not known or canonical_line != line:
+        if not known or canonical_line != line or not all(_TYPES[n](v) for n, v in body.items() if n in _TYPES):
             raise self._wrong(number, "is not an entry that this release writes")
         if body["number"] != number:
             raise self._wrong(number, f"has the number {body['number']}")
@@ -241,9 +256,9 @@ class Ledger:
             return 0, self._start
         body = parse(read_file(path, "a ledger's head"), HEAD_FORMAT, "a ledger's head")
         count, head = body.get("number"), body.get("head")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1 or not isinstance(head, str):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1 or not is_hex(head, 32):
             raise RecordError(f"{str(path)!r} is damaged; put the ledger and its head back from a backup")
-        return count, head
+        return count, str(head)
 
     # --- writing ---
 
@@ -395,8 +410,16 @@ class Ledger:
         return answered
 
     def answers_since(self, moment: float) -> int:
-        times = [entry["time"] for entry in self.entries if entry["kind"] == "answered"]
-        return sum(calendar.timegm(time.strptime(t, "%Y-%m-%dT%H:%M:%SZ")) > moment for t in times)
+        times = [_moment(entry["time"]) for entry in self.entries if entry["kind"] == "answered"]
+        return sum(t is not None and t > moment for t in times)
+
+
+def _moment(text: str) -> int | None:
+    """Seconds since 1970; None for a day that no calendar has."""
+    try:
+        return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    except (OverflowError, ValueError):
+        return None
 
 
 def _hex(name: str, value: str) -> str:

@@ -27,7 +27,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -36,11 +36,22 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.checks import DAMAGED
 from quorumark.errors import InputError, LayoutError
 from quorumark.field import _parallel
 from quorumark.layout import _DTYPES, _FLOATS, ModelLayout, TensorSpec, _open, _some
 from quorumark.records import canonical, digest
-from quorumark.verify._sources import DAMAGED, FLOAT8, STORED, Stored, TensorInfo, decode, in_memory, open_source, spans
+from quorumark.verify._sources import (
+    FLOAT8,
+    KINDS,
+    STORED,
+    Stored,
+    TensorInfo,
+    decode,
+    in_memory,
+    open_source,
+    spans,
+)
 from quorumark.verify.evidence import SuspectFile
 
 __all__ = ["Match", "Suspect", "TensorInfo", "match_layout", "non_finite", "read_suspect"]
@@ -74,10 +85,15 @@ class Suspect:
 
     @cached_property
     def files(self) -> tuple[SuspectFile, ...]:
-        """Every file that holds weights, and the index, by name; none for a model in memory. Reads them whole."""
+        """Every file that holds weights, and the index, by name; none for a model in memory. Reads them whole.
+
+        A single file is called suspect.KIND, whatever it is called here: these names are signed.
+        """
         self._check_unchanged()
         found = _parallel.each(_hashed, self.paths)
         self._check_unchanged()
+        if len(found) == 1:  # its name is the asker's choice, and nothing that a member could vouch for
+            found = [replace(found[0], name=f"suspect{KINDS.get(self.paths[0].suffix, self.paths[0].suffix)}")]
         return tuple(found)
 
     @cached_property
