@@ -34,7 +34,7 @@ def second_sum(run: Run, start: Model, first: Any, **how: Any) -> Any:
     """What another opened sum from the same state is more than the first; None if there is none."""
     try:
         found = opened_at(run, start, **how)
-    except RoundError:
+    except QuorumarkError:
         return None
     return found - first
 

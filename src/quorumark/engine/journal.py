@@ -443,9 +443,11 @@ class Journal:
             last, given = int(memory["round"]), answers_from(memory, state, "model")
             kept = memory["answer"].get("model", {})
         answered = given[-1][0] if given else 0
-        over = kept["members"] if answered and kept.get("round") == answered else []
+        kept = kept if answered and kept.get("round") == answered else {}
+        over, halvings = kept.get("members", []), kept.get("halvings", 0)
         accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
-        return {"accepted": accepted, "round": last, "answered": answered, "over": json.dumps(over)}
+        told = {"accepted": accepted, "round": last, "answered": answered}
+        return {**told, "over": json.dumps(over), "halvings": halvings}
 
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""

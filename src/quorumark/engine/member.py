@@ -201,7 +201,7 @@ class MemberNode:
             # the server may settle what stands in the way: it is told more than a text
             told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
             if isinstance(error, AnsweredError):
-                told |= {"answered": error.round, "over": json.dumps(error.members)}
+                told |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
             return told, {}
         number = side.history.round if side.history is not None else 0
         told = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
@@ -230,7 +230,7 @@ class MemberNode:
         if turn.round != round_no:
             raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
         if turn.repeats:
-            side.take_again(journal.kept_result(side.layout, side.state, turn.repeats))
+            side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
         else:
             if config["examples"] != member.examples:
                 raise RoundError(
@@ -249,7 +249,8 @@ class MemberNode:
         if complaint is not None:
             return {**told, "strong": complaint}, {}
         told["ready"] = side.ready()
-        journal.keep_result(side, round_no)
+        if not turn.repeats:
+            journal.keep_result(side, round_no)
         journal.note_marked(side)
         journal.note(ready=round_no)
         if side.checks:
@@ -264,7 +265,9 @@ class MemberNode:
         if journal.notes.ready != round_no:
             raise RoundError(f"{journal.name} has not trained in round {round_no}")
         side = journal.side(self._unlock)
-        side.take_again(journal.kept_result(side.layout, side.state, round_no))
+        repeats = side.turn is not None and side.turn.repeats
+        trained_for = side.secagg.first_round() if repeats else round_no
+        side.take_again(journal.kept_result(side.layout, side.state, trained_for))
         side.ready()  # as it was: a member that would join with anything else now is refused
         if side.checks:
             boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))

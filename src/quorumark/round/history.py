@@ -113,14 +113,14 @@ class History:
             self.mark.advance(round_no, encoded, embedded, norms, under=summed)
             self._known = None
 
-    def binding(self, round_no: int, amplitudes: Amplitudes | None) -> bytes:
+    def binding(self, round_no: int, amplitudes: Amplitudes | None, repeats: int = 0) -> bytes:
         """What all members of a round must agree on besides the set U and its keys, which secure aggregation adds.
 
         The mark's digest holds the global model, the chain of all before it, and the strength. The weights follow
-        from U and the manifest.
+        from U and the manifest. `repeats` is the round that is made again: nobody trains anew for what others repeat.
         """
         marks = b"" if amplitudes is None else amplitudes.digest()
-        parts = [self.manifest.digest(), word(round_no), self.mark.digest(), marks]
+        parts = [self.manifest.digest(), word(round_no), word(repeats), self.mark.digest(), marks]
         return digest("round", *parts, *([self.beside] if self.beside else []))
 
     def unclosed(self) -> tuple[Manifest, ...]:
