@@ -197,7 +197,7 @@ def follow(memory: Memory, before: bytes, after: bytes) -> None:
         memory["known"] = [*memory["known"], after.hex()][-_LONGEST:]
     for entry in memory["nonces"].values():
         if entry["last"] == before.hex():
-            entry.update(last=after.hex(), newer=True)
+            entry.update(last=after.hex(), newer=after.hex() not in memory["answered"])
 
 
 _LONGEST = 1 << 12

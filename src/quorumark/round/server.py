@@ -299,7 +299,7 @@ class RoundServer:
             if (
                 point not in self._said
                 and len(statements.signers(self.group, "newer", past.state, bytes.fromhex(nonce), said))
-                >= self.group.threshold
+                >= self.group.closing
             ):
                 found[point] = {"turn": replace(self._turn, newer=past.newer).to_bytes()}
         return found
