@@ -351,7 +351,8 @@ class SecAggMember:
         with self.state.edit() as memory:
             if not is_newer(memory, origin):
                 return {}
-            for point, nonce in nonces.items():
+            known = range(1, len(self.group.roster) + 1)
+            for point, nonce in ((x, nonce) for x, nonce in nonces.items() if x in known):
                 entry = memory["nonces"].get(str(point))
                 if entry is None or entry["nonce"] != nonce:
                     memory["nonces"][str(point)] = {"nonce": nonce, "last": origin.hex(), "newer": False}
