@@ -273,7 +273,7 @@ class RoundMember:
     def check_sum(self, opened: Vector) -> bool | None:
         """Whether this is the sum of the round from the present state; None if this member cannot say."""
         turn = self._begun()
-        return sums.check(self.secagg.state, self._known().state, turn.round, turn.halvings, opened)
+        return sums.check(self.secagg.state, self._known().state, self.group, turn.round, turn.halvings, opened)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
