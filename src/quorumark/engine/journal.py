@@ -216,9 +216,7 @@ class Journal:
     def state_of_anchor(self) -> bytes:
         """What a run begins from."""
         layout = ModelLayout.from_bytes(self._layout_path.read_bytes())
-        history = History(self.manifest, layout, np.load(self._anchor_path), self.chain[:-1])
-        history.beside = bytes.fromhex(self.notes.beside)
-        return history.state
+        return History(self.manifest, layout, np.load(self._anchor_path), self.chain[:-1]).state
 
     def consent(self, *, here: bool) -> str:
         """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""

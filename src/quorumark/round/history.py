@@ -47,9 +47,9 @@ class Settled:
 class History:
     """The global models that were accepted, as far as a member needs them: what the mark of a round must be.
 
-    `state` names what the next round starts from: the genesis, the models and marks so far, and the integers that no
-    sum holds. Neither the manifest in force nor a run nor a round's number is in it, so that members know a state again
-    under others. `earlier` are the manifests before this one, the first one first.
+    `state` names what the next round starts from: the genesis, and the models and marks so far. Neither the manifest in
+    force nor a run nor a round's number is in it, so that members know a state again under others; nor the integers that
+    no sum holds, which a server may be free to choose. `earlier` are the manifests before this one, the first one first.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class History:
     @property
     def state(self) -> bytes:
         genesis = digest("genesis", canonical(self.manifest.genesis.as_dict()))
-        return digest("round state", genesis, self.mark.chain, self.mark.model_digest, self.beside)
+        return digest("round state", genesis, self.mark.chain, self.mark.model_digest)
 
     @property
     def round(self) -> int:
