@@ -280,7 +280,9 @@ class Journal:
         are checked, the model must also be the last round's sum, and whether this member could see so for itself is
         noted (`sure`).
         """
-        encoded = layout.encode(model)
+        encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
+        if turn.round != whole(config, "round"):
+            raise MessageError("the server's message has a turn of another round than its own")
         self.check_other_keys(encoded)
         beside = layout.beside(model) if self.checks else b""
         own, sure = self._derived(config, arrays, layout, model, encoded, beside)
@@ -298,13 +300,12 @@ class Journal:
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
         write_safetensors(dict(model), self._model_path)
         self._keep_sum(config, arrays)
-        turn = Turn.from_bytes(_text(config, "turn", bytes)).to_bytes().decode()
         self.note(
             mark=own.mark.to_bytes().decode(),
             beside=beside.hex(),
             sure=sure,
             joined=os.urandom(16).hex(),
-            turn=turn,
+            turn=turn.to_bytes().decode(),
             ready=0,
         )
         return ""

@@ -229,6 +229,8 @@ class MemberNode:
         turn = Turn.from_bytes(journal.notes.turn.encode())
         if turn.round != round_no:
             raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
+        if journal.notes.ready == round_no:  # what it uploads it may have to send again: it is not replaced
+            raise RoundError(f"{journal.name} is ready for round {round_no} already")
         if turn.repeats:
             side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
         else:
