@@ -48,8 +48,9 @@ class History:
     """The global models that were accepted, as far as a member needs them: what the mark of a round must be.
 
     `state` names what the next round starts from: the genesis, and the models and marks so far. Neither the manifest in
-    force nor a run nor a round's number is in it, so that members know a state again under others; nor the integers that
-    no sum holds, which a server may be free to choose. `earlier` are the manifests before this one, the first one first.
+    force nor a run nor a round's number is in it, so that members know a state again under others; nor the integers
+    that no sum holds, which a server may be free to choose. `earlier` are the manifests before this one, the first one
+    first.
     """
 
     def __init__(

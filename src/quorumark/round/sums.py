@@ -140,7 +140,9 @@ def check(state: State, origin: bytes, group: Group, round_no: int, halvings: in
         answered = [last for last, _ in answers_from(memory, origin, "model")]
     if (known.get("origin"), known.get("round")) != (origin.hex(), round_no):
         return None
-    fits = (known["group"], known["halvings"]) == (group.id.hex(), halvings) and holds(bytes.fromhex(known["key"]), opened)
+    fits = (known["group"], known["halvings"]) == (group.id.hex(), halvings) and holds(
+        bytes.fromhex(known["key"]), opened
+    )
     return True if fits else False if known["round"] in answered else None
 
 
