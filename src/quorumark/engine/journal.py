@@ -172,6 +172,16 @@ class Journal:
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
+    def _check_back(self, layout: ModelLayout, history: History, turn: Turn) -> None:
+        """Before this member goes back to an earlier model, as for another run: may it take part from there? Else it
+        stays where it is, and can still say which model is the last one."""
+        reached = json.loads(self.notes.mark)["round"] if self.notes.mark else 0
+        if history.mark.round < reached:
+            self.adopt()
+            side = RoundMember(self.identity, self.manifest, layout, mark=False, memory=self.memory())
+            side.history = history
+            side.begin(turn)
+
     def keep_result(self, side: RoundMember, round_no: int) -> None:
         """Sealed, and on disk before anything is uploaded: the same sum may have to be made again."""
         about = {"round": round_no, "state": side.state.hex()}
@@ -298,6 +308,7 @@ class Journal:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+        self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
         self._keep_sum(config, arrays)
         self.note(

@@ -191,18 +191,17 @@ class MemberNode:
             )
         journal.check_share(self._unlock)
         layout = journal.layout(_content(arrays["layout"]))
-        needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
+        try:
+            needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
+        except AnsweredError as error:
+            return self._declined(journal, config, error, nonce), {}
         if needs:
             return {"needs": needs}, {}
         journal.adopt()
         try:
             side = journal.side()
         except RoundError as error:
-            # the server may settle what stands in the way: it is told more than a text
-            told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
-            if isinstance(error, AnsweredError):
-                told |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
-            return told, {}
+            return self._declined(journal, config, error, nonce), {}
         number = side.history.round if side.history is not None else 0
         told = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
         told["examples"] = journal.manifest.terms.member(journal.point).examples
@@ -212,6 +211,13 @@ class MemberNode:
             told["seed"] = research_seed(whole(config, "seed"), number, journal.point)
         told["settings-changed"] = self._notice_settings(journal, str(config.get("settings", "")))
         return told, {}
+
+    def _declined(self, journal: Journal, config: Config, error: RoundError, nonce: str) -> Config:
+        """Why it does not take part. The server may settle what stands in the way: it is told more than a text."""
+        told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
+        if isinstance(error, AnsweredError):
+            told |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
+        return told
 
     def _notice_settings(self, journal: Journal, now: str) -> bool:
         """Whether the app is told something else than last time: what a server sets from outside can show members'
