@@ -265,7 +265,23 @@ def test_one_member_cannot_use_up_all_numbers(world: Consortium) -> None:
     run = Tuned(world)
     begun(run)
     run.server.close(run.model)
-    run.server.take_answered(5, (1 << 53) - 2, (1, 2, 3, 4, 5))
+    last = (1 << 53) - 2
+    run.server.take_answered(5, last, (1, 2, 3, 4, 5))
+    run.round()
+    assert run.refused == {}
+    # nor can a server, with one message
+    about = {"state": run.server.history.state.hex(), "of-manifest": run.server.manifest.digest().hex()}
+    with pytest.raises(RoundError, match="too far after round 3"):
+        run.node(1).handle("never", {**about, "of-round": last, "run": "1", "node": "1"}, {})
+    ask = run.ask
+
+    def lying(stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        said = ask(stage, config)
+        said[5] |= {"round": last, "answered": last}
+        return said
+
+    run.server.close(run.model)
+    run.server.survey(lying)
     run.round()
     assert run.refused == {}
 

@@ -44,6 +44,7 @@ from quorumark.keystore import Unlock, only_one, write_private
 from quorumark.layout import ModelLayout
 from quorumark.records import Terms, digest
 from quorumark.round import SecAggMember, Turn, group_of, unpack
+from quorumark.round.group import FAR
 from quorumark.round.history import research_seed
 from quorumark.setup.folder import advance, expected_messages
 from quorumark.verify.audited import Audit
@@ -189,6 +190,7 @@ class MemberNode:
                 f"round {round_no} is over for {journal.name}, which last took part in round {last}; numbers never "
                 f"repeat: let the server go on after that one (watermarked(…, after={last}))"
             )
+        _check_near(round_no, last)
         journal.check_share(self._unlock)
         layout = journal.layout(_content(arrays["layout"]))
         try:
@@ -302,6 +304,8 @@ class MemberNode:
         journal = self._journal()
         group = group_of(journal.manifest_named(str(config["of-manifest"])))
         side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
+        with side.state.edit() as memory:
+            _check_near(whole(config, "of-round"), int(memory["round"]))
         said = side.never(_digest(config, "state"), whole(config, "of-round"))
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
@@ -438,6 +442,12 @@ class MemberNode:
         place = self._journal().place
         signed = sign(self._home, self._unlock, Certificate.from_bytes(config["certificate"]), place=place)
         return {"certificate": signed.to_bytes()}, {}
+
+
+def _check_near(round_no: int, last: int) -> None:
+    """Numbers never repeat: a member that went far ahead could take part in nothing any more."""
+    if round_no - last >= FAR:
+        raise RoundError(f"round {round_no} is too far after round {last}, the last one: use the next numbers")
 
 
 def _by_point(config: Config, name: str) -> dict[int, bytes]:

@@ -38,7 +38,7 @@ from quorumark.keystore import replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, canonical, parse
 from quorumark.round import statements, sums
-from quorumark.round.group import group_of, word
+from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
 from quorumark.round.secagg import SecAggServer, Upload, pack
 from quorumark.round.statements import Said, Turn
@@ -278,6 +278,8 @@ class RoundServer:
 
         That is the member's word: what follows from it is checked by all who take part.
         """
+        if round_no > self.round_no:  # a lie: the others would leave all rounds before that one
+            return
         past = self._current_past()
         past.answered[round_no], past.halved[round_no] = tuple(members), min(halvings, statements.HALVINGS)
 
@@ -482,8 +484,10 @@ class RoundServer:
                     continue
                 break
             said = self._ask_where(ask)
+        start = self.round_no
         for point, reply in said.items():
-            self.round_no = max(self.round_no, int(reply["round"]))
+            if int(reply["round"]) - start < FAR:
+                self.round_no = max(self.round_no, int(reply["round"]))
             if reply["answered"]:
                 over = tuple(json.loads(reply["over"]))
                 self.take_answered(point, int(reply["answered"]), over, int(reply["halvings"]))
