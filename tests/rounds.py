@@ -114,7 +114,8 @@ class Run:
         if reply["nonce"]:
             self.server.take_nonce(x, reply["nonce"])
         if "answered" in reply:
-            self.server.take_answered(x, reply["answered"], tuple(json.loads(reply["over"])))
+            over = tuple(json.loads(reply["over"]))
+            self.server.take_answered(x, reply["answered"], over, reply["halvings"])
         raise RoundError(reply["refused"])
 
     def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:  # noqa: ARG002

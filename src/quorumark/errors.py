@@ -98,14 +98,15 @@ class AnsweredError(RoundError):
     Attributes:
         round: the round in which it answered.
         members: the points of those whose sum it helped to open.
+        halvings: how often the mark of that round was halved.
     """
 
-    def __init__(self, text: str, round_no: int, members: tuple[int, ...]) -> None:
-        self.round, self.members = round_no, members
+    def __init__(self, text: str, round_no: int, members: tuple[int, ...], halvings: int = 0) -> None:
+        self.round, self.members, self.halvings = round_no, members, halvings
         super().__init__(text)
 
     def __reduce__(self) -> tuple[type[AnsweredError], tuple[object, ...]]:
-        return type(self), (str(self), self.round, self.members)
+        return type(self), (str(self), self.round, self.members, self.halvings)
 
 
 class EvidenceError(QuorumarkError):

@@ -311,7 +311,7 @@ class Federation:
                     self.members[x].begin(self.server.turn)
                     self.members[x].train(self.model, self._seed_for(x))
                 except AnsweredError as error:
-                    self.server.take_answered(x, error.round, error.members)
+                    self.server.take_answered(x, error.round, error.members, error.halvings)
                     report.excluded[x] = without_values(error)
                 except QuorumarkError as error:
                     report.excluded[x] = without_values(error)

@@ -172,6 +172,16 @@ class Journal:
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
+    def _check_back(self, layout: ModelLayout, history: History, turn: Turn) -> None:
+        """Before this member goes back to an earlier model, as for another run: may it take part from there? Else it
+        stays where it is, and can still say which model is the last one."""
+        reached = json.loads(self.notes.mark)["round"] if self.notes.mark else 0
+        if history.mark.round < reached:
+            self.adopt()
+            side = RoundMember(self.identity, self.manifest, layout, mark=False, memory=self.memory())
+            side.history = history
+            side.begin(turn)
+
     def keep_result(self, side: RoundMember, round_no: int) -> None:
         """Sealed, and on disk before anything is uploaded: the same sum may have to be made again."""
         about = {"round": round_no, "state": side.state.hex()}
@@ -216,9 +226,8 @@ class Journal:
     def state_of_anchor(self) -> bytes:
         """What a run begins from."""
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
-        history = History(self.manifest, layout, read_array(self._anchor_path, "an anchor"), self.chain[:-1])
-        history.beside = bytes.fromhex(self.notes.beside)
-        return history.state
+        anchor = read_array(self._anchor_path, "an anchor")
+        return History(self.manifest, layout, anchor, self.chain[:-1]).state
 
     def consent(self, *, here: bool) -> str:
         """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""
@@ -282,7 +291,9 @@ class Journal:
         are checked, the model must also be the last round's sum, and whether this member could see so for itself is
         noted (`sure`).
         """
-        encoded = layout.encode(model)
+        encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
+        if turn.round != whole(config, "round"):
+            raise MessageError("the server's message has a turn of another round than its own")
         self.check_other_keys(encoded)
         beside = layout.beside(model) if self.checks else b""
         own, sure = self._derived(config, arrays, layout, model, encoded, beside)
@@ -298,15 +309,15 @@ class Journal:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
             raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+        self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
         self._keep_sum(config, arrays)
-        turn = Turn.from_bytes(_text(config, "turn", bytes)).to_bytes().decode()
         self.note(
             mark=own.mark.to_bytes().decode(),
             beside=beside.hex(),
             sure=sure,
             joined=os.urandom(16).hex(),
-            turn=turn,
+            turn=turn.to_bytes().decode(),
             ready=0,
         )
         return ""
@@ -381,7 +392,8 @@ class Journal:
             own.accept(number, encoded, embedded, arrays.get("norms"), name)
             return False
         opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
-        found = sums.check(self.memory(), own.state, whole(config, "sum-round"), halvings, opened)
+        # under another manifest than it says, nobody would ask whether the state is closed under the true one
+        found = sums.check(self.memory(), own.state, group_of(under), whole(config, "sum-round"), halvings, opened)
         if found is False:
             raise RoundError(
                 f"the model that the server announces is not the sum of the last round, in which {self.name} took "
@@ -443,9 +455,11 @@ class Journal:
             last, given = int(memory["round"]), answers_from(memory, state, "model")
             kept = memory["answer"].get("model", {})
         answered = given[-1][0] if given else 0
-        over = kept["members"] if answered and kept.get("round") == answered else []
+        kept = kept if answered and kept.get("round") == answered else {}
+        over, halvings = kept.get("members", []), kept.get("halvings", 0)
         accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
-        return {"accepted": accepted, "round": last, "answered": answered, "over": json.dumps(over)}
+        told = {"accepted": accepted, "round": last, "answered": answered}
+        return {**told, "over": json.dumps(over), "halvings": halvings}
 
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""

@@ -44,6 +44,7 @@ from quorumark.keystore import Unlock, only_one, write_private
 from quorumark.layout import ModelLayout
 from quorumark.records import Terms, digest
 from quorumark.round import SecAggMember, Turn, group_of, unpack
+from quorumark.round.group import FAR
 from quorumark.round.history import research_seed
 from quorumark.setup.folder import advance, expected_messages
 from quorumark.verify.audited import Audit
@@ -189,20 +190,20 @@ class MemberNode:
                 f"round {round_no} is over for {journal.name}, which last took part in round {last}; numbers never "
                 f"repeat: let the server go on after that one (watermarked(…, after={last}))"
             )
+        _check_near(round_no, last)
         journal.check_share(self._unlock)
         layout = journal.layout(_content(arrays["layout"]))
-        needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
+        try:
+            needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
+        except AnsweredError as error:
+            return self._declined(journal, config, error, nonce), {}
         if needs:
             return {"needs": needs}, {}
         journal.adopt()
         try:
             side = journal.side()
         except RoundError as error:
-            # the server may settle what stands in the way: it is told more than a text
-            told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
-            if isinstance(error, AnsweredError):
-                told |= {"answered": error.round, "over": json.dumps(error.members)}
-            return told, {}
+            return self._declined(journal, config, error, nonce), {}
         number = side.history.round if side.history is not None else 0
         told = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
         told["examples"] = journal.manifest.terms.member(journal.point).examples
@@ -212,6 +213,13 @@ class MemberNode:
             told["seed"] = research_seed(whole(config, "seed"), number, journal.point)
         told["settings-changed"] = self._notice_settings(journal, str(config.get("settings", "")))
         return told, {}
+
+    def _declined(self, journal: Journal, config: Config, error: RoundError, nonce: str) -> Config:
+        """Why it does not take part. The server may settle what stands in the way: it is told more than a text."""
+        told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
+        if isinstance(error, AnsweredError):
+            told |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
+        return told
 
     def _notice_settings(self, journal: Journal, now: str) -> bool:
         """Whether the app is told something else than last time: what a server sets from outside can show members'
@@ -229,8 +237,10 @@ class MemberNode:
         turn = Turn.from_bytes(journal.notes.turn.encode())
         if turn.round != round_no:
             raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
+        if journal.notes.ready == round_no:  # what it uploads it may have to send again: it is not replaced
+            raise RoundError(f"{journal.name} is ready for round {round_no} already")
         if turn.repeats:
-            side.take_again(journal.kept_result(side.layout, side.state, turn.repeats))
+            side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
         else:
             if config["examples"] != member.examples:
                 raise RoundError(
@@ -249,7 +259,8 @@ class MemberNode:
         if complaint is not None:
             return {**told, "strong": complaint}, {}
         told["ready"] = side.ready()
-        journal.keep_result(side, round_no)
+        if not turn.repeats:
+            journal.keep_result(side, round_no)
         journal.note_marked(side)
         journal.note(ready=round_no)
         if side.checks:
@@ -264,7 +275,9 @@ class MemberNode:
         if journal.notes.ready != round_no:
             raise RoundError(f"{journal.name} has not trained in round {round_no}")
         side = journal.side(self._unlock)
-        side.take_again(journal.kept_result(side.layout, side.state, round_no))
+        repeats = side.turn is not None and side.turn.repeats
+        trained_for = side.secagg.first_round() if repeats else round_no
+        side.take_again(journal.kept_result(side.layout, side.state, trained_for))
         side.ready()  # as it was: a member that would join with anything else now is refused
         if side.checks:
             boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
@@ -291,6 +304,8 @@ class MemberNode:
         journal = self._journal()
         group = group_of(journal.manifest_named(str(config["of-manifest"])))
         side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
+        with side.state.edit() as memory:
+            _check_near(whole(config, "of-round"), int(memory["round"]))
         said = side.never(_digest(config, "state"), whole(config, "of-round"))
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
@@ -427,6 +442,12 @@ class MemberNode:
         place = self._journal().place
         signed = sign(self._home, self._unlock, Certificate.from_bytes(config["certificate"]), place=place)
         return {"certificate": signed.to_bytes()}, {}
+
+
+def _check_near(round_no: int, last: int) -> None:
+    """Numbers never repeat: a member that went far ahead could take part in nothing any more."""
+    if round_no - last >= FAR:
+        raise RoundError(f"round {round_no} is too far after round {last}, the last one: use the next numbers")
 
 
 def _by_point(config: Config, name: str) -> dict[int, bytes]:

@@ -403,7 +403,7 @@ class _Carrier:
             self._server.take_nonce(point, str(told["nonce"]))
         if "answered" in told:
             over = tuple(int(x) for x in json.loads(told["over"]))
-            self._server.take_answered(point, int(told["answered"]), over)
+            self._server.take_answered(point, int(told["answered"]), over, int(told["halvings"]))
         if "strong" in told:
             self._server.take_strong(point, told["strong"])
             raise RoundError("the mark of this round is too strong for its update")

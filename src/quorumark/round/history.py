@@ -47,9 +47,10 @@ class Settled:
 class History:
     """The global models that were accepted, as far as a member needs them: what the mark of a round must be.
 
-    `state` names what the next round starts from: the genesis, the models and marks so far, and the integers that no
-    sum holds. Neither the manifest in force nor a run nor a round's number is in it, so that members know a state again
-    under others. `earlier` are the manifests before this one, the first one first.
+    `state` names what the next round starts from: the genesis, and the models and marks so far. Neither the manifest in
+    force nor a run nor a round's number is in it, so that members know a state again under others; nor the integers
+    that no sum holds, which a server may be free to choose. `earlier` are the manifests before this one, the first one
+    first.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class History:
     @property
     def state(self) -> bytes:
         genesis = digest("genesis", canonical(self.manifest.genesis.as_dict()))
-        return digest("round state", genesis, self.mark.chain, self.mark.model_digest, self.beside)
+        return digest("round state", genesis, self.mark.chain, self.mark.model_digest)
 
     @property
     def round(self) -> int:
@@ -113,14 +114,14 @@ class History:
             self.mark.advance(round_no, encoded, embedded, norms, under=summed)
             self._known = None
 
-    def binding(self, round_no: int, amplitudes: Amplitudes | None) -> bytes:
+    def binding(self, round_no: int, amplitudes: Amplitudes | None, repeats: int = 0) -> bytes:
         """What all members of a round must agree on besides the set U and its keys, which secure aggregation adds.
 
         The mark's digest holds the global model, the chain of all before it, and the strength. The weights follow
-        from U and the manifest.
+        from U and the manifest. `repeats` is the round that is made again: nobody trains anew for what others repeat.
         """
         marks = b"" if amplitudes is None else amplitudes.digest()
-        parts = [self.manifest.digest(), word(round_no), self.mark.digest(), marks]
+        parts = [self.manifest.digest(), word(round_no), word(repeats), self.mark.digest(), marks]
         return digest("round", *parts, *([self.beside] if self.beside else []))
 
     def unclosed(self) -> tuple[Manifest, ...]:

@@ -106,12 +106,14 @@ class RoundMember:
     def begin(self, turn: Turn) -> None:
         """Whether this member may take part in a round, by what the server says about it; an error if not.
 
-        1. The mark is as strong as the state says, or halved because enough members asked for that.
+        1. The mark is as strong as the state says, or halved because enough members asked for that; that of a sum which
+           is made again is as it was.
         2. Under earlier manifests nothing can be opened from this state any more.
         3. It has not answered from this state, or that sum can never be opened, or it is made again.
         """
         history = self._known()
-        statements.check_halved(self.group, history.state, turn.halvings, turn.strong)
+        if not turn.repeats:
+            statements.check_halved(self.group, history.state, turn.halvings, turn.strong)
         with self.secagg.state.edit() as memory:
             closed = self._check_closed(memory, history, turn)
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
@@ -149,6 +151,8 @@ class RoundMember:
     def take(self, result: Mapping[str, Any]) -> None:
         """What training made of the global model; it is kept until the round is over."""
         self._result = None
+        if self.turn is not None and self.turn.repeats:
+            raise RoundError(f"round {self.turn.repeats} is made again from what member {self.point} trained for it")
         self.layout.encode(result)  # NaN, another shape or an overflow stops here, by the tensor's name
         self._result = self.layout.flatten(result)  # a copy: the function may go on using its tensors
 
@@ -179,7 +183,7 @@ class RoundMember:
         self._joined[purpose] = turn.round, amplitudes
         return self.secagg.ready(
             turn.round,
-            self._known().binding(turn.round, amplitudes),
+            self._known().binding(turn.round, amplitudes, turn.repeats),
             self.length(purpose),
             purpose,
             origin=self._known().state,
@@ -222,7 +226,7 @@ class RoundMember:
         if not self.checks:
             return b"", b""
         round_no, amplitudes = self._joined["model"]
-        binding = self._known().binding(round_no, amplitudes)
+        binding = self._known().binding(round_no, amplitudes, self._begun().repeats)
         boxes = sums.seal_keys(self._identity, self.group, round_no, binding)
         return boxes, sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
 
@@ -269,7 +273,7 @@ class RoundMember:
     def check_sum(self, opened: Vector) -> bool | None:
         """Whether this is the sum of the round from the present state; None if this member cannot say."""
         turn = self._begun()
-        return sums.check(self.secagg.state, self._known().state, turn.round, turn.halvings, opened)
+        return sums.check(self.secagg.state, self._known().state, self.group, turn.round, turn.halvings, opened)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)

@@ -8,6 +8,7 @@ under every later manifest, in every later run. It is in no backup: a memory tha
     purposes        keys of that round
     answered        state → purpose → the rounds in which it answered, and their groups
     answer          the last answer for each purpose, to be sent again
+    sent            the last vector for each purpose: its state, rounds, members and halvings, to make a sum again
     closed          groups and states in which it said that it answers nothing
     nonce, known    of a memory made anew: what the others must have seen, and the states that are newer than that
     nonces          of other members whose memory is new, and the state that this member was at when it saw them
@@ -81,6 +82,7 @@ class State(ABC):
             "purposes": {},
             "answered": {},
             "answer": {},
+            "sent": {},
             "closed": [],
             "nonce": os.urandom(32).hex() if lost else "",
             "known": [],
@@ -198,7 +200,7 @@ def follow(memory: Memory, before: bytes, after: bytes) -> None:
         memory["known"] = [*memory["known"], after.hex()][-_LONGEST:]
     for entry in memory["nonces"].values():
         if entry["last"] == before.hex():
-            entry.update(last=after.hex(), newer=True)
+            entry.update(last=after.hex(), newer=after.hex() not in memory["answered"])
 
 
 _LONGEST = 1 << 12

@@ -224,18 +224,21 @@ class SecAggMember:
         """
         check_round_number(round_no)
         _check_told(binding, length, purpose)
-        start = origin or own_origin(self.group, round_no)
+        start, turn = origin or own_origin(self.group, round_no), turn or Turn(round_no)
         if self.point not in self.group.cohort(round_no):
             raise RoundError(f"{self._name()} is not drawn for round {round_no}")
         told = {"binding": binding.hex(), "length": length, "origin": start.hex()}
         with self.state.edit() as memory:
             if round_no > memory["round"] or (round_no == memory["round"] and purpose not in memory["purposes"]):
-                about = self.check_free(memory, start, purpose, turn or Turn(round_no), closed)
+                about = self.check_free(memory, start, purpose, turn, closed)
+                if "repeats" not in about:  # what it sent before is not kept any longer
+                    memory["sent"].pop(purpose, None)
                 if round_no > memory["round"]:
                     memory.update(round=round_no, open=True, purposes={})
                     self._shared.clear()
                 if memory["open"]:
-                    memory["purposes"][purpose] = {**told, **about, "secret": os.urandom(32).hex(), "attempt": 0}
+                    about |= {"halvings": turn.halvings, "secret": os.urandom(32).hex(), "attempt": 0}
+                    memory["purposes"][purpose] = {**told, **about}
             entry = self._entry(memory, round_no, purpose)
             if {name: entry[name] for name in told} != told:
                 raise RoundError(
@@ -262,7 +265,7 @@ class SecAggMember:
             statements.check_newer(self.group, origin, nonce, turn.newer.get(self.point, {}))
             memory["known"].append(origin.hex())
         if turn.repeats:
-            return {"repeats": self._repeated(memory, origin, purpose, turn.repeats)}
+            return {"repeats": self._repeated(memory, origin, purpose, turn)}
         given = answers_from(memory, origin, purpose)
         standing = [last for last, group in given if not self._given_up(origin, last, group, turn, closed)]
         if not standing:
@@ -273,11 +276,13 @@ class SecAggMember:
         if memory["consents"].get(origin.hex()):
             return {"consented": True}
         last = standing[-1]
+        kept = self._kept(memory, purpose, last)
         raise AnsweredError(
             f"{self._name()} has answered in round {last} from this model, and takes part in no other from it: open "
             "that sum, or let the others give it up",
             last,
-            tuple(self._kept(memory, purpose, last).get("members", ())),
+            tuple(kept.get("members", ())),
+            int(kept.get("halvings", 0)),
         )
 
     def _given_up(self, origin: bytes, last: int, group: str, turn: Turn, closed: Container[str]) -> bool:
@@ -289,16 +294,28 @@ class SecAggMember:
         statements.check_given_up(self.group, origin, last, turn.never[last])
         return True
 
-    def _repeated(self, memory: Memory, origin: bytes, purpose: str, last: int) -> list[int]:
-        """The members of a round that is made again, which must be the same ones."""
-        entry = memory["purposes"].get(purpose, {}) if memory["round"] == last else {}
-        if entry.get("origin") == origin.hex() and "members" in entry:
-            return list(entry["members"])
-        kept = self._kept(memory, purpose, last)
+    def _repeated(self, memory: Memory, origin: bytes, purpose: str, turn: Turn) -> list[int]:
+        """The members of a round that is made again, which must be the same ones, and its mark as strong: another sum
+        from the same results would show the mark, or a member."""
+        sent = memory["sent"].get(purpose, {})
         # under another manifest weights or shares may be others, and the sum would not be the same
-        if kept and (last, self.group.id.hex()) in answers_from(memory, origin, purpose):
-            return list(kept["members"])
-        raise RoundError(f"{self._name()} has not uploaded in round {last} from this model, and cannot make it again")
+        mine = (origin.hex(), self.group.id.hex())
+        if (sent.get("origin"), sent.get("group")) != mine or turn.repeats not in sent["rounds"]:
+            raise RoundError(
+                f"{self._name()} has not uploaded in round {turn.repeats} from this model, and cannot make it again"
+            )
+        if sent["halvings"] != turn.halvings:
+            raise RoundError(
+                f"the mark of round {turn.repeats} was halved {sent['halvings']} times, not {turn.halvings} times: a "
+                "sum that is made again has the same mark"
+            )
+        return list(sent["members"])
+
+    def first_round(self, purpose: str = "model") -> int:
+        """The round that the vector which this member last sent was trained for."""
+        with self.state.edit() as memory:
+            rounds = memory["sent"].get(purpose, {}).get("rounds", [0])
+        return int(rounds[0])
 
     @staticmethod
     def _kept(memory: Memory, purpose: str, round_no: int) -> dict[str, Any]:
@@ -334,7 +351,8 @@ class SecAggMember:
         with self.state.edit() as memory:
             if not is_newer(memory, origin):
                 return {}
-            for point, nonce in nonces.items():
+            known = range(1, len(self.group.roster) + 1)
+            for point, nonce in ((x, nonce) for x, nonce in nonces.items() if x in known):
                 entry = memory["nonces"].get(str(point))
                 if entry is None or entry["nonce"] != nonce:
                     memory["nonces"][str(point)] = {"nonce": nonce, "last": origin.hex(), "newer": False}
@@ -409,6 +427,14 @@ class SecAggMember:
             body = hashed.digest() + digest("secagg boxes", boxes) + commitment
             message = self._identity.write(self.group.header("upload", ctx, point, plan.attempt), body)
             entry.update(attempt=plan.attempt, members=list(plan.members), keys=list(plan.keys), marked=marked)
+            earlier = memory["sent"][plan.purpose]["rounds"] if "repeats" in entry else []
+            memory["sent"][plan.purpose] = {
+                "origin": entry["origin"],
+                "group": self.group.id.hex(),
+                "rounds": [*earlier, plan.round],
+                "members": list(plan.members),
+                "halvings": entry["halvings"],
+            }
         return Upload(len(message).to_bytes(4, "big") + message + boxes, vector)
 
     def unmask(self, request: bytes) -> bytes:
@@ -448,6 +474,7 @@ class SecAggMember:
             given = memory["answered"].setdefault(entry["origin"], {}).setdefault(purpose, [])
             given.append([round_no, self.group.id.hex()])
             about = {"round": round_no, "attempt": attempt, "members": list(plan.members)}
+            about["halvings"] = entry["halvings"]
             memory["answer"][purpose] = {**about, "message": message.hex()}
             memory["marked"] = memory["marked"] or entry["marked"]
             if entry.get("consented"):

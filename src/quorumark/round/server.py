@@ -40,7 +40,7 @@ from quorumark.keystore import replacing, write_private
 from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.records import Manifest, canonical, parse
 from quorumark.round import statements, sums
-from quorumark.round.group import group_of, word
+from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
 from quorumark.round.secagg import SecAggServer, Upload, pack
 from quorumark.round.statements import Said, Turn
@@ -214,11 +214,12 @@ class RoundServer:
         history, past = self.history, self._current_past()
         if history.warming and history.round > history.strength.warmup_rounds:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
-        standing = [r for r in past.answered if not self._is_given_up(past, r)]
+        repeats = max((r for r in past.answered if not self._is_given_up(past, r)), default=0)
+        halvings = past.halved.get(repeats, 0) if repeats else past.halvings
         self._turn = Turn(
             self.round_no,
-            past.halvings,
-            max(standing, default=0),
+            halvings,
+            repeats,
             past.never,
             past.strong,
             past.closed,
@@ -226,7 +227,7 @@ class RoundServer:
         )
         self._amplitudes = None
         if self.marks and history.strength.rule != "paper":
-            self._amplitudes = history.amplitudes(past.halvings)
+            self._amplitudes = history.amplitudes(halvings)
         self._sum = None
         self._said.clear()
         return self._turn
@@ -240,7 +241,7 @@ class RoundServer:
         if amplitudes is not None:
             self._amplitudes = amplitudes
         marks = self._amplitudes if purpose == "model" else None
-        binding = self.history.binding(self.round_no, marks)
+        binding = self.history.binding(self.round_no, marks, self._turn.repeats)
         self._sum = SecAggServer(self.group, self.round_no, binding, self.length(purpose), purpose)
 
     def length(self, purpose: str = "model") -> int:
@@ -273,12 +274,16 @@ class RoundServer:
         if statements.signers(self.group, "strong", past.state, word(level), {point: message}):
             past.strong.setdefault(level, {})[point] = message
 
-    def take_answered(self, point: int, round_no: int, members: tuple[int, ...]) -> None:  # noqa: ARG002
-        """A member does not take part because it has answered in an earlier round from this model, over these members.
+    def take_answered(self, point: int, round_no: int, members: tuple[int, ...], halvings: int = 0) -> None:  # noqa: ARG002
+        """A member does not take part because it has answered in an earlier round from this model, over these members,
+        with a mark that was halved so many times.
 
         That is the member's word: what follows from it is checked by all who take part.
         """
-        self._current_past().answered[round_no] = tuple(members)
+        if round_no > self.round_no:  # a lie: the others would leave all rounds before that one
+            return
+        past = self._current_past()
+        past.answered[round_no], past.halved[round_no] = tuple(members), min(halvings, statements.HALVINGS)
 
     def take_nonce(self, point: int, nonce: str) -> None:
         """A member's memory was made anew: the others must see this before it may take part."""
@@ -298,7 +303,7 @@ class RoundServer:
             if (
                 point not in self._said
                 and len(statements.signers(self.group, "newer", past.state, bytes.fromhex(nonce), said))
-                >= self.group.threshold
+                >= self.group.closing
             ):
                 found[point] = {"turn": replace(self._turn, newer=past.newer).to_bytes()}
         return found
@@ -481,10 +486,13 @@ class RoundServer:
                     continue
                 break
             said = self._ask_where(ask)
+        start = self.round_no
         for point, reply in said.items():
-            self.round_no = max(self.round_no, int(reply["round"]))
+            if int(reply["round"]) - start < FAR:
+                self.round_no = max(self.round_no, int(reply["round"]))
             if reply["answered"]:
-                self.take_answered(point, int(reply["answered"]), tuple(json.loads(reply["over"])))
+                over = tuple(json.loads(reply["over"]))
+                self.take_answered(point, int(reply["answered"]), over, int(reply["halvings"]))
 
     def _ask_where(self, ask: Ask) -> Mapping[int, Config]:
         return ask("state", {"of-state": self.history.state.hex(), "with-model": False})
@@ -620,6 +628,7 @@ class _Past:
         self.state = state
         self.halvings = 0
         self.answered: dict[int, tuple[int, ...]] = {}
+        self.halved: dict[int, int] = {}  # of those rounds
         self.never: dict[int, dict[int, bytes]] = {}
         self.strong: dict[int, dict[int, bytes]] = {}
         self.closed: dict[str, dict[int, bytes]] = {}

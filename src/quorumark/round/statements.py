@@ -96,12 +96,16 @@ def check_halved(group: Group, state: bytes, halvings: int, said: Mapping[int, S
 
 
 def check_newer(group: Group, state: bytes, nonce: bytes, said: Said) -> None:
-    """Whether t members first accepted a state after they had seen this member's nonce: one of them is honest."""
+    """Whether n − T + t members first accepted a state after they had seen this member's nonce.
+
+    n − T + 1 of them are honest, so that fewer than T members had accepted it before: nothing can have been opened from
+    it. One honest member would not do, since a server may have kept it behind.
+    """
     found = signers(group, "newer", state, nonce, said)
-    if len(found) < group.threshold:
+    if len(found) < group.closing:
         raise RoundError(
             "this member's memory of rounds was made anew: it goes on from a model that was summed after that, as soon "
-            f"as {group.threshold} members say so, and {len(found)} do"
+            f"as {group.closing} members say so, and {len(found)} do"
         )
 
 

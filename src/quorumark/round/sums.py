@@ -123,14 +123,14 @@ def holds(key: bytes, opened: Vector) -> bool:
 
 def keep(member: SecAggMember, origin: bytes, turn: Turn, key: bytes) -> None:
     """For the sum of the round that this member uploads in, until it uploads in another one."""
-    about = {"origin": origin.hex(), "round": turn.round, "halvings": turn.halvings}
+    about = {"origin": origin.hex(), "group": member.group.id.hex(), "round": turn.round, "halvings": turn.halvings}
     with member.state.edit() as memory:
         memory["sum"] = {**about, "key": key.hex()}
 
 
-def check(state: State, origin: bytes, round_no: int, halvings: int, opened: Vector) -> bool | None:
-    """Whether this is the sum of a round from the state `origin`, with its tag and a mark that was halved so many
-    times; None if this member cannot say, because it last uploaded in another round.
+def check(state: State, origin: bytes, group: Group, round_no: int, halvings: int, opened: Vector) -> bool | None:
+    """Whether this is the sum of a round of `group` from the state `origin`, with its tag and a mark that was halved so
+    many times; None if this member cannot say, because it last uploaded in another round.
 
     A true sum that follows another history is from another state. A member that uploaded and was not asked to unmask
     may know the key of an attempt that led to nothing: that the tag does not fit then says nothing.
@@ -140,7 +140,9 @@ def check(state: State, origin: bytes, round_no: int, halvings: int, opened: Vec
         answered = [last for last, _ in answers_from(memory, origin, "model")]
     if (known.get("origin"), known.get("round")) != (origin.hex(), round_no):
         return None
-    fits = known["halvings"] == halvings and holds(bytes.fromhex(known["key"]), opened)
+    fits = (known["group"], known["halvings"]) == (group.id.hex(), halvings) and holds(
+        bytes.fromhex(known["key"]), opened
+    )
     return True if fits else False if known["round"] in answered else None
 
 
