@@ -88,7 +88,7 @@ def new_for_one(run: Tuned, who: int) -> Any:
             offer = {**offer, "turn": replace(turn, repeats=0).to_bytes()}
         join_one(x, offer, arrays, model)
 
-    run.join_one = told  # type: ignore[method-assign]
+    run.join_one = told  # type: ignore[method-assign,assignment]
     run.rate = 0.5
     return second_sum(run, start, first)
 
@@ -233,7 +233,7 @@ def test_a_sum_can_be_made_again_more_than_once(world: Consortium, way: str) -> 
     run.server.survey(run.ask, go_on=True)
     run.model = dict(run.server.resumed or {})
     with pytest.raises(RoundError):  # a message is lost
-        run.round(**({"lost": [2]} if way == "upload" else {"absent": [2]}))
+        run.round(lost=[2] if way == "upload" else [], absent=[2] if way == "ready" else [])
     run.round()
     assert run.refused == {}
     assert (carriers(world, run.server.opened) == first).all()
