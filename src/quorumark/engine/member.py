@@ -205,7 +205,7 @@ class MemberNode:
         except RoundError as error:
             return self._declined(journal, config, error, nonce), {}
         number = side.history.round if side.history is not None else 0
-        told = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
+        told: Config = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
         told["examples"] = journal.manifest.terms.member(journal.point).examples
         told["joined"], told["repeats"] = journal.notes.joined, Turn.from_bytes(journal.notes.turn.encode()).repeats
         told["seed"] = int.from_bytes(os.urandom(8), "big")
