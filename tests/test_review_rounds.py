@@ -14,7 +14,8 @@ from quorumark.engine.journal import Journal
 from quorumark.engine.member import RESULT
 from quorumark.errors import QuorumarkError, RoundError
 from quorumark.records import canonical
-from quorumark.round import Turn, statements
+from quorumark.round import SecAggMember, Turn, statements
+from quorumark.round.history import History
 from tests.flowers import Consortium, Model
 from tests.rounds import Run
 from tests.test_states import Tuned, amend, begun, carriers, forget, lose_memory, opened_at, share_of_signs, small
@@ -73,6 +74,11 @@ def test_a_sum_that_is_made_again_has_the_same_mark(world: Consortium) -> None:
     assert len(run.refused) == 5
 
 
+def test_without_that_rule_the_difference_is_the_key(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SecAggMember, "_repeated", lambda _, memory, *__: memory["sent"]["model"]["members"])
+    assert share_of_signs(world, -halved_when_made_again(Tuned(world))) == 1.0
+
+
 def new_for_one(run: Tuned, who: int) -> Any:
     """All but one have answered. They make the sum again, and that one is told that it is a new one: it trains."""
     start = begun(run)
@@ -96,6 +102,17 @@ def new_for_one(run: Tuned, who: int) -> Any:
 def test_nobody_trains_anew_for_a_sum_that_the_others_make_again(world: Consortium) -> None:
     gained = new_for_one(Tuned(world), 5)
     assert gained is None, "the difference is half of what member 5 alone has learnt, times its weight"
+
+
+def test_without_that_rule_a_member_s_update_shows(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = History.binding
+    monkeypatch.setattr(History, "binding", lambda self, number, marks, _=0: binding(self, number, marks))
+    run = Tuned(world)
+    gained = new_for_one(run, 5)
+    start = dict(run.model)
+    learnt = carriers(world, run.trained(5, start, {"rate": 0.5})) - carriers(world, start)
+    weight = 105 / sum(100 + x for x in range(1, 6))
+    assert np.allclose(gained, -weight * learnt, atol=1e-6)
 
 
 def test_a_lost_memory_is_not_led_back_by_one_member_that_lags_behind(world: Consortium) -> None:
