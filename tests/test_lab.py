@@ -1161,6 +1161,7 @@ def test_the_page_says_whether_the_mark_costs_accuracy() -> None:
     results = read_all(Path(__file__).parent.parent / "results")
     name = "cifar10-resnet18-k32-iid-{}-s{}".format
     plain = results[name("none", 0)]["accuracy"]["released"]
+    results = {key: body for key, body in results.items() if key not in (name("none", 1), name("none", 2))}
     for seed, change in enumerate((-0.001, 0.0, 0.001)):  # σ = 0.1 points; one run against one: 2·0.1·√2 = 0.28
         results[name("rho0.05", seed)]["accuracy"]["released"] = plain + change
 

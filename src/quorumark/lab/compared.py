@@ -82,8 +82,8 @@ def _baseline(configuration: Configuration, results: Results) -> list[str]:
         holds = str(below).lower() if set(found) == set(counts) else "not all were run"
         parts.append(
             f"The paper's claim that the baseline is below z = 4 from 16 members on, by its own rule ({strength}) and "
-            f"statistic, after {' or '.join(map(str, rounds))} of {full} rounds: {holds}; {shown}. z of the same models "
-            f"by the balanced statistic: {beside}.\n"
+            f"statistic, after {' or '.join(map(str, rounds))} of {full} rounds: {holds}; {shown}. z of the same "
+            f"models by the balanced statistic: {beside}.\n"
         )
     return parts
 
