@@ -379,12 +379,15 @@ def test_the_page_says_whether_the_baseline_fades() -> None:
     bodies = [
         _made_up("clients", own, 0.8, k, z={"paper-code": 40.0 / k, "paper-code calibrated": 1.0}) for k in counts
     ]
-    assert f"by its own rule ({own}) and statistic: true; 10.0 (K = 4), 5.0 (K = 8), 2.5 (K = 16)" in _page(
-        "clients", *bodies
-    )
-    assert "and statistic: not all were run; 10.0 (K = 4)." in _page("clients", bodies[0])
+    text = _page("clients", *bodies)
+    assert f"by its own rule ({own}) and statistic, after 300 of 300 rounds: true; 10.0 (K = 4), 5.0 (K = 8)," in text
+    assert "z of the same models by the balanced statistic: 1390.0 (K = 4), 1390.0 (K = 8)," in text
+    assert "after 300 of 300 rounds: not all were run; 10.0 (K = 4)." in _page("clients", bodies[0])
+    for body in bodies:
+        body["rounds"] = 30
+    assert "after 30 of 300 rounds: true;" in _page("clients", *bodies)
     bodies[-1]["z"]["released"]["paper-code"] = 4.5
-    assert "and statistic: false;" in _page("clients", *bodies)
+    assert "after 30 of 300 rounds: false;" in _page("clients", *bodies)
 
 
 def test_the_page_has_a_table_of_safety_nets() -> None:
@@ -431,6 +434,22 @@ def test_strength_md_says_what_the_runs_found() -> None:
     assert marked["rounds"] == plain["rounds"] == 300
     text = f"(ρ = {marked['rho']:.3f}) and loses {lost:.1f} points of accuracy on CIFAR-10"
     assert text in _prose("docs/strength.md")
+
+
+def test_strength_md_says_how_the_baseline_fades() -> None:
+    results = read_all(Path(__file__).parent.parent / "results")
+    counts, name = (4, 8, 16, 32, 64, 128), "cifar10-resnet18-k{}-iid-per-client-paper-code0.1-s0".format
+    bodies = {k: results[name(k)] for k in counts}
+    assert {body["rounds"] for body in bodies.values()} == {30}
+    prose = _prose("docs/strength.md")
+    for label, statistic in (("z code", "paper-code"), ("z balanced", "balanced-anchor/v1")):
+        zs = [f"{bodies[k]['z']['released'][statistic]:.1f}" for k in counts]
+        assert f"| {label} | {' | '.join(zs)} |" in prose
+    ranges = {k: [body["z"]["released"][f"paper-code {end}"] for end in ("least", "largest")]
+              for k, body in bodies.items()}  # fmt: skip
+    assert [k for k, (_, largest) in ranges.items() if largest >= 4] == [4, 8]  # "no single key from 16 members on"
+    least = min(body["z"]["released"]["balanced-anchor/v1 least"] for body in bodies.values())
+    assert f"the lowest of all members' keys has {least:.1f}" in prose
 
 
 def test_the_readme_s_language_figures_are_of_the_results() -> None:
