@@ -108,8 +108,8 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
             summary = _verify(table, hospitals, folder, marked.model, unmarked.model, unrelated)
         console.print(table)
         console.print(
-            "z counts standard deviations from chance. It is PASSED from 6.2 on; every model that was tested before and "
-            f"failed\nraises that a little. {lost} losses in training, {retried} of them cost a second attempt. "
+            "z counts standard deviations from chance. It is PASSED from 6.2 on; every model that was tested before "
+            f"and failed\nraises that a little. {lost} losses in training, {retried} of them cost a second attempt. "
             f"Done in {time.perf_counter() - started:.1f} s."
         )
         summary |= {
