@@ -677,7 +677,7 @@ class MarkState:
         return noise, quiet
 
     def _silence_jumps(self, sums: list[_Sums], before: Vector) -> None:
-        """Takes the next round's mark from what jumped; from everything, if a plain tensor did."""
+        """Takes the next round's mark from what jumped, or from everything (`quorumark.continuity`)."""
         self._silenced = 0
         if not self.strength.continuity:
             self._pace = Pace()
