@@ -157,9 +157,8 @@ def creep_by_rows(units: list[int]) -> Poison:
     """The same through the carrier's rows, and as far as its columns allow."""
 
     def poison(model: Model, made: Model, run: Helped) -> Model:
-        pace = np.array(run.state._pace.axes[: UNITS + INPUTS], float) / 2**40
-        rows, columns = pace[units], pace[UNITS:].min() * sqrt(UNITS / len(units))
-        step = 0.8 * 4 * np.minimum(rows, columns)
+        rows, columns = (np.array(axis, float) / 2**40 for axis in run.state._pace.axes[:2])
+        step = 0.8 * 4 * np.minimum(np.maximum(rows[units], rows.mean()), columns.mean() * sqrt(UNITS / len(units)))
         made["a.weight"][units] = model["a.weight"][units] - (step[:, None] / run.share).astype(np.float32)
         return made
 

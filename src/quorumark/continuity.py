@@ -3,19 +3,22 @@
 A member that helps the server can poison its own update so that units of the network die: then the next round's sum
 shows the mark of their weights bare, in their own rows and in the columns of the next layer. To kill a unit in one
 round it must move a row (or a bias) much further than training does. So each row, column and tap, and each plain
-tensor, has a *pace*, a running average of its public moves. What moved by more than `factor` times its pace gets no
-mark in the next round. If a plain tensor jumped, or more than one in 1024 of all rows, columns and taps, the next round
-rests: it has no mark at all.
+tensor, has a *pace*, a running average of its public moves, and a limit:
 
-    pace = ⌊(9·pace + min(move, factor·pace))/10⌋, at least 2^-20; the first time: move
+    limit = factor · max(pace, the mean pace of all rows (columns, taps) of its tensor); plain tensors: factor · pace
+    pace  = ⌊(9·pace + min(move, limit))/10⌋, at least 2^-20; the first time: move
 
-A jump counts as `factor` times the pace at most: otherwise one jump would raise the pace so far that the next one
-passes. A pace grows by (9 + factor)/10 in a round at most, 1.3 for a factor of 4.
+What moved beyond its limit gets no mark in the next round. If a plain tensor jumped, or more than one in 1024 of all
+rows, columns and taps, the next round rests: it has no mark at all.
+
+A row that stood still and now moves as far as its neighbours did not jump: hence the mean. A jump counts as its limit:
+otherwise one jump would raise the pace so far that the next one passes. A pace grows by (9 + factor)/10 in a round at
+most, 1.3 for a factor of 4, once it is above the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,24 +36,31 @@ _ONE = 1 << 32
 
 @dataclass(frozen=True)
 class Pace:
-    """Running averages of moves, in 2^-40: one for each row, column and tap in order, and one for each plain tensor."""
+    """Running averages of moves, in 2^-40: for the rows, the columns and the taps of each carrier, in order, and one
+    for each plain tensor."""
 
-    axes: tuple[int, ...] = ()
+    axes: tuple[tuple[int, ...], ...] = ()
     plain: tuple[int, ...] = ()
 
-    def after(self, axes: Iterable[int], plain: Iterable[int], factor: int) -> tuple[Pace, list[bool], bool]:
+    def after(
+        self, axes: Sequence[Sequence[int]], plain: Sequence[int], factor: int
+    ) -> tuple[Pace, list[list[bool]], bool]:
         """With a round's moves: the pace after it, which of the axes jumped, and whether the next round rests.
 
         `factor` is in 2^-32. The first round has nothing to compare with: nothing jumps in it.
         """
-        moves, others = list(axes), list(plain)
         if not self.axes:
-            first = Pace(tuple(max(m, _LEAST) for m in moves), tuple(max(m, _LEAST) for m in others))
-            return first, [False] * len(moves), False
-        most, rest = ([pace * factor // _ONE for pace in paces] for paces in (self.axes, self.plain))
-        jumped = [move > limit for move, limit in zip(moves, most, strict=True)]
-        rests = any(move > limit for move, limit in zip(others, rest, strict=True)) or sum(jumped) * _FEW > len(jumped)
-        return Pace(_moved_on(self.axes, moves, most), _moved_on(self.plain, others, rest)), jumped, rests
+            first = Pace(
+                tuple(tuple(max(m, _LEAST) for m in axis) for axis in axes), tuple(max(m, _LEAST) for m in plain)
+            )
+            return first, [[False] * len(axis) for axis in axes], False
+        limits = [[factor * max(pace, sum(paces) // len(paces)) // _ONE for pace in paces] for paces in self.axes]
+        rest = [factor * pace // _ONE for pace in self.plain]
+        jumped = [[move > most for move, most in zip(*pair, strict=True)] for pair in zip(axes, limits, strict=True)]
+        moved = tuple(_moved_on(*three) for three in zip(self.axes, axes, limits, strict=True))
+        many = sum(map(sum, jumped)) * _FEW > sum(map(len, jumped))
+        rests = many or any(move > most for move, most in zip(plain, rest, strict=True))
+        return Pace(moved, _moved_on(self.plain, plain, rest)), jumped, rests
 
 
 def _moved_on(paces: Iterable[int], moves: Iterable[int], most: Iterable[int]) -> tuple[int, ...]:

@@ -683,15 +683,14 @@ class MarkState:
             self._pace = Pace()
             return
         moves = [
-            isqrt(square // (carrier.size // count))
+            [isqrt(square // (carrier.size // count)) for _, _, square in axis]
             for carrier, axes in zip(self._carriers, sums, strict=True)
             for axis, count in zip(axes, carrier.axes, strict=True)
-            for _, _, square in axis
         ]
         plain = plain_moves(self.layout, self.model, before)
         self._pace, jumped, rests = self._pace.after(moves, plain, self.strength.continuity)
         each = iter(jumped)
-        kept = tuple(tuple(tuple(int(not (rests | next(each))) for _ in v) for v in axes) for axes in self._moved)
+        kept = tuple(tuple(tuple(int(not (rests or j)) for j in next(each)) for _ in axes) for axes in self._moved)
         self._moved = _map(lambda m, keeps: m * keeps, self._moved, kept)
         self._silenced = self.layout.carrier_size - sum(prod(map(sum, axes)) for axes in kept)
 
@@ -756,18 +755,19 @@ class MarkState:
             state.under = str(body["under"])
             state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
             state._sums = tuple(body["sums"])
-            state._pace, state._silenced = Pace(tuple(body["pace"]), tuple(body["plain"])), body["silenced"]
+            state._pace, state._silenced = Pace(tuple(map(tuple, body["pace"])), tuple(body["plain"])), body["silenced"]
             state._chain = bytes.fromhex(body["chain"])
         except (KeyError, TypeError, ValueError):
             raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
         shape = [carrier.axes for carrier in state._carriers]
         lists = (state._moved, state._ema, state._total)
         pace = state._pace
-        numbers = [state.round, state._updates, state._distance, *state._sums, *pace.axes, *pace.plain, state._silenced]
+        numbers = [state.round, state._updates, state._distance, *state._sums, *pace.plain, state._silenced]
+        numbers += [n for axis in pace.axes for n in axis]
         numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
         fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)
-        paced = sum(map(sum, shape)), sum(1 for _ in layout.spans("plain"))
-        fits = fits and (len(pace.axes), len(pace.plain)) in ((0, 0), paced)
+        paced = [count for axes in shape for count in axes], sum(1 for _ in layout.spans("plain"))
+        fits = fits and (list(map(len, pace.axes)), len(pace.plain)) in (([], 0), paced)
         if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
             raise RecordError("this is not a mark's state of this layout")
         if state.to_bytes() != data:
