@@ -57,7 +57,9 @@ def test_settings() -> None:
     default = Strength.of(DEFAULT_STRENGTH, 1000)
     assert (default.rule, default.rho, default.c_max) == ("rho", ONE // 20, ONE * 3 // 100)
     assert (default.warmup_rounds, default.below_threshold) == (0, "refuse")
-    assert Strength.of({"rule": "rho", "rho": "0.05"}, 1000) == default, "what is left out has its default"
+    assert (default.dither, default.continuity) == (3 * ONE, 4 * ONE)
+    short = {"rule": "rho", "rho": "0.05", "dither": "3", "continuity": "4"}
+    assert Strength.of(short, 1000) == default, "what is left out has its default"
     assert (default.alike, default.needs_norms) == ("skip", True)
     assert not Strength.of(RHO, 1000).needs_norms
     assert Strength.of(RHO, 1000).digest() != default.digest(), "it is among the settings that all sign"
