@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quorumark import codec, continuity, field
 from quorumark.continuity import Pace
 from quorumark.dither import add_dither, dither_stream
-from quorumark.embed import ONE, Amplitudes, MarkState, Strength, ideal_mark, update_norms, weights
+from quorumark.embed import ONE, Amplitudes, MarkState, Strength, ideal_mark, ideal_norms, weights
 from quorumark.errors import InputError, RecordError
 from quorumark.identity import Identity
 from quorumark.layout import ModelLayout
@@ -150,7 +150,8 @@ def _alike(monkeypatch: pytest.MonkeyPatch | None, kappa: int = 10) -> float:
         amplitudes = state.amplitudes(number)
         common = rng.normal(0, 0.01, layout.size)
         results = [model + common + rng.normal(0, 0.0027, layout.size) for _ in PEOPLE]
-        norms = sum(update_norms(layout, state.model, codec.encode(r), Fraction(1, 5)) for r in results)
+        made = {x: codec.encode(result) for x, result in enumerate(results)}
+        norms = ideal_norms(layout, state.model, made, dict.fromkeys(made, Fraction(1, 5)))
         after = codec.encode(np.mean(results, axis=0))
         ideal_mark(after, amplitudes, rng.choice(np.array([-1, 1]), layout.coordinates))
         if amplitudes.marks:

@@ -72,6 +72,7 @@ def plain_moves(layout: ModelLayout, now: Vector, before: Vector) -> list[int]:
     """The largest move of a number in each plain tensor: one bias can kill a unit."""
     found = []
     for _, place in layout.spans("plain"):
-        moves = field.to_signed(field.sub(now[place], before[place], checked=False)) if place.stop > place.start else []
-        found.append(int(np.abs(moves).max()) if len(moves) else 0)
+        empty = place.start == place.stop
+        moves = None if empty else np.abs(field.to_signed(field.sub(now[place], before[place], checked=False)))
+        found.append(0 if moves is None else int(moves.max()))
     return found

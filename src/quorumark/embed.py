@@ -646,8 +646,8 @@ class MarkState:
         self._moved = _map(min, self._moved, self._ema)
         if self.strength.needs_norms:
             each = iter(told)
-            parts = zip(self._carriers, sums, noise, strict=True)
-            learnt = tuple(_learnt(carrier, axes, each, extra) for carrier, axes, extra in parts)
+            apart = zip(self._carriers, sums, noise, strict=True)
+            learnt = tuple(_learnt(carrier, axes, each, extra) for carrier, axes, extra in apart)
             self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
         self._silence_jumps(sums, before)
         if embedded is not None:
