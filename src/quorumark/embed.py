@@ -330,10 +330,10 @@ def _moved(carrier: _Carrier, sums: _Sums, quiet: list[list[int]]) -> _Axes:
 
 
 def _residual_rms(now: int, before: int, update: int, count: int, quiet: int) -> int:
-    """⌊√(‖D − (⟨D,θ⟩/‖θ‖²)·θ‖²/count)⌋ from ‖θ+D‖², ‖θ‖², ‖D‖²; 0 if it is below 2^-18 of ‖θ‖, or `quiet`² or less.
+    """⌊√(‖D − (⟨D,θ⟩/‖θ‖²)·θ‖²/count)⌋ from ‖θ+D‖², ‖θ‖², ‖D‖²; 0 if it is below 2^-18 of ‖θ‖.
 
     Weight decay moves dead weights along themselves: what it did is taken out. The floor is what the rounding of
-    float32 in thousands of steps leaves of such a move.
+    float32 in thousands of steps leaves of such a move. What is left is 0 as well if its square is at most `quiet`.
     """
     if not before:
         return isqrt(update // count) if update > quiet else 0
