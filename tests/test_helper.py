@@ -297,7 +297,7 @@ ATTACKS = pytest.mark.parametrize("poison", [kill_rows, kill_by_bias])
 def test_without_nets_the_helper_shows_all_signs_of_the_units_that_it_kills(tmp_path: Path, poison: Any) -> None:
     seen = attack(tmp_path, poison)
     assert seen.dead == 1
-    assert seen.marked > 0.8
+    assert seen.marked > 0.5
     assert seen.right >= 0.99
     assert seen.cosine > 0.99
 
@@ -317,7 +317,7 @@ def test_with_dither_alone_it_shows_what_the_noise_leaves(tmp_path: Path, poison
     seen = attack(tmp_path, poison, dither=str(kappa))
     left = kappa * sqrt(1 - 102 / 515)
     count = seen.marked * ATTACKED * (INPUTS + CLASSES)
-    assert seen.marked > 0.8
+    assert seen.marked > 0.5
     assert abs(seen.cosine - 1 / sqrt(1 + left**2)) < 4 / sqrt(count)
     assert abs(seen.right - NormalDist().cdf(1 / left)) < 4 * 0.5 / sqrt(count)
 
