@@ -60,7 +60,8 @@ class World:
         self.model = initial()
         self.layout = ModelLayout.of(self.model)
         anchor = anchor_digest(self.layout.digest(), self.layout.encode(self.model))
-        settings = {"layout": self.layout.digest(), "anchor": anchor, **changes}
+        plain = {"rule": "rho", "rho": "0.05", "c_max": "0.03"}  # exact sums; tests/test_dither.py has those with noise
+        settings = {"layout": self.layout.digest(), "anchor": anchor, "strength": plain, **changes}
         terms = make_terms(self.people, threshold, self.layout.coordinates, **settings)
         self.manifest, self.shares = make_key(self.people, terms)
 

@@ -48,7 +48,7 @@ THRESHOLD = 3
 ROUNDS = 20
 TEST = 360
 # a short run of a small model needs a larger step a round to reach ρ = 0.05 (docs/strength.md)
-STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24"}
+STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24", "dither": "3", "continuity": "4"}
 LOSSES = Losses({(4, "train"): [5], (7, "upload"): [2], (10, "unmask"): [1]})
 NAMES = {
     "balanced-anchor/v1": "ours",

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field, shamir
+from quorumark.continuity import Pace, plain_moves
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError
 from quorumark.field import P, Vector, _cpu, _parallel
 from quorumark.hiding import exposed
@@ -62,9 +63,9 @@ KEY_BITS = {"rademacher": 0, "gaussian": 8}
 """Fractional bits of a key's values; the amplitudes have the other ones of the 40."""
 
 _RULES = {  # the settings that each rule needs, and those that it may have with what they are otherwise
-    "rho": ({"rho"}, {"c_max": "0.03", "alike": "skip"}),
-    "target": ({"z"}, {"c_max": "0.03", "alike": "skip"}),
-    "relative": ({"c"}, {"alike": "skip"}),
+    "rho": ({"rho"}, {"c_max": "0.03", "alike": "skip", "dither": "0", "continuity": "off"}),
+    "target": ({"z"}, {"c_max": "0.03", "alike": "skip", "dither": "0", "continuity": "off"}),
+    "relative": ({"c"}, {"alike": "skip", "dither": "0", "continuity": "off"}),
     "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
@@ -80,7 +81,10 @@ _LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exac
 
 @dataclass(frozen=True)
 class Strength:
-    """The consortium's strength rule, from its terms. Ratios are whole numbers of 2^-32, rounded down."""
+    """The consortium's strength rule, from its terms. Ratios are whole numbers of 2^-32, rounded down.
+
+    `dither` is κ, `continuity` the factor of a jump, both in 2^-32 as well; 0 is none.
+    """
 
     rule: str
     rho: int
@@ -90,6 +94,8 @@ class Strength:
     below_threshold: str
     per: str
     alike: str
+    dither: int
+    continuity: int
     settings: tuple[tuple[str, str], ...]
 
     @classmethod
@@ -122,6 +128,7 @@ class Strength:
             if known.get(name, allowed[0]) not in allowed:
                 raise InputError(f"strength {name!r}", f"must be {' or '.join(allowed)}", repr(known[name]))
         _rates(known["lr"])
+        dither, continuity = _nets(known, c_max)
         return cls(
             rule,
             rho,
@@ -131,6 +138,8 @@ class Strength:
             known["below_threshold"],
             known.get("per", "model"),
             known.get("alike", "mark"),
+            dither,
+            continuity,
             tuple(sorted(known.items())),
         )
 
@@ -207,9 +216,23 @@ def _ratio(name: str, text: str, most: Fraction) -> int:
     return ratio
 
 
+def _nets(known: Mapping[str, str], c_max: int) -> tuple[int, int]:
+    """κ and the factor of a jump, in 2^-32; 0 where there is none."""
+    kappa = _fraction("strength 'dither'", known.get("dither", "0"))
+    if kappa * c_max * 2 > ONE:
+        rule = "times c_max must be at most 1/2: the noise must stay small beside what members learn"
+        raise InputError("strength 'dither'", rule, f"{known['dither']} times {c_max / ONE:.3g}")
+    text = known.get("continuity", "off")
+    factor = Fraction(0) if text == "off" else _fraction("strength 'continuity'", text)
+    if text != "off" and not 2 <= factor <= 1000:
+        raise InputError("strength 'continuity'", "must be off, or a factor from 2 to 1000", repr(text))
+    return kappa.numerator * ONE // kappa.denominator, factor.numerator * ONE // factor.denominator
+
+
 # --- exact sums -------------------------------------------------------------------------------------------
 
 _Axes = tuple[tuple[int, ...], ...]  # for one tensor: a number per row, per column and, if it has them, per tap
+_Sums = list[list[tuple[int, int, int]]]  # the same with three sums each
 
 
 @dataclass(frozen=True)
@@ -270,7 +293,7 @@ def _distance(x: Vector, y: Vector) -> int:
     return sum(_sum_squares(field.sub(x[part], y[part], checked=False)) for part in field.chunks(x.size))
 
 
-def _axis_sums(carrier: _Carrier, now: Vector, before: Vector) -> list[list[tuple[int, int, int]]]:
+def _axis_sums(carrier: _Carrier, now: Vector, before: Vector) -> _Sums:
     """‖θ+D‖², ‖θ‖² and ‖D‖² of each row, column and tap, for an update D of θ."""
     width = carrier.columns * carrier.taps
     stride = width + -width % 8
@@ -294,23 +317,29 @@ def _axis_sums(carrier: _Carrier, now: Vector, before: Vector) -> list[list[tupl
     ]
 
 
-def _moved(carrier: _Carrier, sums: list[list[tuple[int, int, int]]]) -> _Axes:
-    """How far each row, column and tap moved: the rms of its update without the part along its own weights."""
-    counted = zip(sums, carrier.axes, strict=True)
-    return tuple(tuple(_residual_rms(*three, carrier.size // count) for three in axis) for axis, count in counted)
+def _moved(carrier: _Carrier, sums: _Sums, quiet: list[list[int]]) -> _Axes:
+    """How far each row, column and tap moved: the rms of its update without the part along its own weights.
+
+    `quiet` are squares of moves that do not count, by row, column and tap (`MarkState._quiet`).
+    """
+    counted = zip(sums, quiet, carrier.axes, strict=True)
+    return tuple(
+        tuple(_residual_rms(*three, carrier.size // count, none) for three, none in zip(axis, least, strict=True))
+        for axis, least, count in counted
+    )
 
 
-def _residual_rms(now: int, before: int, update: int, count: int) -> int:
+def _residual_rms(now: int, before: int, update: int, count: int, quiet: int) -> int:
     """⌊√(‖D − (⟨D,θ⟩/‖θ‖²)·θ‖²/count)⌋ from ‖θ+D‖², ‖θ‖², ‖D‖²; 0 if it is below 2^-18 of ‖θ‖.
 
     Weight decay moves dead weights along themselves: what it did is taken out. The floor is what the rounding of
-    float32 in thousands of steps leaves of such a move.
+    float32 in thousands of steps leaves of such a move. What is left is 0 as well if its square is at most `quiet`.
     """
     if not before:
-        return isqrt(update // count)
+        return isqrt(update // count) if update > quiet else 0
     along = now - before - update  # 2·⟨D, θ⟩
     left = 4 * update * before - along * along  # 4·‖θ‖² times the square of what is left; never below 0
-    if left << _STILL <= 4 * before * before:
+    if left << _STILL <= 4 * before * before or left <= 4 * before * quiet:
         return 0
     return isqrt(left // (4 * before * count))
 
@@ -384,18 +413,41 @@ def ideal_norms(
     return total
 
 
-def _learnt(carrier: _Carrier, sums: list[list[tuple[int, int, int]]], norms: Iterator[int]) -> _Axes:
+def _learnt(carrier: _Carrier, sums: _Sums, norms: Iterator[int], noise: list[list[int]]) -> _Axes:
     """1 for each row, column and tap where members moved apart, 0 where they moved alike.
 
     ‖Σ a_k·D_k‖ ≤ Σ a_k·‖D_k‖ = N, and they are equal only if all D_k point the same way, however far each went. What
     nobody learns from data goes the same way at all members, whatever moves it. ‖D‖ of the public update stands for the
-    left side: it has the mark in it as well, which is small beside it.
+    left side: it has the mark in it as well, which is small beside it, and the dither, whose expected square (`noise`)
+    is taken off.
     """
     if not carrier.has_norms:
         return tuple((0,) * count for count in carrier.axes)
     return tuple(
-        tuple(int((_ALIKE - 1) * next(norms) ** 2 > _ALIKE * square) for _, _, square in axis) for axis in sums
+        tuple(
+            int((_ALIKE - 1) * next(norms) ** 2 > _ALIKE * (square - extra))
+            for (_, _, square), extra in zip(axis, extras, strict=True)
+        )
+        for axis, extras in zip(sums, noise, strict=True)
     )
+
+
+def _mark_squares(amplitudes: Amplitudes | None, carriers: list[_Carrier]) -> list[list[list[int]]]:
+    """Σ S² over each row, column and tap, in 2^-80: exact, and only where the mark is, if the carriers are sampled."""
+    if amplitudes is None:
+        return [[[0] * count for count in carrier.axes] for carrier in carriers]
+    carrying, scales = amplitudes.layout.carrying(), amplitudes.vector << np.uint64(KEY_BITS[amplitudes.key])
+    found = []
+    for carrier in carriers:
+        if isinstance(carrying, slice):
+            here = np.ascontiguousarray(scales[carrier.place])
+        else:
+            part = slice(*np.searchsorted(carrying, (carrier.place.start, carrier.place.stop)))
+            here = np.zeros(carrier.size, np.uint64)
+            here[carrying[part] - carrier.place.start] = scales[part]
+        alone = replace(carrier, place=slice(0, carrier.size))
+        found.append([[square for _, _, square in axis] for axis in _axis_sums(alone, here, np.zeros_like(here))])
+    return found
 
 
 # --- amplitudes -------------------------------------------------------------------------------------------
@@ -505,6 +557,7 @@ class MarkState:
         nothing = tuple(tuple((0,) * count for count in carrier.axes) for carrier in self._carriers)
         self._moved = self._ema = self._total = nothing
         self._sums = (0,) * len(self._carriers)
+        self._pace, self._silenced = Pace(), 0
         self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest)
 
     # --- what it says ---
@@ -520,6 +573,11 @@ class MarkState:
         """
         shapes = [_least(tensor) for tensor in self._total]
         return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
+
+    @property
+    def silenced(self) -> float:
+        """The share of the carriers that gets no mark in the next round, because something jumped in the last one."""
+        return self._silenced / self.layout.carrier_size if self._updates >= _WARM else 0.0
 
     @property
     def chain(self) -> bytes:
@@ -581,14 +639,17 @@ class MarkState:
         before, self.model = self.model, _checked("model", model, self.layout)
         self.model_digest = model_digest(self.model)
         sums = [_axis_sums(carrier, self.model, before) for carrier in self._carriers]
-        self._moved = tuple(map(_moved, self._carriers, sums))
+        noise, quiet = self._noise(embedded)
+        self._moved = tuple(map(_moved, self._carriers, sums, quiet))
         first = not self._updates and not any(any(map(any, axes)) for axes in self._ema)
         self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
         self._moved = _map(min, self._moved, self._ema)
         if self.strength.needs_norms:
             each = iter(told)
-            learnt = tuple(_learnt(carrier, axes, each) for carrier, axes in zip(self._carriers, sums, strict=True))
+            apart = zip(self._carriers, sums, noise, strict=True)
+            learnt = tuple(_learnt(carrier, axes, each, extra) for carrier, axes, extra in apart)
             self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
+        self._silence_jumps(sums, before)
         if embedded is not None:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
             self._sums = tuple(a + _least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
@@ -600,6 +661,38 @@ class MarkState:
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
         parts = round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": told})
         self._chain = digest("mark history", self._chain, *parts)
+
+    def _noise(self, embedded: Amplitudes | None) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Of each row, column and tap: the expected square of the dither, κ²·ΣS²; and 2·(κ² + 1)·ΣS².
+
+        The second is twice what dither and mark make of a dead row: what moved no further counts as still, or the mark
+        would follow its own noise there. Both are 0 without dither.
+        """
+        kappa = self.strength.dither
+        squares = _mark_squares(embedded if kappa else None, self._carriers)
+        noise, quiet = (
+            [[[factor * q >> 64 for q in axis] for axis in axes] for axes in squares]
+            for factor in (kappa**2, 2 * (kappa**2 + ONE**2) if kappa else 0)
+        )
+        return noise, quiet
+
+    def _silence_jumps(self, sums: list[_Sums], before: Vector) -> None:
+        """Takes the next round's mark from what jumped, or from everything (`quorumark.continuity`)."""
+        self._silenced = 0
+        if not self.strength.continuity:
+            self._pace = Pace()
+            return
+        moves = [
+            [isqrt(square // (carrier.size // count)) for _, _, square in axis]
+            for carrier, axes in zip(self._carriers, sums, strict=True)
+            for axis, count in zip(axes, carrier.axes, strict=True)
+        ]
+        plain = plain_moves(self.layout, self.model, before)
+        self._pace, jumped, rests = self._pace.after(moves, plain, self.strength.continuity)
+        each = iter(jumped)
+        kept = tuple(tuple(tuple(int(not (rests or j)) for j in next(each)) for _ in axes) for axes in self._moved)
+        self._moved = _map(lambda m, keeps: m * keeps, self._moved, kept)
+        self._silenced = self.layout.carrier_size - sum(prod(map(sum, axes)) for axes in kept)
 
     def _checked_norms(self, norms: Vector | None, embedded: Amplitudes | None) -> list[int]:
         """The sum of the members' norms as whole numbers of 2^-40; nothing where the strength needs none."""
@@ -642,6 +735,9 @@ class MarkState:
             "ema": self._ema,
             "total": self._total,
             "sums": self._sums,
+            "pace": self._pace.axes,
+            "plain": self._pace.plain,
+            "silenced": self._silenced,
         }
         return canonical(body)
 
@@ -659,14 +755,19 @@ class MarkState:
             state.under = str(body["under"])
             state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
             state._sums = tuple(body["sums"])
+            state._pace, state._silenced = Pace(tuple(map(tuple, body["pace"])), tuple(body["plain"])), body["silenced"]
             state._chain = bytes.fromhex(body["chain"])
         except (KeyError, TypeError, ValueError):
             raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
         shape = [carrier.axes for carrier in state._carriers]
         lists = (state._moved, state._ema, state._total)
-        numbers = [state.round, state._updates, state._distance, *state._sums]
+        pace = state._pace
+        numbers = [state.round, state._updates, state._distance, *state._sums, *pace.plain, state._silenced]
+        numbers += [n for axis in pace.axes for n in axis]
         numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
         fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)
+        paced = [count for axes in shape for count in axes], sum(1 for _ in layout.spans("plain"))
+        fits = fits and (list(map(len, pace.axes)), len(pace.plain)) in (([], 0), paced)
         if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
             raise RecordError("this is not a mark's state of this layout")
         if state.to_bytes() != data:

@@ -152,7 +152,8 @@ class RoundReport:
 
     `excluded`: who was out, and why. `disputed`: whose answers were wrong, and about whose masks (see `round.secagg`).
     `halvings`: how often the mark was halved because it was too strong for members. `held`: tensors that kept their
-    weights, because the sum had a number there that no model may have: a member lied, or diverges.
+    weights, because the sum had a number there that no model may have: a member lied, or diverges. `silenced`: the
+    share of the carriers that got no mark because something jumped in the round before (`quorumark.continuity`).
     """
 
     round: int
@@ -164,6 +165,7 @@ class RoundReport:
     marked: bool = False
     halvings: int = 0
     held: tuple[str, ...] = ()
+    silenced: float = 0.0
     rho: float = 0.0
     c: float = 0.0
     uploaded_bytes: int = 0
@@ -290,7 +292,7 @@ class Federation:
             )
         settled, number = server.settled, self.history.round
         report.members, report.marked, report.held = members, settled.embedded is not None, settled.held
-        report.c = server.c
+        report.c, report.silenced = server.c, server.silenced
         with timed(report, "strength"):
             server.accept(weights)
             for member in self.members.values():

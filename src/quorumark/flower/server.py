@@ -282,7 +282,7 @@ class _Carrier:
         if report.given_up or weights is None:
             return []
         report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
-        report.disputed = dict(server.disputed)
+        report.disputed, report.silenced = dict(server.disputed), server.silenced
         log(
             INFO,
             "quorumark: round %s of %s members, %s, attempt %s, %s bytes up",
@@ -462,7 +462,7 @@ class _Carrier:
         record = self.gather([content for point, content in self._contents if point in inside], key)
         report = self._report
         record["quorumark-members"], record["quorumark-attempts"] = len(report.members), report.attempts
-        record["quorumark-marked"] = int(report.marked)
+        record["quorumark-marked"], record["quorumark-silenced"] = int(report.marked), report.silenced
         for name, value in report.metrics.items():
             record[f"quorumark-{name}"] = value
         for stage, seconds in report.seconds.items():

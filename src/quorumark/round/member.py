@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field
+from quorumark.dither import add_dither, dither_stream
 from quorumark.embed import (
     Amplitudes,
     PaperScale,
@@ -231,7 +232,8 @@ class RoundMember:
         return boxes, sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
 
     def upload(self, announcement: bytes, boxes: Sequence[bytes] = (), vouches: Sequence[bytes] = ()) -> Upload:
-        """The weighted model and this member's part of the mark, under masks: exactly what it joined the round for.
+        """The weighted model, this member's part of the mark and its dither, under masks: exactly what it joined the
+        round for.
 
         Where sums are checked, `boxes` and `vouches` are what the members of the announced set said (`said`): their
         boxes for this member, and their vouchers, in the set's order.
@@ -256,6 +258,9 @@ class RoundMember:
         )
         if marks and amplitudes is not None:
             self._add_mark(y, amplitudes, plan.members, share_of)
+            if self.strength.dither:
+                stream = dither_stream(self._identity, self._known().state)
+                add_dither(y, amplitudes, self.strength.dither, exact, stream)
         if self.checks:
             self._add_tag(whole, plan, boxes, vouches)
         return self.secagg.upload(plan, whole, marked=marks)

@@ -431,6 +431,11 @@ class RoundServer:
         return self._amplitudes.c / (1 << 32) if self.marked and self._amplitudes is not None else 0.0
 
     @property
+    def silenced(self) -> float:
+        """The share of the carriers without a mark in this round because something jumped in the last one."""
+        return self.history.mark.silenced if self.marks else 0.0
+
+    @property
     def rho(self) -> float:
         """ρ up to the last model that was offered."""
         return self.history.mark.rho / (1 << 32)
