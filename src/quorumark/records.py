@@ -173,7 +173,7 @@ class Member:
 
 # --- terms ------------------------------------------------------------------------------------------------
 
-DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03", "dither": "3", "continuity": "4"}
+DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03", "dither": "3"}
 DEFAULT_STATISTIC = "balanced-anchor/v1"
 DEFAULT_POLICY = {"z": "6"}
 FIXED_POLICY = ("groups", "lora")
