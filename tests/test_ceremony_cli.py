@@ -573,7 +573,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     chosen = ["--strength", "lr=cosine:24", "--strength", "rho=0.1", "--policy", "z=7", "--policy", "attempts=5"]
     group.run(*create, str(tmp_path / "one"), *chosen, "--statistic", "global-cosine/v1")
     terms = Terms.from_bytes((tmp_path / "one" / "terms.json").read_bytes())
-    assert terms.strength == {"rule": "rho", "rho": "0.1", "c_max": "0.03", "lr": "cosine:24"}
+    assert terms.strength == {"rule": "rho", "rho": "0.1", "c_max": "0.03", "lr": "cosine:24", "dither": "3"}
     assert terms.policy == {"z": "7", "attempts": "5", "sums": "checked"}
     assert terms.statistic == "global-cosine/v1"
     shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))

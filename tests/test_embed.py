@@ -57,8 +57,8 @@ def test_settings() -> None:
     default = Strength.of(DEFAULT_STRENGTH, 1000)
     assert (default.rule, default.rho, default.c_max) == ("rho", ONE // 20, ONE * 3 // 100)
     assert (default.warmup_rounds, default.below_threshold) == (0, "refuse")
-    assert (default.dither, default.continuity) == (3 * ONE, 4 * ONE)
-    short = {"rule": "rho", "rho": "0.05", "dither": "3", "continuity": "4"}
+    assert (default.dither, default.continuity) == (3 * ONE, 0)
+    short = {"rule": "rho", "rho": "0.05", "dither": "3"}
     assert Strength.of(short, 1000) == default, "what is left out has its default"
     assert (default.alike, default.needs_norms) == ("skip", True)
     assert not Strength.of(RHO, 1000).needs_norms

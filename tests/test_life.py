@@ -349,7 +349,7 @@ def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
 def test_nobody_signs_two_successors_of_one_manifest(tmp_path: Path) -> None:
     group = Consortium(tmp_path, count=3, threshold=2)
     group.finish()
-    one, two = reshared(group, "one", "--examples", "1=500"), reshared(group, "two", "--examples", "1=600")
+    one, two = reshared(group, "one", "--examples", "1=150"), reshared(group, "two", "--examples", "1=160")
     sign = ["consortium", "sign", "--folder", str(tmp_path / "signatures"), *group.secrets(group.homes[0])]
     group.run(*sign, "--terms", str(one))
     assert "signed another successor" in group.run(*sign, "--terms", str(two), fails=QuorumarkError)

@@ -195,8 +195,12 @@ class MemberNode:
         layout = journal.layout(_content(arrays["layout"]))
         try:
             needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
-        except AnsweredError as error:
-            return self._declined(journal, config, error, nonce), {}
+        except AnsweredError:  # from a model that it has left behind
+            raise RoundError(
+                f"{journal.name} has gone on from this model to others: let the run go on from the last one "
+                "(watermarked(…, go_on=True), or with the folder of the run before); a second run from it takes the "
+                "consent of every member's operator (quorumark member consent)"
+            ) from None
         if needs:
             return {"needs": needs}, {}
         journal.adopt()

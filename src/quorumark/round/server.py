@@ -495,7 +495,7 @@ class RoundServer:
         for point, reply in said.items():
             if int(reply["round"]) - start < FAR:
                 self.round_no = max(self.round_no, int(reply["round"]))
-            if reply["answered"]:
+            if reply["answered"] and reply["accepted"] <= self.history.mark.round:  # it has not gone on from there
                 over = tuple(json.loads(reply["over"]))
                 self.take_answered(point, int(reply["answered"]), over, int(reply["halvings"]))
 
