@@ -696,7 +696,7 @@ def test_a_newcomer_who_signed_and_gave_up_can_try_again(tmp_path: Path) -> None
 def test_discarding_a_check_forgets_no_signature(tmp_path: Path) -> None:
     group = Consortium(tmp_path, count=3, threshold=2)
     group.finish()
-    one, two = reshared(group, "one", "--examples", "1=500"), reshared(group, "two", "--examples", "1=600")
+    one, two = reshared(group, "one", "--examples", "1=150"), reshared(group, "two", "--examples", "1=160")
     sign = ["consortium", "sign", "--folder", str(tmp_path / "signatures"), *group.secrets(group.homes[0])]
     group.run(*sign, "--terms", str(one))
     group.run("setup", "check", "--folder", str(tmp_path / "check"), *group.secrets(group.homes[0]))

@@ -122,7 +122,7 @@ def _handled(node: MemberNode, stage: str, config: Config, arrays: Arrays) -> tu
         raise
     except Exception as error:  # noqa: BLE001 - a fault of ours: its text stays in this process
         traceback.print_exc()
-        return {"refused": f"the signer failed ({type(error).__name__}): its log has the rest"}, {}
+        return {"raised": f"the signer failed ({type(error).__name__}): its log has the rest"}, {}
 
 
 class SignerServer:
