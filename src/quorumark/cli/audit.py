@@ -230,7 +230,7 @@ def check(
         if keep is not None:
             typer.echo(
                 f"the proof that these leaves were opened is in {keep}: all other members record it (verify audit "
-                "record), and whoever prepares a query later names it (--audit)"
+                "record), and anybody who prepares a later query names it (--audit)"
             )
     raise typer.Exit(EXIT_CODES[result.verdict])
 

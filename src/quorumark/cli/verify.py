@@ -180,7 +180,7 @@ def partial(
     if json:
         typer.echo(jsonlib.dumps({"partial": str(target), "point": made.point, "query": made.query}))
     else:
-        typer.echo(f"answered as {name}: {target}, {target.stat().st_size:,} bytes; send it to whoever asked")
+        typer.echo(f"answered as {name}: {target}, {target.stat().st_size:,} bytes; send it to the asker")
 
 
 @app.command("combine")

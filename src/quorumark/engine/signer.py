@@ -134,7 +134,7 @@ class SignerServer:
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError):  # whoever asked is gone
+                with contextlib.suppress(OSError):  # the asker is gone
                     try:
                         config, arrays = _receive(self.request, lambda stage: min(_LARGEST, node.most(stage)))
                         with lock:

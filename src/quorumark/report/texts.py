@@ -34,11 +34,11 @@ def about_left_out(query: Query, terms: Terms, audits: Mapping[str, Collection[i
 
 
 def about_charges(finding: Finding) -> list[str]:
-    """By how much the threshold was raised for what whoever asked could choose."""
+    """By how much the threshold was raised for what the asker could choose."""
     if finding.charged == finding.agreed:
         return []
     return [
-        f"whoever asked had up to 10^{finding.log10_choices} ways to read the suspect and to leave something out; the "
+        f"the asker had up to 10^{finding.log10_choices} ways to read the suspect and to leave something out; the "
         f"threshold pays for that: {finding.charged} instead of {finding.agreed}"
     ]
 

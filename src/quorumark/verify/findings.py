@@ -230,7 +230,7 @@ def _verdict(terms: Terms, query: Query, z: str, threshold: str, uncharged: str)
     if Decimal(z) >= Decimal(uncharged):
         return "INCONCLUSIVE", [
             f"z = {z} would reach the threshold {uncharged}, but not {threshold}, which pays for the choices of "
-            "whoever asked"
+            "the asker"
         ]
     if query.surplus:
         return "INCONCLUSIVE", [
