@@ -26,6 +26,16 @@ def root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_power_cuts() -> Iterator[None]:
+    """Files are not synced to the disk: a process that is killed leaves what it wrote, and no test cuts the power. That
+    the code does sync, and in which order, has tests of its own (`test_keystore.py`, `test_ledger.py`)."""
+    before = os.fsync
+    os.fsync = os.fstat  # type: ignore[assignment]
+    yield
+    os.fsync = before
+
+
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """For commands: plain output of a known width."""

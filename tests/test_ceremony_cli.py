@@ -577,7 +577,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     assert terms.policy == {"z": "7", "attempts": "5", "sums": "checked"}
     assert terms.statistic == "global-cosine/v1"
     shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))
-    assert "strength c_max=0.03 lr=cosine:24 rho=0.1 rule=rho" in shown
+    assert "strength c_max=0.03 dither=3 lr=cosine:24 rho=0.1 rule=rho" in shown
     assert "policy   attempts=5 sums=checked z=7" in shown
     group.run(*create, str(tmp_path / "drawn"), "--policy", "cohort=4")
     assert Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes()).policy == {"z": "6", "cohort": "4"}

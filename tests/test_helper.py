@@ -311,7 +311,7 @@ def test_with_continuity_a_jump_shows_nothing(tmp_path: Path, poison: Any) -> No
 
 
 @ATTACKS
-@pytest.mark.parametrize("kappa", [3, 10])
+@pytest.mark.parametrize("kappa", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_with_dither_alone_it_shows_what_the_noise_leaves(tmp_path: Path, poison: Any, kappa: int) -> None:
     """The helper knows its own part of the noise: κ² of it is left times the others' weight."""
     seen = attack(tmp_path, poison, dither=str(kappa))

@@ -199,7 +199,7 @@ def test_other_integers_do_not_make_another_state(world: Consortium) -> None:
     except RoundError:
         gained = None
     assert gained is None, "nobody consented to a second run"
-    assert all("has answered in round 1" in text for text in second.refused.values())
+    assert all("has gone on from this model" in text for text in second.refused.values())
     assert len(second.refused) == 5
 
 

@@ -174,6 +174,7 @@ def test_nor_with_training_that_varies(world: Consortium, times: int) -> None:
     assert abs(cosine(world, repeated_at_other_rates(run, times))) <= 0.06
 
 
+@pytest.mark.slow
 def test_without_the_rule_noise_is_averaged_away(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
     without_the_rule(monkeypatch)
     run = Tuned(world)

@@ -290,9 +290,9 @@ def verify_manifest(manifest: Manifest) -> None:
         raise SignatureError(
             f"the manifest of {manifest.terms.name!r} is signed for points that are nobody's: {strangers}"
         )
+    signed = manifest.sign_bytes()
     for member in manifest.terms.roster:
-        signature = manifest.signatures[member.point]
-        verify(member.ed25519, "manifest", manifest.sign_bytes(), signature, member.name)
+        verify(member.ed25519, "manifest", signed, manifest.signatures[member.point], member.name)
 
 
 def verify_chain(chain: Sequence[Manifest]) -> None:
