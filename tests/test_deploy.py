@@ -178,7 +178,8 @@ class Secrets:
         begun = [self._flat(path) for path in found.glob("*-model.safetensors")]
         self.public += [form for v in begun for form in self._forms(v)]
         results = [trained(path, identity) for path in found.glob("*-result.sealed")]
-        assert len(results) >= (2 if name == "Elm" else 3), "and the results of training"
+        # Elm is killed as soon as it has joined its second round: it keeps that result a moment later, or never
+        assert len(results) >= (1 if name == "Elm" else 3), "and the results of training"
         part = self._manifest.terms.member(point).examples / sum(m.examples for m in self._manifest.terms.roster)
         self.secret |= {
             f"{name}'s share": windows(vector),

@@ -596,6 +596,7 @@ def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
             node.handle("join", offer, {key: value for key, value in vectors.items() if key != name})
     for stage, name, value in [
         ("join", "run", 1),
+        ("join", "run", "\ud800"),
         ("join", "manifest", b"00"),
         ("upload", "announcement", "text"),
         ("unmask", "request", 5),

@@ -195,6 +195,7 @@ def _huge(data: bytes) -> bytes:
         ("rounds anchor.npy", _huge),
         ("run open.npz", lambda data: data[: len(data) // 2]),
         ("run open.npz", None),
+        ("simulation run.json", _replaced("manifest", {})),
         ("rounds notes.json", _replaced("beside", {})),
         ("rounds notes.json", _replaced("beside", "no hex")),
         ("rounds notes.json", _replaced("ready", {})),

@@ -103,6 +103,10 @@ class Told(dict[str, Any]):
                         f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
                         f"not {type(self[name]).__name__}"
                     )
+                if kind is str and any("\ud800" <= letter <= "\udfff" for letter in self[name]):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as a text in UTF-8"
+                    )
 
 
 def introduction(about: bytes, run: str) -> tuple[str, str, str]:

@@ -569,7 +569,7 @@ class RoundServer:
         assert self._folder is not None  # noqa: S101
         body = parse(read_file(self._folder / "run.json", "a run's state"), _RUN, "a run's state")
         known = {manifest.digest().hex() for manifest in (*self._earlier, self.manifest)}
-        if body.get("manifest") not in known:
+        if str(body.get("manifest")) not in known:
             raise RecordError(f"{str(self._folder)!r} holds a run of another consortium: use a new folder")
         try:
             kept = read_safetensors(self._folder / body["model"])
