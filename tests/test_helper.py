@@ -290,7 +290,7 @@ def creep(folder: Path, poison: Callable[[list[int]], Poison], count: int, most:
 
 # --- what it reads ----------------------------------------------------------------------------------------
 
-ATTACKS = pytest.mark.parametrize("poison", [kill_rows, kill_by_bias])
+ATTACKS = pytest.mark.parametrize("poison", [kill_rows, pytest.param(kill_by_bias, marks=pytest.mark.slow)])
 
 
 @ATTACKS
