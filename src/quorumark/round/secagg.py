@@ -11,7 +11,7 @@ takes bytes and gives bytes. Transport is the caller's concern.
 
 It is all or nothing: if one of U is missing, nothing of this attempt is ever opened; the others upload again for a
 smaller U. T = ⌊(n+t−1)/2⌋+1 answers open a sum. Any two sets of T among n members have t in common, so that one of
-them is honest whoever the t−1 colluders are, and an honest member answers in one round from each *state* and purpose:
+them is honest, and an honest member answers in one round from each *state* and purpose:
 no two sums from one state are ever opened. A state is what a round starts from, named by the digest `origin`; without
 one, every round is a state of its own. Everything that members must agree on is in ctx, which enters every key: members
 who were told different things share no masks, and cannot open each other's boxes.

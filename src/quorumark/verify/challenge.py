@@ -37,7 +37,7 @@ _UP = Context(prec=60, rounding=ROUND_CEILING)
 
 
 def genesis_digest(genesis: Genesis) -> str:
-    """digest("genesis", canonical genesis): names the commitment that the sign whitening hangs on."""
+    """digest("genesis", canonical genesis): names the commitment that the sign whitening depends on."""
     return digest("genesis", canonical(genesis.as_dict())).hex()
 
 

@@ -263,7 +263,7 @@ class Finding:
     earlier queries that any of the partials knows of.
 
     `audits` explain what the query leaves out: leaves, by the digest of the challenge that had them opened.
-    `log10_choices` counts the choices that whoever asked had (`omissions`). `charged` is `agreed` raised for them,
+    `log10_choices` counts the choices that the asker had (`omissions`). `charged` is `agreed` raised for them,
     before `failed` raises it further; `log10_p` and `log10_bound` allow for them too.
     """
 
