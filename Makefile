@@ -23,22 +23,22 @@ test-slow: setup
 SEED ?= 0
 COUNT ?= 2000
 fuzz: setup
-	$(BIN)/python -m tests.fuzz --seed $(SEED) --count $(COUNT)
+	$(BIN)/python -m tests.kit.fuzz --seed $(SEED) --count $(COUNT)
 
 # Flower in simulation, which brings along Ray: what `make test` skips where they are not installed
 flower-test: .venv/.flower
-	$(BIN)/python -m pytest -m "not slow" tests/test_flower.py tests/test_flower_examples.py tests/test_golden.py
+	$(BIN)/python -m pytest -m "not slow" tests/flower/test_flower.py tests/flower/test_flower_examples.py tests/house/test_golden.py
 
 # Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
 deploy-test: .venv/.flower
-	$(BIN)/python -m pytest -m deploy -s tests/test_deploy.py
+	$(BIN)/python -m pytest -m deploy -s tests/flower/test_deploy.py
 
 # what must be tidy before anything is tested
 check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q tests/house/test_layers.py
 
 format: setup
 	$(BIN)/ruff format

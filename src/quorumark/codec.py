@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from quorumark import field
 from quorumark.errors import EncodingError, InputError
-from quorumark.field import Vector, _cpu, _parallel
+from quorumark.field import Vector, kernels, parallel
 
 __all__ = ["FRACTION_BITS", "LIMIT", "decode", "encode", "encode_axpy", "round_trip"]
 
@@ -32,7 +32,7 @@ def encode(values: Any, weight: float = 1.0, out: Vector | None = None, *, name:
     """
     flat, scale = _prepare(values, weight, name)
     target = np.empty(flat.size, np.uint64) if out is None else _target(out, values)
-    _parallel.spread(lambda b, e: _cpu.encode(flat[b:e], scale, target[b:e]), flat.size)
+    parallel.spread(lambda b, e: kernels.encode(flat[b:e], scale, target[b:e]), flat.size)
     return target.reshape(values.shape) if out is None else out
 
 
@@ -63,7 +63,7 @@ def encode_axpy(
         raise InputError("out", "must be x itself or not overlap it", "an array that overlaps in part")
     addend = np.ascontiguousarray(x).reshape(-1)
     target = np.empty(flat.size, np.uint64) if out is None else _target(out, values)
-    _parallel.spread(lambda b, e: _cpu.encode_axpy(flat[b:e], scale, factor, addend[b:e], target[b:e]), flat.size)
+    parallel.spread(lambda b, e: kernels.encode_axpy(flat[b:e], scale, factor, addend[b:e], target[b:e]), flat.size)
     return target.reshape(values.shape) if out is None else out
 
 
@@ -88,7 +88,7 @@ def decode(
             "out", f"must be a contiguous {np.dtype(dtype)} array of shape {x.shape}", f"{out.dtype} {out.shape}"
         )
     flat, target = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
-    _parallel.spread(lambda b, e: _cpu.decode(flat[b:e], 1 / _SCALE, target[b:e]), flat.size)
+    parallel.spread(lambda b, e: kernels.decode(flat[b:e], 1 / _SCALE, target[b:e]), flat.size)
     return out
 
 
@@ -96,7 +96,7 @@ def round_trip(values: Any, *, name: str = "values") -> NDArray[Any]:
     """decode(encode(values)) in the values' own type: what fixed point leaves of them."""
     flat, scale = _prepare(values, 1.0, name)
     out = np.empty_like(flat)
-    _parallel.spread(lambda b, e: _cpu.round_trip(flat[b:e], scale, out[b:e]), flat.size)
+    parallel.spread(lambda b, e: kernels.round_trip(flat[b:e], scale, out[b:e]), flat.size)
     return out.reshape(values.shape)
 
 
@@ -111,7 +111,7 @@ def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float
         raise InputError("weight", "must be a number other than 0, below 2^19 in size", repr(weight))
     flat = np.ascontiguousarray(values).reshape(-1)
     bound = _largest(float(abs(weight)), flat.dtype)
-    if not all(_parallel.spread(lambda b, e: _cpu.within(flat[b:e], bound), flat.size)):
+    if not all(parallel.spread(lambda b, e: kernels.within(flat[b:e], bound), flat.size)):
         raise _refusal(flat, bound, weight, name)
     return flat, float(weight) * _SCALE
 

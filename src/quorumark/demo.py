@@ -22,21 +22,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from quorumark.attacks.suite import Subject, classifier, key_of_members, load_weights
-from quorumark.embed import Amplitudes
+from quorumark.align.matching import Groups
+from quorumark.consortium.home import Home
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import Unlock, replacing, write_shared
+from quorumark.consortium.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
 from quorumark.errors import EvidenceError, InputError, MissingDependencyError, RoundError
-from quorumark.federation import Federation, FederationMember, Losses, watch
 from quorumark.field import Vector
-from quorumark.home import Home
-from quorumark.identity import Identity
-from quorumark.keystore import Unlock, replacing, write_shared
-from quorumark.layout import ModelLayout, write_safetensors
-from quorumark.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
+from quorumark.model.layout import ModelLayout, write_safetensors
+from quorumark.model.training import torch_evaluate, torch_train
 from quorumark.report import certificate_page, write_page
-from quorumark.research import KnownKey, TensorsInMemory
-from quorumark.setup.local import found, make_key
-from quorumark.training import torch_evaluate, torch_train
-from quorumark.verify.align import Groups
+from quorumark.research.attacks.suite import Subject, classifier, key_of_members, load_weights
+from quorumark.research.known import KnownKey, TensorsInMemory
+from quorumark.round.amplitudes import Amplitudes
+from quorumark.setup.inprocess import found, make_key
+from quorumark.simulation import Federation, FederationMember, Losses, watch
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
 from quorumark.verify.evidence import Finding, Partial, Query
@@ -182,7 +182,7 @@ def _initial(world: _World, seed: int) -> dict[str, Any]:
 
 def _groups(world: _World) -> Groups:
     """Which channels of the network belong together: agreed on before the key exists, for verification with --align."""
-    from quorumark.verify.graph import derive_groups
+    from quorumark.align.trace import derive_groups
 
     return derive_groups(world.make(), world.test[0][:1])
 
@@ -384,7 +384,7 @@ def subject(folder: Path) -> Subject:
             raise InputError("the folder", "must be what `quorumark demo --out` of this release left", f"no {name}")
     import torch
 
-    from quorumark.attacks import Target, public_scales
+    from quorumark.research.attacks import Target, public_scales
 
     world = _world()
     reference = Reference.read(folder / "consortium.json")

@@ -25,7 +25,7 @@ import numpy as np
 
 from quorumark import field
 from quorumark.errors import DecodingError, InputError, ShareError
-from quorumark.field import P, Stream, Vector, _cpu, _parallel
+from quorumark.field import P, Stream, Vector, kernels, parallel
 
 __all__ = [
     "CompressedShare",
@@ -109,10 +109,10 @@ def _share_into(secret: Vector, threshold: int, out: Vector) -> None:
             stop = min(start + tile, end)
             used = words[: (threshold - 1) * (stop - start)]
             stream.words(used, start=start * (threshold - 1))
-            _cpu.newton_shares(secret[start:stop], used, threshold, members, out, start)
+            kernels.newton_shares(secret[start:stop], used, threshold, members, out, start)
 
     additions = threshold * members  # per element, each a quarter of a multiplication
-    _parallel.spread(part, secret.size, smallest=max(64, 4 * _parallel.SMALLEST_WORK // additions))
+    parallel.spread(part, secret.size, smallest=max(64, 4 * parallel.SMALLEST_WORK // additions))
 
 
 # --- Lagrange ---------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Makes the test vectors in v1/. It uses none of quorumark's code: Python ints, fractions, hashlib, and AES and Ed25519
-from the `cryptography` package. Run it from anywhere; the files must not change (tests/test_vectors.py compares).
+from the `cryptography` package. Run it from anywhere; the files must not change (tests/house/test_vectors.py compares).
 
 Files written by a release stay readable by all later ones: add new files, never change these.
 """

@@ -13,10 +13,10 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
+from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.records import Terms
 from quorumark.flower import make_key, verify_model, watermarked
-from quorumark.keystore import write_shared
-from quorumark.layout import write_safetensors
-from quorumark.records import Terms
+from quorumark.model.layout import write_safetensors
 from quorumark.verify.reference import Reference
 
 app = ServerApp()

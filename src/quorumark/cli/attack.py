@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from quorumark.attacks.plan import Plan
-    from quorumark.attacks.suite import Subject
+    from quorumark.research.attacks.plan import Plan
+    from quorumark.research.attacks.suite import Subject
 
 app = typer.Typer(
     help="How hard is the mark to remove? Attacks on a model whose key was put together for it: research only.",
@@ -27,8 +27,8 @@ def run(
     plot: Figures = True,
 ) -> None:
     """Run a plan of attacks on a model of your own. Rows that results.csv has already are not run again."""
-    from quorumark.attacks.plan import read_plan
-    from quorumark.attacks.suite import read_subject
+    from quorumark.research.attacks.plan import read_plan
+    from quorumark.research.attacks.suite import read_subject
 
     read = read_plan(plan)
     _run(read_subject(read), read, out, plot)
@@ -43,9 +43,9 @@ def suite(
     plot: Figures = True,
 ) -> None:
     """Run every attack on the demo's model: with the paper's settings, or quickly with small budgets."""
-    from quorumark.attacks.plan import read_plan
     from quorumark.demo import subject
     from quorumark.errors import InputError
+    from quorumark.research.attacks.plan import read_plan
 
     if quick and plan is not None:
         raise InputError("--quick and --plan", "exclude each other", "both")
@@ -57,8 +57,8 @@ def plot_results(
     out: Annotated[Path, typer.Argument(help="The folder of a suite, with results.csv.")],
 ) -> None:
     """Draw the figures and the page again, from results.csv."""
-    from quorumark.attacks.suite import read_results
-    from quorumark.report.attacks import write_report
+    from quorumark.research.attacks.suite import read_results
+    from quorumark.research.page import write_report
 
     title, threshold, rows = read_results(out)
     written = write_report(out, title, rows, threshold)
@@ -68,9 +68,9 @@ def plot_results(
 def _run(subject: Subject, plan: Plan, out: Path, plot: bool) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from quorumark.attacks.suite import run as run_plan
     from quorumark.cli.console import make_console
-    from quorumark.report.attacks import write_report
+    from quorumark.research.attacks.suite import run as run_plan
+    from quorumark.research.page import write_report
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = make_console(stderr=True)

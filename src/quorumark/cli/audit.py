@@ -31,7 +31,7 @@ from quorumark.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quorumark.records import Manifest
+    from quorumark.consortium.records import Manifest
     from quorumark.verify.audit import Challenge
     from quorumark.verify.evidence import Finding
     from quorumark.verify.omissions import Audits
@@ -55,8 +55,8 @@ def challenge(
     json: Json = False,
 ) -> None:
     """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
+    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InputError
-    from quorumark.keystore import write_shared
     from quorumark.verify.audit import LIFE
     from quorumark.verify.audit import challenge as draw
     from quorumark.verify.reference import read_chain
@@ -100,9 +100,9 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError
-    from quorumark.home import Home, read_as
-    from quorumark.keystore import write_shared
     from quorumark.verify.audit import Challenge, open_leaves
     from quorumark.verify.ledger import Ledger
 
@@ -142,7 +142,7 @@ def record(
     What t members opened is public, and this member answers no query about it any more. A proof holds the certificate,
     the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
     """
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
     from quorumark.verify.audited import explain
     from quorumark.verify.ledger import Ledger
 
@@ -192,8 +192,8 @@ def check(
 
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
-    from quorumark.home import read_as, read_file
-    from quorumark.keystore import write_shared
+    from quorumark.consortium.home import read_as, read_file
+    from quorumark.consortium.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_audit
     from quorumark.verify.audited import LARGEST, Audit, explain
     from quorumark.verify.coalition import prepare_again

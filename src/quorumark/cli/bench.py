@@ -23,7 +23,7 @@ def field(
     cuda: Annotated[bool, typer.Option("--cuda", help="The kernels for CUDA, on this machine's GPU.")] = False,
 ) -> None:
     """Arithmetic mod 2^61−1: against memcpy, one thread, galois and Python ints."""
-    from quorumark.bench import field as bench
+    from quorumark.research.bench import field as bench
 
     if cuda:
         _run("Field arithmetic mod 2^61−1 on a GPU", bench.cuda_rows(), json, with_peers=False)
@@ -34,7 +34,7 @@ def field(
 @app.command("shamir")
 def shamir(json: Json = None, quick: Quick = False) -> None:
     """Sharing: against the paper's torch code, galois and Python ints."""
-    from quorumark.bench import shamir as bench
+    from quorumark.research.bench import shamir as bench
 
     _run("Shamir sharing", bench.rows(quick), json)
 
@@ -42,7 +42,7 @@ def shamir(json: Json = None, quick: Quick = False) -> None:
 @app.command("dkg")
 def dkg(json: Json = None, quick: Quick = False) -> None:
     """The dealer-free setup: one member's computation and traffic, against the paper's protocol."""
-    from quorumark.bench import dkg as bench
+    from quorumark.research.bench import dkg as bench
 
     _run("Dealer-free setup, one member", bench.rows(quick), json)
 
@@ -50,7 +50,7 @@ def dkg(json: Json = None, quick: Quick = False) -> None:
 @app.command("dealer")
 def dealer(json: Json = None, quick: Quick = False) -> None:
     """The setup with a dealer: the dealer's and one member's computation and traffic, against the paper's."""
-    from quorumark.bench import dealer as bench
+    from quorumark.research.bench import dealer as bench
 
     _run("Setup with a dealer", bench.rows(quick), json)
 
@@ -63,8 +63,8 @@ def plot(
     out: Annotated[Path, typer.Option(help="Where the SVG goes.")] = Path("docs/figures/setup-overhead.svg"),
 ) -> None:
     """Draw the setup's overhead from the results: needs the extra `report`."""
-    from quorumark.bench.plot import draw
     from quorumark.errors import InputError
+    from quorumark.research.bench.plot import draw
 
     if not out.parent.is_dir():
         raise InputError("--out", "must name a file in a folder that exists", str(out))
@@ -81,8 +81,8 @@ def verify(
     ] = False,
 ) -> None:
     """Verification: the canonical form, the inner product and the commands, for ResNet-18's weights."""
-    from quorumark.bench import billion as large
-    from quorumark.bench import verify as bench
+    from quorumark.research.bench import billion as large
+    from quorumark.research.bench import verify as bench
 
     if billion:
         _run("Verification of 1.126 billion weights", large.rows(), json, with_peers=False)
@@ -98,7 +98,7 @@ def align(
     ] = None,
 ) -> None:
     """Alignment of a language model in disguise: what it brings back of z, and its time against z without it."""
-    from quorumark.bench import align as bench
+    from quorumark.research.bench import align as bench
 
     _run("Alignment", bench.rows(model), json, with_peers=False)
 
@@ -106,7 +106,7 @@ def align(
 @app.command("secagg")
 def secagg(json: Json = None, quick: Quick = False) -> None:
     """Secure aggregation: a client's and the server's computation, against Flower's SecAgg+."""
-    from quorumark.bench import secagg as bench
+    from quorumark.research.bench import secagg as bench
 
     _run("Secure aggregation", bench.rows(quick), json, with_peers=False)
 
@@ -114,7 +114,7 @@ def secagg(json: Json = None, quick: Quick = False) -> None:
 @app.command("round")
 def round_(json: Json = None, quick: Quick = False) -> None:
     """A whole round of members and server in one process, without training, against plain FedAvg."""
-    from quorumark.bench import round as bench
+    from quorumark.research.bench import round as bench
 
     _run("A round", bench.rows(quick), json, with_peers=False)
 
@@ -128,7 +128,7 @@ def flower(
     ] = None,
 ) -> None:
     """A round of the same Flower app with and without the mark: in simulation, and from a deployment's summary."""
-    from quorumark.bench import flower as bench
+    from quorumark.research.bench import flower as bench
 
     def rows() -> Iterator[Any]:
         if deployment is not None:
@@ -141,9 +141,9 @@ def flower(
 def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool = True) -> None:
     from rich.table import Table
 
-    from quorumark.bench import peers, write_rows
     from quorumark.cli.console import make_console
     from quorumark.errors import InputError
+    from quorumark.research.bench import peers, write_rows
 
     if json is not None and not json.parent.is_dir():
         raise InputError("--json", "must name a file in a folder that exists", str(json))

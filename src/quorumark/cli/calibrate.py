@@ -24,12 +24,12 @@ def calibrate(
     from rich.progress import Progress
 
     from quorumark.cli.console import make_console
+    from quorumark.consortium.home import read_as
     from quorumark.errors import InputError, LayoutError
-    from quorumark.home import read_as
-    from quorumark.layout import ModelLayout
+    from quorumark.model.layout import ModelLayout
+    from quorumark.model.statistic import canonical_form
+    from quorumark.model.suspect import match_layout, read_suspect
     from quorumark.verify.calibration import calibrate as run
-    from quorumark.verify.statistic import canonical_form
-    from quorumark.verify.suspect import match_layout, read_suspect
 
     shape = read_as(layout, "a layout", ModelLayout.from_bytes)
     reference = read_suspect(anchor)

@@ -62,17 +62,17 @@ def create(
     """
     import datetime
 
-    from quorumark.embed import Strength
+    from quorumark.align.lora import base_layout
+    from quorumark.align.matching import Groups
+    from quorumark.consortium.hiding import check_roster
+    from quorumark.consortium.home import read_as
+    from quorumark.consortium.keystore import write_shared
+    from quorumark.consortium.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
+    from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
-    from quorumark.hiding import check_roster
-    from quorumark.home import read_as
-    from quorumark.keystore import write_shared
-    from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
-    from quorumark.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
-    from quorumark.verify.align import Groups
-    from quorumark.verify.lora import base_layout
+    from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
+    from quorumark.model.suspect import read_suspect
     from quorumark.verify.reference import describe_lora
-    from quorumark.verify.suspect import read_suspect
 
     if (out / "terms.json").exists():
         raise InputError("--out", "must not hold terms already", str(out))
@@ -136,7 +136,7 @@ def show(
     from rich.table import Table
 
     from quorumark.cli.console import make_console
-    from quorumark.records import FIXED_POLICY
+    from quorumark.consortium.records import FIXED_POLICY
 
     terms, manifest = _read(file)
     if json:
@@ -171,8 +171,8 @@ def check(
     ] = None,
 ) -> None:
     """Check a manifest: every member's signature, and every step since the first one."""
+    from quorumark.consortium.home import follow_back
     from quorumark.errors import RecordError
-    from quorumark.home import follow_back
 
     terms, manifest = _read(file)
     if manifest is None:
@@ -203,11 +203,11 @@ def amend(
     consortium: Which = None,
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
+    from quorumark.consortium.hiding import check_roster
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.keystore import write_shared
+    from quorumark.consortium.records import Card
     from quorumark.errors import InputError
-    from quorumark.hiding import check_roster
-    from quorumark.home import Home, read_as
-    from quorumark.keystore import write_shared
-    from quorumark.records import Card
     from quorumark.setup.amend import changes, needs_new_shares, propose
 
     def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
@@ -261,8 +261,8 @@ def sign_amendment(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
-    from quorumark.home import Home, read_as
-    from quorumark.records import Terms
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes, sign
     from quorumark.setup.chain import find_place
 
@@ -288,8 +288,8 @@ def update_manifest(
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Take over a later manifest, after an old backup was restored. The share must then be recovered."""
-    from quorumark.home import Home, read_as
-    from quorumark.records import Manifest
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.records import Manifest
     from quorumark.setup.amend import update
 
     later = read_as(manifest, "a consortium's manifest", Manifest.from_bytes)
@@ -300,10 +300,10 @@ def update_manifest(
 
 def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
     """The digest of a model as an anchor."""
+    from quorumark.consortium.home import read_as
+    from quorumark.consortium.records import anchor_digest
     from quorumark.errors import InputError
-    from quorumark.home import read_as
-    from quorumark.layout import ModelLayout
-    from quorumark.records import anchor_digest
+    from quorumark.model.layout import ModelLayout
 
     if layout is None:
         raise InputError("--layout", "must be given with --anchor", "nothing")
@@ -325,8 +325,8 @@ def _pairs(option: str, texts: list[str] | None, name: str = "NAME") -> dict[str
 
 def _policy(texts: list[str] | None) -> dict[str, str]:
     """Settings of a policy, checked: what is misspelt here would be in force, signed by all, and do nothing or harm."""
+    from quorumark.consortium.records import FIXED_POLICY
     from quorumark.errors import InputError
-    from quorumark.records import FIXED_POLICY
     from quorumark.verify.null import decimal_of
 
     found = _pairs("--policy", texts)
@@ -349,7 +349,7 @@ def _policy(texts: list[str] | None) -> dict[str, str]:
 def _statistic(name: str) -> str:
     """A statistic that members can answer with."""
     from quorumark.errors import InputError
-    from quorumark.verify.statistic import STATISTICS
+    from quorumark.model.statistic import STATISTICS
 
     if name not in STATISTICS:
         raise InputError("--statistic", f"must be one of {', '.join(STATISTICS)}", repr(name))
@@ -358,9 +358,9 @@ def _statistic(name: str) -> str:
 
 def _card(text: str) -> tuple[Any, int]:
     """A card and a number of examples from CARD.json or CARD.json:EXAMPLES."""
-    from quorumark.home import read_as
-    from quorumark.identity import verify_card
-    from quorumark.records import Card
+    from quorumark.consortium.home import read_as
+    from quorumark.consortium.identity import verify_card
+    from quorumark.consortium.records import Card
 
     path, _, examples = text.rpartition(":") if text.rpartition(":")[2].isdecimal() else (text, "", "1")
     card = read_as(Path(path), "a member's card", Card.from_bytes)
@@ -369,8 +369,8 @@ def _card(text: str) -> tuple[Any, int]:
 
 
 def _read(file: Path) -> tuple[Any, Any]:
-    from quorumark.home import read_file
-    from quorumark.records import Manifest, Terms
+    from quorumark.consortium.home import read_file
+    from quorumark.consortium.records import Manifest, Terms
 
     data = read_file(file, "terms or a manifest")
     if b'"quorumark-terms/' in data[:4096] and b'"quorumark-manifest/' not in data:

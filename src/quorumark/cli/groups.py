@@ -22,11 +22,11 @@ def groups(
     the mixings: channels within heads that can be replaced by mixtures of each other; and the stream: channels between
     RMSNorms that can be turned as a whole.
     """
+    from quorumark.align.trace import derive_groups
+    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InputError
-    from quorumark.keystore import write_shared
-    from quorumark.layout import ModelLayout
-    from quorumark.usercode import example_inputs, load_function, told_by
-    from quorumark.verify.graph import derive_groups
+    from quorumark.model.layout import ModelLayout
+    from quorumark.model.usercode import example_inputs, load_function, told_by
 
     inputs = example_inputs(example)
     module = load_function(model)()

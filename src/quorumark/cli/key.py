@@ -26,8 +26,8 @@ def reconstruct(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Reconstruct the key from t shares, this member's among them, and check it against what was committed to."""
+    from quorumark.consortium.home import Home
     from quorumark.errors import InputError
-    from quorumark.home import Home
     from quorumark.setup.reveal import reconstruct_key
 
     if not understood:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from quorumark.lab.config import Settings
-    from quorumark.lab.data import ImageSet
+    from quorumark.research.lab.config import Settings
+    from quorumark.research.lab.data import ImageSet
 
 app = typer.Typer(help="The paper's experiments: run them, and see what came out.", no_args_is_help=True)
 
@@ -34,8 +34,8 @@ Rounds = Annotated[int | None, typer.Option("--rounds", help="Another number of 
 @app.command("list")
 def list_(results: Results = Path("results")) -> None:
     """The configurations, and how many of their runs have results."""
-    from quorumark.lab.config import configurations, read
-    from quorumark.lab.results import finished, read_all
+    from quorumark.research.lab.config import configurations, read
+    from quorumark.research.lab.results import finished, read_all
 
     done = read_all(results)
     for name in configurations():
@@ -86,10 +86,10 @@ def run(
 ) -> None:
     """Run a configuration's runs, or go on with them; those that are done are left out."""
     from quorumark.errors import InputError
-    from quorumark.lab.config import read
-    from quorumark.lab.removal import read_plan
-    from quorumark.lab.series import Clock, Series
-    from quorumark.lab.workbench import Workbench
+    from quorumark.research.lab.config import read
+    from quorumark.research.lab.removal import read_plan
+    from quorumark.research.lab.series import Clock, Series
+    from quorumark.research.lab.workbench import Workbench
 
     chosen, clock = _chosen(configuration, only, seed, rounds, evaluate_every, patience), Clock(seconds)
     nets: Any = ({} if dither is None else {"dither": dither}) | ({"continuity": True} if continuity else {})
@@ -137,7 +137,7 @@ def attack(
 ) -> None:
     """Attack a run's released model with the paper's budgets, or go on with it; results are in RESULTS/attacks."""
     from quorumark.errors import InputError
-    from quorumark.lab.attacked import Attacked, draw, read_attacked
+    from quorumark.research.lab.attacked import Attacked, draw, read_attacked
 
     if plot:
         found = read_attacked(results / "attacks")
@@ -146,7 +146,7 @@ def attack(
         drawn = draw(found[run], figures)
         typer.echo(f"{len(found[run].rows)} rows; drawn: {', '.join(path.name for path in drawn)}")
         return
-    from quorumark.lab.attack import Suite, open_run
+    from quorumark.research.lab.attack import Suite, open_run
 
     start = time.monotonic()
     opened, images = open_run(runs / run, data, _device(device))
@@ -172,8 +172,8 @@ def tokens(
     other_text: OtherText = None,
 ) -> None:
     """Make the tokens that runs need, for a machine without the tokenizers package."""
-    from quorumark.lab.series import Clock
-    from quorumark.lab.workbench import Workbench
+    from quorumark.research.lab.series import Clock
+    from quorumark.research.lab.workbench import Workbench
 
     bench = Workbench(models, data, cache, Path("results"), Path("runs/lab"), "cpu", False, Clock(None), other_text)
     for name, dataset in {(s.model, s.dataset): None for s in _chosen(configuration, only, None, None)}:
@@ -188,7 +188,7 @@ def import_model(
     out: Annotated[Path, typer.Argument(help="The folder that it becomes.")],
 ) -> None:
     """Make a folder for transformers from a GGUF file, dequantised: needs the extra `gguf`."""
-    from quorumark.lab.language import import_gguf
+    from quorumark.research.lab.language import import_gguf
 
     typer.echo(f"written: {out}, {import_gguf(source, out):,} parameters")
 
@@ -201,9 +201,10 @@ def table(
 ) -> None:
     """Make docs/results.md from the result files."""
     from quorumark.errors import InputError, RecordError
-    from quorumark.lab.attacked import section
-    from quorumark.lab.config import configurations, read
-    from quorumark.lab.results import ATTACKED, attack_section, page, read_all, replace_text
+    from quorumark.research.lab.attacked import section
+    from quorumark.research.lab.config import configurations, read
+    from quorumark.research.lab.page import attack_section, page
+    from quorumark.research.lab.results import ATTACKED, read_all, replace_text
 
     if not results.is_dir():
         raise InputError("--results", "must be a folder with the results of runs", str(results))
@@ -227,7 +228,7 @@ def collect(
 ) -> None:
     """Take over result files that are new, or of longer runs than those that are here."""
     from quorumark.errors import InputError
-    from quorumark.lab.results import read_all, write
+    from quorumark.research.lab.results import read_all, write
 
     found = read_all(source)
     if not found:
@@ -245,9 +246,9 @@ def plot(
 ) -> None:
     """Draw z against the number of members, or against the strength: needs the extra `report`."""
     from quorumark.errors import InputError
-    from quorumark.lab.config import read
-    from quorumark.lab.plot import draw
-    from quorumark.lab.results import read_all
+    from quorumark.research.lab.config import read
+    from quorumark.research.lab.plot import draw
+    from quorumark.research.lab.results import read_all
 
     found = read(configuration)
     target = out or Path(f"docs/figures/lab-{found.name}.svg")
@@ -269,8 +270,8 @@ def time_(
     device: Device = "auto",
 ) -> None:
     """Seconds a round on this machine, with images of noise of CIFAR's size and number."""
-    from quorumark.lab.config import Settings
-    from quorumark.lab.timing import kernels, timings
+    from quorumark.research.lab.config import Settings
+    from quorumark.research.lab.timing import kernels, timings
 
     steps = ("crop", "flip", "autoaugment")
     settings = Settings("noise", strength, model=model, augment=steps)
@@ -300,7 +301,7 @@ def _chosen(
     from fnmatch import fnmatchcase
 
     from quorumark.errors import InputError
-    from quorumark.lab.config import read
+    from quorumark.research.lab.config import read
 
     found_in = read(configuration)
     if patience is not None and found_in.task != "language":
@@ -314,7 +315,7 @@ def _chosen(
 
 
 def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
-    from quorumark.lab.masked import compare
+    from quorumark.research.lab.masked import compare
 
     for r in compare(settings, images, rounds):
         mark = f"the mark's largest part {r.largest:.2e}" if r.marked else "no mark yet"

@@ -21,7 +21,7 @@ def layout(
     json: Annotated[bool, typer.Option("--json", help="Print the layout itself, as canonical JSON.")] = False,
 ) -> None:
     """Show which weights of a model (a .safetensors file) would carry a mark."""
-    from quorumark.layout import DEFAULT_EXCLUDE, ModelLayout
+    from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
 
     excluded = [*(() if carry_embeddings else DEFAULT_EXCLUDE), *(exclude or ())]
     found = ModelLayout.of(file, include=include or ("*",), exclude=excluded, max_coordinates=max_coordinates)

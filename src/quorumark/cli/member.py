@@ -20,7 +20,7 @@ def init(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Make this member's keys. A --key-file that does not exist is made."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     created = Home.create(home, name, unlock(key_file, passphrase_file, new=True))
     typer.echo(
@@ -31,7 +31,7 @@ def init(
 @app.command("card")
 def card(home: HomeOption = DEFAULT_HOME) -> None:
     """Print this member's card: public, for the others."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     typer.echo(Home(home).card().to_bytes().decode())
 
@@ -42,7 +42,7 @@ def backup(
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Copy this member's folder into one file."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     typer.echo(f"{Home(home).backup(to)} files backed up to {to}; the passphrase or key file is not among them")
 
@@ -52,7 +52,7 @@ def restore(
     backup: Annotated[Path, typer.Argument(help="A file that `member backup` wrote.")], home: HomeOption = DEFAULT_HOME
 ) -> None:
     """Make this member's folder from a backup."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     typer.echo(f"{Home.restore(backup, home).card().name} restored to {home}")
 
@@ -70,9 +70,9 @@ def rounds(
 ) -> None:
     """Make this member's memory of rounds, without which an engine's rounds are refused. With --lost it takes part
     again as soon as others say that the model is newer than its loss; until then it could do things twice."""
-    from quorumark.engine.journal import create_memory
+    from quorumark.consortium.home import Home
     from quorumark.errors import InputError
-    from quorumark.home import Home
+    from quorumark.node.journal import create_memory
 
     if new == lost:
         raise InputError("--new or --lost", "must be given, one of the two", "both" if new else "neither")
@@ -98,8 +98,8 @@ def consent(
 ) -> None:
     """Let this member answer once more from a model for which it has answered: a second run from the initial model, or
     another sum from the last one, where the first can never be opened."""
-    from quorumark.engine.journal import Journal
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
+    from quorumark.node.journal import Journal
 
     member = Home(home)
     journal = Journal(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)))
@@ -127,11 +127,11 @@ def serve(
     import signal
     import threading
 
-    from quorumark.checks import is_hex
-    from quorumark.engine.member import MemberNode
-    from quorumark.engine.signer import SignerServer
+    from quorumark.consortium.checks import is_hex
+    from quorumark.consortium.home import Home
     from quorumark.errors import InputError
-    from quorumark.home import Home
+    from quorumark.node.member import MemberNode
+    from quorumark.node.signer import SignerServer
 
     for option, digest in (("--terms", terms), ("--manifest", manifest)):
         if digest is not None and not is_hex(digest, 32):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from quorumark.keystore import Unlock
-    from quorumark.records import Manifest
-    from quorumark.setup.folder import Progress
+    from quorumark.consortium.keystore import Unlock
+    from quorumark.consortium.records import Manifest
+    from quorumark.setup.exchange import Progress
     from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
 
@@ -59,7 +59,7 @@ def report(progress: Progress, home: Path) -> None:
 
 def in_force(manifest: Manifest, home: Path) -> str:
     """A manifest, and where this member has it: others need the file for verifications."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     places = (place.manifest_path for place in Home(home).consortia())
     content = manifest.to_bytes()
@@ -72,8 +72,8 @@ def unlock(key_file: Path | None, passphrase_file: Path | None, *, new: bool = F
 
     Never from the command line or the environment, where other processes can see it.
     """
+    from quorumark.consortium.keystore import Unlock
     from quorumark.errors import InputError
-    from quorumark.keystore import Unlock
 
     if key_file is not None and passphrase_file is not None:
         raise InputError("--key-file and --passphrase-file", "exclude each other", "both")
@@ -102,7 +102,7 @@ EXIT_CODES = {"PASSED": 0, "FAILED": 1, "INCONCLUSIVE": 2}
 
 
 def read_certificate(path: Path) -> Certificate:
-    from quorumark.home import read_as
+    from quorumark.consortium.home import read_as
     from quorumark.verify.certificate import Certificate
 
     return read_as(path, "a certificate", Certificate.from_bytes)
@@ -115,8 +115,8 @@ def file_name(name: str) -> str:
 
 def read_audits(paths: list[Path] | None) -> list[Audit]:
     """Proofs of audits, as `verify audit check --keep` wrote them."""
+    from quorumark.consortium.home import read_file
     from quorumark.errors import EvidenceError, QuorumarkError
-    from quorumark.home import read_file
     from quorumark.verify.audited import LARGEST, Audit
 
     found = []

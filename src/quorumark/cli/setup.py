@@ -29,10 +29,10 @@ def dkg(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.records import Terms
     from quorumark.errors import InputError
-    from quorumark.home import Home, read_as
-    from quorumark.records import Terms
-    from quorumark.setup.folder import advance
+    from quorumark.setup.exchange import advance
     from quorumark.setup.paper import leak
 
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
@@ -59,8 +59,8 @@ def check_setup(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Check together that the shares on disk fit together and hold a key. Use a new folder; run it again until done."""
-    from quorumark.home import Home
-    from quorumark.setup.folder import check
+    from quorumark.consortium.home import Home
+    from quorumark.setup.exchange import check
 
     member = Home(home)
     place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
@@ -81,9 +81,9 @@ def discard_ceremony(
     consortium: Which = None,
 ) -> None:
     """Forget a ceremony (setup, check, resharing) that has failed. All members do so, and start with a new folder."""
-    from quorumark.home import Home, read_as
-    from quorumark.records import Terms
-    from quorumark.setup.folder import discard
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.records import Terms
+    from quorumark.setup.exchange import discard
 
     member = Home(home)
     if terms is not None:
@@ -100,8 +100,8 @@ def dealer(terms: TermsFile, folder: Folder) -> None:
     from rich.progress import Progress
 
     from quorumark.cli.console import make_console
-    from quorumark.home import read_as
-    from quorumark.records import Terms
+    from quorumark.consortium.home import read_as
+    from quorumark.consortium.records import Terms
     from quorumark.setup.dealer import deal
 
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
@@ -125,8 +125,8 @@ def accept_share(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Take the share that a dealer dealt: check it, seal it, sign. Run it again once all have signed."""
-    from quorumark.home import Home, read_as
-    from quorumark.records import Terms
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.records import Terms
     from quorumark.setup.dealer import accept
 
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)

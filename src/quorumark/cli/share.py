@@ -17,9 +17,9 @@ app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no
 @app.command("inspect")
 def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what a sealed share says of itself; opens nothing."""
-    from quorumark.home import Home
-    from quorumark.keystore import SealedReader
-    from quorumark.shares import ShareInfo
+    from quorumark.consortium.home import Home
+    from quorumark.consortium.keystore import SealedReader
+    from quorumark.consortium.shares import ShareInfo
 
     place = Home(home).only_consortium(consortium)
     place.manifest()  # an unfinished setup says so
@@ -44,7 +44,7 @@ def verify(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Open the share and check every bit of it against the manifest that all members signed."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     place = Home(home).only_consortium(consortium)
     info = place.verify_share(unlock(key_file, passphrase_file)).info
@@ -61,8 +61,8 @@ def recover(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Get a lost share back from t helpers. First with --helpers, to ask; then without, until it says recovered."""
+    from quorumark.consortium.home import Home
     from quorumark.errors import InputError
-    from quorumark.home import Home
     from quorumark.setup.recover import finish, request
 
     member = Home(home)
@@ -93,7 +93,7 @@ def help_other(
 
     Helpers first say hello to each other; run it again when all have, until it says answered.
     """
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
     from quorumark.setup.recover import help_recover
 
     member = Home(home)
@@ -117,8 +117,8 @@ def refresh(
 
     Run it again until it says finished. Old shares are erased here; whoever kept t old copies still has the key.
     """
-    from quorumark.home import Home
-    from quorumark.setup.folder import reshare as advance
+    from quorumark.consortium.home import Home
+    from quorumark.setup.exchange import reshare as advance
 
     member = Home(home)
     place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
@@ -140,11 +140,11 @@ def reshare(
     Run it again until it says finished. The shares of members who left are worth nothing afterwards, unless t of them
     were kept.
     """
-    from quorumark.home import Home, read_as
-    from quorumark.records import Terms
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes
     from quorumark.setup.chain import find_place
-    from quorumark.setup.folder import reshare as advance
+    from quorumark.setup.exchange import reshare as advance
 
     member = Home(home)
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
@@ -168,11 +168,11 @@ def hand_over(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Seal a copy of this share to another member, for `key reconstruct`."""
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.identity import verify_card
+    from quorumark.consortium.keystore import Unlock
+    from quorumark.consortium.records import Card
     from quorumark.errors import InputError
-    from quorumark.home import Home, read_as
-    from quorumark.identity import verify_card
-    from quorumark.keystore import Unlock
-    from quorumark.records import Card
 
     if not understood:
         raise InputError("--i-understand-this-hands-over-my-share", "must be given", "nothing")

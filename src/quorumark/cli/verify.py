@@ -36,8 +36,8 @@ from quorumark.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from quorumark.home import ConsortiumFolder
-    from quorumark.records import Terms
+    from quorumark.consortium.home import ConsortiumFolder
+    from quorumark.consortium.records import Terms
     from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Query
@@ -90,8 +90,8 @@ def prepare(
 
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
+    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InconclusiveError
-    from quorumark.keystore import write_shared
     from quorumark.verify.coalition import prepare as prepare_query
 
     place = _place(home, consortium, manifest)
@@ -146,8 +146,8 @@ def partial(
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
     too much. Without --approve and without a policy file that allows it, you are asked.
     """
-    from quorumark.home import Home, read_as
-    from quorumark.keystore import write_shared
+    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.keystore import write_shared
     from quorumark.verify.coalition import answer
     from quorumark.verify.evidence import Query
 
@@ -203,9 +203,9 @@ def combine(
 
     Exits with the code of the verdict. A certificate that somebody has signed is not written over.
     """
+    from quorumark.consortium.home import read_as, read_file
+    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError, InputError, QuorumarkError
-    from quorumark.home import read_as, read_file
-    from quorumark.keystore import write_shared
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.coalition import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
@@ -242,8 +242,8 @@ def sign(
     json: Json = False,
 ) -> None:
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
-    from quorumark.home import Home
-    from quorumark.keystore import write_shared
+    from quorumark.consortium.home import Home
+    from quorumark.consortium.keystore import write_shared
     from quorumark.verify.coalition import sign as sign_certificate
 
     member = Home(home)
@@ -312,7 +312,7 @@ def check(
 @app.command("ledger")
 def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
     from quorumark.verify.guard import budget
     from quorumark.verify.ledger import Ledger
 
@@ -345,8 +345,8 @@ def _as_asked_before(query: Query, out: Path) -> tuple[Query, bool]:
     """
     from dataclasses import replace
 
+    from quorumark.consortium.home import read_as
     from quorumark.errors import QuorumarkError
-    from quorumark.home import read_as
     from quorumark.verify.evidence import Query
 
     try:
@@ -369,7 +369,7 @@ def _is_signed(path: Path) -> bool:
 
 def _place(home: Path, consortium: str | None, manifest: Path | None) -> ConsortiumFolder | None:
     """This member's folder, unless a manifest is named and there is no home: anybody may prepare and combine."""
-    from quorumark.home import Home
+    from quorumark.consortium.home import Home
 
     if manifest is not None and not (home / "identity.sealed").exists():
         return None

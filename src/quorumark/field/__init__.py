@@ -16,15 +16,28 @@ Rules that hold for all of them:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.errors import InputError
-from quorumark.field import _cpu, _parallel
-from quorumark.field._parallel import set_threads, threads
+from quorumark.field import kernels, parallel
+from quorumark.field._operands import (
+    P,
+    Vector,
+    as_array,
+    check,
+    check_output,
+    check_range,
+    check_scalar,
+    cuda,
+    on_cuda,
+    operands,
+    output,
+)
 from quorumark.field._random import KEY_BYTES, Stream, derive_key
+from quorumark.field.parallel import set_threads, threads
 
 __all__ = [
     "KEY_BYTES",
@@ -54,91 +67,85 @@ __all__ = [
     "to_signed",
 ]
 
-P = (1 << 61) - 1
-"""The field's prime, 2^61 − 1."""
-
-_SMALLEST_POWERS = _parallel.SMALLEST_WORK // 70  # 70 multiplications per element
-
-Vector: TypeAlias = NDArray[np.uint64]
-"""Field elements on the CPU. Functions also take CUDA tensors of int64; see the module's text."""
+_SMALLEST_POWERS = parallel.SMALLEST_WORK // 70  # 70 multiplications per element
 
 
 def add(x: Any, y: Any, out: Any = None, *, checked: bool = True) -> Any:
     """x + y."""
-    if _on_cuda(x):
-        return _cuda().add(x, y, out, checked)
-    return _elementwise(_cpu.add, {"x": x, "y": y}, out, checked)
+    if on_cuda(x):
+        return cuda().add(x, y, out, checked)
+    return _elementwise(kernels.add, {"x": x, "y": y}, out, checked)
 
 
 def sub(x: Any, y: Any, out: Any = None, *, checked: bool = True) -> Any:
     """x − y."""
-    if _on_cuda(x):
-        return _cuda().sub(x, y, out, checked)
-    return _elementwise(_cpu.sub, {"x": x, "y": y}, out, checked)
+    if on_cuda(x):
+        return cuda().sub(x, y, out, checked)
+    return _elementwise(kernels.sub, {"x": x, "y": y}, out, checked)
 
 
 def neg(x: Any, out: Any = None, *, checked: bool = True) -> Any:
     """−x."""
-    if _on_cuda(x):
-        return _cuda().neg(x, out, checked)
-    return _elementwise(_cpu.scale, {"x": x}, out, checked, first=np.uint64(P - 1))
+    if on_cuda(x):
+        return cuda().neg(x, out, checked)
+    return _elementwise(kernels.scale, {"x": x}, out, checked, first=np.uint64(P - 1))
 
 
 def mul(x: Any, y: Any, out: Any = None, *, checked: bool = True) -> Any:
     """x·y, element by element."""
-    if _on_cuda(x):
-        return _cuda().mul(x, y, out, checked)
-    return _elementwise(_cpu.mul, {"x": x, "y": y}, out, checked)
+    if on_cuda(x):
+        return cuda().mul(x, y, out, checked)
+    return _elementwise(kernels.mul, {"x": x, "y": y}, out, checked)
 
 
 def scale(a: int, x: Any, out: Any = None, *, checked: bool = True) -> Any:
     """a·x for one element a."""
     factor = check_scalar("a", a)
-    if _on_cuda(x):
-        return _cuda().scale(int(factor), x, out, checked)
-    return _elementwise(_cpu.scale, {"x": x}, out, checked, first=factor)
+    if on_cuda(x):
+        return cuda().scale(int(factor), x, out, checked)
+    return _elementwise(kernels.scale, {"x": x}, out, checked, first=factor)
 
 
 def axpy(a: Any, x: Any, y: Any, out: Any = None, *, checked: bool = True) -> Any:
     """y + a·x, for one element a or for a vector a of x's shape."""
     if isinstance(a, (int, np.integer)) and not isinstance(a, bool):
         factor = check_scalar("a", a)
-        if _on_cuda(x):
-            return _cuda().axpy(int(factor), x, y, out, checked)
-        return _elementwise(_cpu.axpy, {"x": x, "y": y}, out, checked, first=factor)
-    if _on_cuda(x):
-        return _cuda().muladd(a, x, y, out, checked)
-    return _elementwise(_cpu.muladd, {"a": a, "x": x, "y": y}, out, checked)
+        if on_cuda(x):
+            return cuda().axpy(int(factor), x, y, out, checked)
+        return _elementwise(kernels.axpy, {"x": x, "y": y}, out, checked, first=factor)
+    if on_cuda(x):
+        return cuda().muladd(a, x, y, out, checked)
+    return _elementwise(kernels.muladd, {"a": a, "x": x, "y": y}, out, checked)
 
 
 def dot(x: Any, y: Any, *, checked: bool = True) -> int:
     """Σ x·y mod p, as a Python int."""
-    if _on_cuda(x):
-        result: int = _cuda().dot(x, y, checked)
+    if on_cuda(x):
+        result: int = cuda().dot(x, y, checked)
         return result
-    a, b = _operands({"x": x, "y": y}, checked)
+    a, b = operands({"x": x, "y": y}, checked)
 
     def part(begin: int, end: int) -> int:
         total = 0
         for start in range(begin, end, 1 << 30):  # the kernel's sums are exact up to 2^31 elements
             sums = np.zeros(32, np.uint64)
             stop = min(start + (1 << 30), end)
-            _cpu.dot(a[start:stop], b[start:stop], sums)
+            kernels.dot(a[start:stop], b[start:stop], sums)
             total += sum(int(s) << (32 * (i // 8)) for i, s in enumerate(sums))
         return total
 
-    return sum(int(s) for s in _parallel.spread(part, a.size)) % P  # type: ignore[call-overload]
+    return sum(int(s) for s in parallel.spread(part, a.size)) % P  # type: ignore[call-overload]
 
 
 def inv(x: Any, out: Any = None, *, checked: bool = True) -> Any:
     """1/x. Zero has no inverse: an InputError, whatever `checked` says."""
-    if _on_cuda(x):
-        return _cuda().inv(x, out, checked)
-    (a,) = _operands({"x": x}, checked)
+    if on_cuda(x):
+        return cuda().inv(x, out, checked)
+    (a,) = operands({"x": x}, checked)
     if not a.all():
         where = int(np.flatnonzero(a == 0)[0])
         raise InputError("x", "must not hold 0, which has no inverse", f"0 at index {where}")
-    return _elementwise(_cpu.inverse, {"x": x}, out, checked=False, smallest=_SMALLEST_POWERS)
+    return _elementwise(kernels.inverse, {"x": x}, out, checked=False, smallest=_SMALLEST_POWERS)
 
 
 def inv_sqrt(x: Any, out: Any = None, *, checked: bool = True) -> Any:
@@ -147,12 +154,12 @@ def inv_sqrt(x: Any, out: Any = None, *, checked: bool = True) -> Any:
     For x = r² it is ±1/r, with the sign that makes r·inv_sqrt(r²) = r^((p−1)/2), the Legendre symbol of r:
     this is how the dealer-free setup makes signs that nobody knows.
     """
-    if _on_cuda(x):
-        return _cuda().inv_sqrt(x, out, checked)
-    (a,) = _operands({"x": x}, checked)
+    if on_cuda(x):
+        return cuda().inv_sqrt(x, out, checked)
+    (a,) = operands({"x": x}, checked)
     result = np.empty(a.size, np.uint64)  # not `out`: nothing is written there if x holds a non-square
-    wrong = _parallel.spread(
-        lambda begin, end: _cpu.inverse_sqrt(a[begin:end], result[begin:end]), a.size, smallest=_SMALLEST_POWERS
+    wrong = parallel.spread(
+        lambda begin, end: kernels.inverse_sqrt(a[begin:end], result[begin:end]), a.size, smallest=_SMALLEST_POWERS
     )
     if any(wrong):
         roots = mul(mul(result, result, checked=False), a, checked=False)
@@ -160,7 +167,7 @@ def inv_sqrt(x: Any, out: Any = None, *, checked: bool = True) -> Any:
         raise InputError("x", "must hold non-zero squares mod p only", f"none at index {where}")
     if out is None:
         return result.reshape(np.shape(x))
-    target = _output(out, {"x": x})
+    target = output(out, {"x": x})
     target[:] = result
     return out
 
@@ -170,14 +177,14 @@ def matmul(a: Any, b: Any, out: Any = None, *, checked: bool = True) -> Any:
 
     `out` may not be B. For Lagrange combinations, sharings and Vandermonde products: k rows of length n in, m out.
     """
-    if _on_cuda(b):
-        return _cuda().matmul(a, b, out, checked)
-    small, wide = _array("a", a), _array("b", b)
+    if on_cuda(b):
+        return cuda().matmul(a, b, out, checked)
+    small, wide = as_array("a", a), as_array("b", b)
     if small.ndim != 2 or wide.ndim != 2 or small.shape[1] != wide.shape[0]:
         raise InputError("a and b", "must be matrices m×k and k×n", f"{small.shape} and {wide.shape}")
     if checked:
-        _check_range("a", small.reshape(-1))
-        _check_range("b", wide.reshape(-1))
+        check_range("a", small.reshape(-1))
+        check_range("b", wide.reshape(-1))
     m, k = small.shape
     n = wide.shape[1]
     if out is None:
@@ -197,10 +204,10 @@ def matmul(a: Any, b: Any, out: Any = None, *, checked: bool = True) -> Any:
         for start in range(begin, end, width):
             stop = min(start + width, end)
             block[:k, : stop - start] = wide[:, start:stop]
-            _cpu.matmul(low, high, block, result)
+            kernels.matmul(low, high, block, result)
             target[:, start:stop] = result[:m, : stop - start]
 
-    _parallel.spread(part, n, smallest=max(64, _parallel.SMALLEST_WORK // (m * k)))
+    parallel.spread(part, n, smallest=max(64, parallel.SMALLEST_WORK // (m * k)))
     return out
 
 
@@ -226,9 +233,9 @@ def from_signed(values: Any) -> Vector:
 
 def to_signed(x: Any, *, checked: bool = True) -> NDArray[np.int64]:
     """The representative of smallest size: x, or x − p where x > p/2."""
-    array = _array("x", x)
+    array = as_array("x", x)
     if checked:
-        _check_range("x", array.reshape(-1))
+        check_range("x", array.reshape(-1))
     signed = array.astype(np.int64)
     return np.where(signed > P // 2, signed - P, signed)
 
@@ -241,14 +248,6 @@ def scalar_inv(a: int) -> int:
     return pow(value, -1, P)
 
 
-def check(x: Any, name: str = "x") -> None:
-    """Refuses what is not a vector of field elements: the check to run once on everything that comes in."""
-    if _on_cuda(x):
-        _cuda().check(x, name)
-        return
-    _check_range(name, _array(name, x).reshape(-1))
-
-
 def chunks(length: int, size: int = 1 << 20) -> Iterator[slice]:
     """Slices of at most `size` that cover [0, length), in order."""
     for argument, value in (("length", length), ("size", size)):
@@ -257,107 +256,21 @@ def chunks(length: int, size: int = 1 << 20) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-# --- checks -----------------------------------------------------------------------------------------------
-
-
-_ARRAYS = (np.ndarray, np.memmap)
-
-
-def _on_cuda(x: Any) -> bool:
-    """Whether x is a torch tensor, which must then be on a GPU; without importing torch."""
-    if type(x).__module__.partition(".")[0] != "torch":
-        return False
-    if not x.is_cuda:
-        raise InputError(
-            "operands", "must be numpy arrays of uint64 or CUDA tensors of int64", f"a tensor on {x.device}"
-        )
-    return True
-
-
-def _cuda() -> Any:
-    from quorumark.field import _triton  # imported only when a CUDA tensor comes in
-
-    return _triton
-
-
-def check_scalar(name: str, a: Any) -> np.uint64:
-    """One element, as the kernels take it; anything else is refused by name."""
-    if not isinstance(a, (int, np.integer)) or isinstance(a, bool):
-        raise InputError(name, "must be a whole number in [0, p)", type(a).__name__)
-    if not 0 <= int(a) < P:
-        raise InputError(name, "must be in [0, p) for p = 2^61−1", int(a))
-    return np.uint64(a)
-
-
-def _array(name: str, x: Any) -> Vector:
-    if type(x) not in _ARRAYS:  # not np.matrix or masked arrays, which index in ways of their own
-        raise InputError(name, "must be a numpy array of uint64", type(x).__name__)
-    if x.dtype != np.uint64:
-        raise InputError(name, "must have dtype uint64", x.dtype)
-    if x.size == 0:
-        raise InputError(name, "must not be empty", f"shape {x.shape}")
-    return x if x.ndim == 0 else np.ascontiguousarray(x)  # which would make one dimension of none
-
-
-def _check_range(name: str, flat: Vector) -> None:
-    largest = max(int(m) for m in _parallel.spread(lambda b, e: _cpu.maximum(flat[b:e]), flat.size))  # type: ignore[call-overload]
-    if largest >= P:
-        where = int(np.flatnonzero(flat >= P)[0])
-        raise InputError(name, "must hold values in [0, p) for p = 2^61−1", f"{flat[where]} at index {where}")
-
-
-def _operands(named: dict[str, Any], checked: bool) -> list[Vector]:
-    """The arguments as flat contiguous vectors, checked: dtype, size, one shape, and the range if asked."""
-    arrays = {name: _array(name, x) for name, x in named.items()}
-    shapes = {name: x.shape for name, x in arrays.items()}
-    if len(set(shapes.values())) > 1:
-        names = " and ".join(shapes)
-        raise InputError(names, "must have the same shape", " and ".join(str(s) for s in shapes.values()))
-    flat = [x.reshape(-1) for x in arrays.values()]
-    if checked:
-        for name, x in zip(arrays, flat, strict=True):
-            _check_range(name, x)
-    return flat
-
-
-def check_output(out: Any, shape: tuple[int, ...]) -> None:
-    """Refuses what cannot receive a result of this shape."""
-    if type(out) not in _ARRAYS or out.dtype != np.uint64 or out.shape != shape:
-        received = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
-        raise InputError("out", f"must be a uint64 array of shape {shape}", received)
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise InputError("out", "must be contiguous and writable", "an array that is not")
-
-
-def _output(out: Any, named: dict[str, Any]) -> Vector:
-    """`out` as a flat vector, or a new one; never one that overlaps an input in part."""
-    shape = next(iter(named.values())).shape
-    if out is None:
-        return np.empty(int(np.prod(shape)), np.uint64)
-    check_output(out, shape)
-    for name, x in named.items():
-        same = x.ctypes.data == out.ctypes.data and x.flags.c_contiguous
-        if not same and np.may_share_memory(x, out):
-            raise InputError("out", f"must be {name} itself or not overlap it", "an array that overlaps in part")
-    flat: Vector = out.reshape(-1)
-    return flat
-
-
 def _elementwise(
     kernel: Any,
     named: dict[str, Any],
     out: Any,
     checked: bool,
     first: np.uint64 | None = None,
-    smallest: int = _parallel.SMALLEST_PART,
+    smallest: int = parallel.SMALLEST_PART,
 ) -> Any:
     """Runs kernel([first,] x, y, …, out) over all cores."""
-    operands = _operands(named, checked)
-    target = _output(out, named)
+    arrays = operands(named, checked)
+    target = output(out, named)
     leading = () if first is None else (first,)
 
     def part(begin: int, end: int) -> None:
-        kernel(*leading, *(x[begin:end] for x in operands), target[begin:end])
+        kernel(*leading, *(x[begin:end] for x in arrays), target[begin:end])
 
-    _parallel.spread(part, target.size, smallest=smallest)
+    parallel.spread(part, target.size, smallest=smallest)
     return target.reshape(next(iter(named.values())).shape) if out is None else out

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.errors import InputError, MissingDependencyError
-from quorumark.field import _cpu, _parallel
-
-if TYPE_CHECKING:
-    from quorumark.field import Vector
+from quorumark.field import kernels, parallel
+from quorumark.field._operands import Vector, check
 
 KEY_BYTES = 32
 _CHUNK = 1 << 15  # words per call of the cipher: 256 KiB of key stream stay in the second-level cache
@@ -120,9 +118,9 @@ class Stream:
         target: Vector = out
 
         def part(begin: int, end: int) -> None:
-            self._each_chunk(target[begin:end], start + begin, _cpu.reduce_words)
+            self._each_chunk(target[begin:end], start + begin, kernels.reduce_words)
 
-        _parallel.spread(part, count, smallest=_SMALLEST_PART)
+        parallel.spread(part, count, smallest=_SMALLEST_PART)
         return out
 
     def add_to(self, vector: Any, start: int = 0, *, negate: bool = False, checked: bool = True) -> None:
@@ -130,7 +128,7 @@ class Stream:
         length = _check_target(vector, "vector")
         _check_position(start, length)
         if checked:
-            _check_elements(vector)
+            check(vector, "vector")
         if not isinstance(vector, np.ndarray):
             from quorumark.field import _triton
 
@@ -139,9 +137,9 @@ class Stream:
             return
 
         def part(begin: int, end: int) -> None:
-            self._each_chunk(vector[begin:end], start + begin, lambda words, out: _cpu.add_words(words, out, negate))
+            self._each_chunk(vector[begin:end], start + begin, lambda words, out: kernels.add_words(words, out, negate))
 
-        _parallel.spread(part, length, smallest=_SMALLEST_PART)
+        parallel.spread(part, length, smallest=_SMALLEST_PART)
 
     def _on_device(self, tensor: Any, start: int) -> Iterator[tuple[Any, Any]]:
         """Parts of a CUDA tensor with the stream's elements for them, on its device."""
@@ -171,12 +169,6 @@ def _check_position(start: int, count: int) -> None:
         raise InputError("start", "must be a whole number, at least 0", repr(start))
     if start + count > 1 << 64:  # far below where the 128-bit counter would come round
         raise InputError("start", "must leave the stream's end below 2^64", start)
-
-
-def _check_elements(vector: Any) -> None:
-    from quorumark.field import check  # this module is part of that one
-
-    check(vector, "vector")
 
 
 def _check_target(out: Any, name: str = "out") -> int:

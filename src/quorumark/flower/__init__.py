@@ -9,7 +9,7 @@ and for the key ceremony and verification over Flower
     manifest = make_key(grid, terms)                                               # server_app.py
     certificate = verify_model(grid, reference, "suspect.safetensors")
 
-The stages themselves are `quorumark.engine`'s; here they become Flower's messages.
+The stages themselves are `quorumark.node`'s; here they become Flower's messages.
 """
 
 from quorumark.flower.client import quorumark_mod, serve_queries, watermark_mod

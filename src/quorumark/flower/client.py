@@ -30,12 +30,12 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from quorumark.engine.member import MODEL, RESULT, Config, MemberNode, refusal
-from quorumark.engine.signer import SignerClient
+from quorumark.consortium.home import Home
+from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
-from quorumark.home import Home
-from quorumark.keystore import Unlock
+from quorumark.node.member import MODEL, RESULT, Config, MemberNode, refusal
+from quorumark.node.signer import SignerClient
 
 __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.engine.ceremony import CeremonyServer
+from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
 from quorumark.flower.server import _accepted, _told
 from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
-from quorumark.records import Manifest, Terms
+from quorumark.node.ceremony import CeremonyServer
 from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import combine, prepare

@@ -17,13 +17,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from quorumark.engine.ceremony import introduced
+from quorumark.consortium.home import read_as
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
-from quorumark.federation import RoundReport, timed, without_values
 from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
-from quorumark.home import read_as
-from quorumark.layout import ModelLayout
+from quorumark.model.layout import ModelLayout
+from quorumark.node.ceremony import introduced
 from quorumark.round.server import RoundServer
+from quorumark.simulation import RoundReport, timed, without_values
 from quorumark.verify.reference import LAYOUT, read_chain
 
 __all__ = ["Watermarked", "watermarked"]

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import TYPE_CHECKING, Any
 
+from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError
-from quorumark.keystore import write_shared
-from quorumark.records import Manifest, Member
 from quorumark.report.plot import draw
 from quorumark.report.texts import about_charges, about_left_out
 from quorumark.verify.certificate import Certificate
@@ -54,7 +54,7 @@ def certificate_page(
     known = len(agreeing) >= finding.quorum  # fewer give no number that could be drawn
     numbers = (float(finding.z), float(finding.threshold), labels)
     return (
-        _environment()
+        environment()
         .get_template("certificate.html")
         .render(
             finding=finding,
@@ -116,7 +116,7 @@ def _command(finding: Finding) -> str:
     )
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

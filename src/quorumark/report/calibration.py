@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from quorumark.consortium.keystore import write_shared
 from quorumark.errors import MissingDependencyError
-from quorumark.keystore import write_shared
 from quorumark.verify.calibration import Calibration
 
 __all__ = ["draw"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from quorumark.records import Terms
+from quorumark.consortium.records import Terms
 from quorumark.verify.evidence import Finding, Query
 from quorumark.verify.omissions import left_out
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quorumark.checks import is_count
+from quorumark.consortium.checks import is_count
+from quorumark.consortium.identity import Header, verify_card, verify_manifest
+from quorumark.consortium.records import Card, Manifest, Member, canonical, digest
 from quorumark.errors import InputError, RecordError
-from quorumark.identity import Header, verify_card, verify_manifest
-from quorumark.records import Card, Manifest, Member, canonical, digest
 
 __all__ = ["Group", "check_round_number", "group_of", "word"]
 

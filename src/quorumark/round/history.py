@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field
-from quorumark.embed import Amplitudes, MarkState, Strength, norm_places
+from quorumark.consortium.records import Manifest, anchor_digest, canonical, digest
+from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError
 from quorumark.field import Vector
-from quorumark.layout import ModelLayout
-from quorumark.records import Manifest, anchor_digest, canonical, digest
+from quorumark.model.layout import ModelLayout
+from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.group import word
+from quorumark.round.movement import norm_places
 
 __all__ = ["History", "Settled", "checks_sums", "research_seed"]
 

@@ -21,33 +21,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field
-from quorumark.dither import add_dither, dither_stream
-from quorumark.embed import (
-    Amplitudes,
-    PaperScale,
-    Strength,
-    TooStrongError,
-    check_round,
-    check_size,
-    check_weights,
-    marked_vector,
-    norm_count,
-    paper_amplitudes,
-    update_norms,
-    weights,
-)
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.records import Manifest
+from quorumark.consortium.shares import ShareFile, ShareInfo
+from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Vector
-from quorumark.identity import Identity
-from quorumark.layout import ModelLayout
-from quorumark.records import Manifest
+from quorumark.model.layout import ModelLayout
 from quorumark.round import statements, sums
+from quorumark.round.amplitudes import Amplitudes, PaperScale, paper_amplitudes
+from quorumark.round.dither import add_dither, dither_stream
 from quorumark.round.group import group_of, word
 from quorumark.round.history import History, checks_sums
+from quorumark.round.mark import TooStrongError, check_round, check_size, check_weights, marked_vector, weights
 from quorumark.round.memory import MemoryState, State, answers_from
+from quorumark.round.movement import norm_count, update_norms
 from quorumark.round.secagg import Plan, SecAggMember, Upload
 from quorumark.round.statements import Turn
-from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = ["RoundMember"]
 

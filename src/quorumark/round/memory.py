@@ -31,12 +31,12 @@ from typing import Any
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from quorumark.checks import is_count
+from quorumark.consortium.checks import is_count
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import only_one, write_private
+from quorumark.consortium.records import canonical
 from quorumark.errors import InputError, KeystoreError, RoundError
 from quorumark.field import derive_key
-from quorumark.identity import Identity
-from quorumark.keystore import only_one, write_private
-from quorumark.records import canonical
 from quorumark.round.group import Group
 
 __all__ = ["FolderState", "MemoryState", "State"]

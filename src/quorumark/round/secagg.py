@@ -35,7 +35,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field, shamir
-from quorumark.checks import is_count
+from quorumark.consortium.checks import is_count
+from quorumark.consortium.identity import Header, Identity, exchange, open_message
+from quorumark.consortium.records import Member, canonical, digest, parse
 from quorumark.errors import (
     AnsweredError,
     DecodingError,
@@ -46,8 +48,6 @@ from quorumark.errors import (
     RoundError,
 )
 from quorumark.field import P, Stream, Vector, derive_key
-from quorumark.identity import Header, Identity, exchange, open_message
-from quorumark.records import Member, canonical, digest, parse
 from quorumark.round import statements
 from quorumark.round.group import LARGEST_ROUND, Group, check_round_number, word
 from quorumark.round.memory import Memory, State, answers_from, is_newer
@@ -57,7 +57,7 @@ __all__ = ["Plan", "SecAggMember", "SecAggServer", "Upload", "pack", "unpack"]
 
 _SEED = 5  # field elements in the seed of a self-mask: 305 bits, so that 256-bit keys lose nothing
 _SHARE = 8 * _SEED
-_BOX = _SHARE + 16
+BOX = _SHARE + 16
 # elements that all masks are added to before the next ones: 8 MiB, enough to be worth spreading over threads, and small
 # enough to stay in a third-level cache
 _PIECE = 1 << 20
@@ -147,7 +147,7 @@ def _read_upload(group: Group, plan: Plan, point: int, data: bytes) -> tuple[byt
     return body[:32], body[32:64], body[64:]
 
 
-def _say(kind: str, about: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:
+def say(kind: str, about: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:
     """What the server sends: a JSON object, then byte strings, each with its length before it."""
     return pack((canonical({"format": f"quorumark-{kind}/v1", **about}), *parts))
 
@@ -170,7 +170,7 @@ def unpack(data: bytes, what: str) -> list[bytes]:
     return parts
 
 
-def _hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+def hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     parts = unpack(data, kind)
     try:
         head = parse(parts[0] if parts else b"", f"quorumark-{kind}/v1", f"a server's {kind}")
@@ -362,7 +362,7 @@ class SecAggMember:
 
     def plan(self, announcement: bytes) -> Plan:
         """The attempt that the server announces, if this member may take part in it."""
-        head, readies = _hear("announcement", announcement)
+        head, readies = hear("announcement", announcement)
         group, round_no, purpose, attempt = self.group, head["round"], head["purpose"], head["attempt"]
         members = head.get("members")
         if not isinstance(members, list) or not all(is_count(x, 1) for x in members) or len(members) != len(readies):
@@ -443,7 +443,7 @@ class SecAggMember:
         One answer for each state and purpose, and never for an attempt before the last one that this member uploaded
         for. The same answer may be sent again.
         """
-        head, parts = _hear("request", request)
+        head, parts = hear("request", request)
         round_no, purpose, attempt = head["round"], head["purpose"], head["attempt"]
         with self.state.edit() as memory:
             kept = self._kept(memory, purpose, round_no)
@@ -608,7 +608,7 @@ class SecAggServer:
         self._stage = "upload"
         self._uploads.clear()
         self._sum.fill(0)
-        return _say("announcement", self._about() | {"members": list(chosen)}, (self._readies[x][0] for x in chosen))
+        return say("announcement", self._about() | {"members": list(chosen)}, (self._readies[x][0] for x in chosen))
 
     # --- upload ---
 
@@ -650,7 +650,7 @@ class SecAggServer:
             stop = 4 + int.from_bytes(head[:4], "big")
             message, boxes = head[4:stop], head[stop:]
             vector_digest, boxes_digest, commitment = _read_upload(self.group, plan, point, message)
-            if len(boxes) != _BOX * len(plan.members) or digest("secagg boxes", boxes) != boxes_digest:
+            if len(boxes) != BOX * len(plan.members) or digest("secagg boxes", boxes) != boxes_digest:
                 raise MessageError(f"the boxes in the upload of {name} are cut or altered")
             if not isinstance(vector, np.ndarray) or vector.dtype != np.uint64 or vector.shape != (plan.length,):
                 raise MessageError(f"the upload of {name} must hold a uint64 vector of {plan.length} elements")
@@ -682,12 +682,12 @@ class SecAggServer:
             raise RoundError(f"nobody answers before all have uploaded; missing: {self.group.names(self.missing)}")
         if point not in self._plan.members:
             raise RoundError(f"{self.group.name(point)} does not take part in this attempt, and is not asked")
-        place = self._plan.members.index(point) * _BOX
+        place = self._plan.members.index(point) * BOX
         parts: list[bytes] = []
         for dealer in self._plan.members:
             message, boxes, _ = self._uploads[dealer]
-            parts += message, boxes[place : place + _BOX]
-        return _say("request", self._about(), parts)
+            parts += message, boxes[place : place + BOX]
+        return say("request", self._about(), parts)
 
     def take_answer(self, point: int, data: bytes) -> None:
         """A member's shares of all self-masks."""
@@ -769,12 +769,12 @@ class SecAggServer:
         about = {**self._about(), "length": plan.length, "binding": plan.binding.hex(), "members": list(plan.members)}
         readies = [part for x in plan.members for part in (self._readies[x][0], self._readies[x][1].encode())]
         uploads = [part for x in plan.members for part in self._uploads[x]]
-        return _say("kept-sum", about, [*readies, *uploads]), self._sum
+        return say("kept-sum", about, [*readies, *uploads]), self._sum
 
     @classmethod
     def reopened(cls, group: Group, head: bytes, vector: Vector) -> SecAggServer:
         """What `kept` gave, in the stage in which answers are asked for."""
-        about, parts = _hear("kept-sum", head)
+        about, parts = hear("kept-sum", head)
         server = cls(group, about["round"], bytes.fromhex(about["binding"]), about["length"], about["purpose"])
         members = about["members"]
         if len(parts) != 5 * len(members) or vector.shape != (about["length"],):

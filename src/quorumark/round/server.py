@@ -31,17 +31,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.checks import DAMAGED
-from quorumark.embed import Amplitudes, MarkState, norm_count
+from quorumark.consortium.checks import DAMAGED
+from quorumark.consortium.home import read_array, read_file
+from quorumark.consortium.keystore import replacing, write_private
+from quorumark.consortium.records import Manifest, canonical, parse
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
-from quorumark.home import read_array, read_file
-from quorumark.keystore import replacing, write_private
-from quorumark.layout import ModelLayout, read_safetensors, write_safetensors
-from quorumark.records import Manifest, canonical, parse
+from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import statements, sums
+from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
+from quorumark.round.movement import norm_count
 from quorumark.round.secagg import SecAggServer, Upload, pack
 from quorumark.round.statements import Said, Turn
 

@@ -23,9 +23,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field
+from quorumark.consortium.identity import Identity, open_message
 from quorumark.errors import MessageError, RoundError
 from quorumark.field import P, Stream, Vector, derive_key
-from quorumark.identity import Identity, open_message
 from quorumark.round.group import Group, word
 from quorumark.round.memory import State, answers_from
 from quorumark.round.secagg import SecAggMember

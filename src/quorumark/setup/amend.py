@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, read_file
+from quorumark.consortium.identity import verify, verify_card, verify_chain
+from quorumark.consortium.keystore import Unlock, only_one, write_shared
+from quorumark.consortium.records import Card, Manifest, Member, Terms, check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError
-from quorumark.home import ConsortiumFolder, Home, follow_back, read_file
-from quorumark.identity import verify, verify_card, verify_chain
-from quorumark.keystore import Unlock, only_one, write_shared
-from quorumark.records import Card, Manifest, Member, Terms, check_follows, check_terms_follow, unchanged
 from quorumark.setup.chain import chain_for_newcomer, show_chain
 
 __all__ = ["changes", "propose", "sign", "successor", "update"]

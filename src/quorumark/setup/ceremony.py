@@ -22,11 +22,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
+from quorumark.consortium.identity import Header, Identity, exchange, verify
+from quorumark.consortium.merkle import SALT_ELEMENTS
+from quorumark.consortium.records import Manifest, Terms, digest
 from quorumark.errors import CeremonyError, DecodingError, MessageError
 from quorumark.field import P, Stream, Vector, derive_key
-from quorumark.identity import Header, Identity, exchange, verify
-from quorumark.merkle import SALT_ELEMENTS
-from quorumark.records import Manifest, Terms, digest
 
 __all__ = [
     "Ceremony",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_exchanged
+from quorumark.consortium.keystore import write_exchanged
+from quorumark.consortium.records import Manifest, Terms, check_terms_follow
 from quorumark.errors import CeremonyError, RecordError
-from quorumark.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_exchanged
-from quorumark.keystore import write_exchanged
-from quorumark.records import Manifest, Terms, check_terms_follow
 
 __all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]
 

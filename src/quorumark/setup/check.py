@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.records import Manifest, digest
+from quorumark.consortium.shares import ShareFile
 from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector
-from quorumark.identity import Identity
-from quorumark.records import Manifest, digest
 from quorumark.setup.ceremony import Ceremony, squares_are_known, to_bytes
-from quorumark.shares import ShareFile
 
 __all__ = ["CheckMember"]
 

@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
+from quorumark.consortium.home import Home, read_as, read_file
+from quorumark.consortium.identity import verify, verify_manifest
+from quorumark.consortium.keystore import Unlock, write_shared
+from quorumark.consortium.merkle import SALT_ELEMENTS, Tree, salt_seed
+from quorumark.consortium.records import Genesis, Manifest, Terms, digest
+from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import CeremonyError, RecordError, SignatureError
 from quorumark.field import Stream
-from quorumark.home import Home, read_as, read_file
-from quorumark.identity import verify, verify_manifest
-from quorumark.keystore import Unlock, write_shared
-from quorumark.merkle import SALT_ELEMENTS, Tree, salt_seed
-from quorumark.records import Genesis, Manifest, Terms, digest
-from quorumark.shares import ShareFile, ShareInfo, ShareWriter
 
 __all__ = ["accept", "check_commitment", "commitment", "deal", "draw_key", "draw_normal"]
 

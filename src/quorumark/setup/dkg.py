@@ -32,13 +32,13 @@ from typing import ClassVar
 import numpy as np
 
 from quorumark import field, shamir
+from quorumark.consortium.identity import Header, Identity, open_message
+from quorumark.consortium.merkle import SALT_ELEMENTS
+from quorumark.consortium.records import Genesis, Manifest, Terms, digest
+from quorumark.consortium.shares import share_root
 from quorumark.errors import CeremonyError, InputError, MessageError
 from quorumark.field import P, Stream, Vector
-from quorumark.identity import Header, Identity, open_message
-from quorumark.merkle import SALT_ELEMENTS
-from quorumark.records import Genesis, Manifest, Terms, digest
 from quorumark.setup.ceremony import SigningCeremony, round_table, to_bytes, view
-from quorumark.shares import share_root
 
 __all__ = ["DkgMember", "KeyCeremony", "check_terms", "neighbours", "openers", "relay_sum"]
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quorumark import field
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.merkle import SALT_ELEMENTS
+from quorumark.consortium.records import Terms
 from quorumark.errors import CeremonyError
 from quorumark.field import Stream, Vector, derive_key
-from quorumark.identity import Identity
-from quorumark.merkle import SALT_ELEMENTS
-from quorumark.records import Terms
 from quorumark.setup.ceremony import to_bytes
 from quorumark.setup.dealer import draw_normal
 from quorumark.setup.dkg import KeyCeremony

@@ -34,14 +34,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quorumark import field, shamir
-from quorumark.archive import leaf_count
+from quorumark.consortium.archive import leaf_count
+from quorumark.consortium.identity import Identity, verify_chain
+from quorumark.consortium.merkle import SALT_ELEMENTS
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms, check_follows, check_terms_follow, digest
+from quorumark.consortium.shares import share_root
 from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector
-from quorumark.identity import Identity, verify_chain
-from quorumark.merkle import SALT_ELEMENTS
-from quorumark.records import ARCHIVE_KEY, Manifest, Terms, check_follows, check_terms_follow, digest
 from quorumark.setup.ceremony import SigningCeremony, round_table, slices, squares_are_known, to_bytes
-from quorumark.shares import share_root
 
 __all__ = ["ReshareMember"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from quorumark import field, shamir
+from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.keystore import Unlock, write_private
+from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, ShareError
-from quorumark.home import ConsortiumFolder, Home
-from quorumark.keystore import Unlock, write_private
 from quorumark.setup.dealer import check_commitment
-from quorumark.shares import ShareFile, ShareInfo
 
 __all__ = ["reconstruct_key"]
 

@@ -42,12 +42,12 @@ from numpy.typing import NDArray
 
 from quorumark import field as arithmetic
 from quorumark import shamir
-from quorumark.archive import leaf_count
-from quorumark.checks import require
+from quorumark.consortium.archive import leaf_count
+from quorumark.consortium.checks import require
+from quorumark.consortium.identity import verify_chain
+from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import InputError, ShareError
 from quorumark.field import Vector
-from quorumark.identity import verify_chain
-from quorumark.records import Manifest, Terms
 from quorumark.verify.challenge import (
     PROOF,
     Challenge,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.errors import InputError
-from quorumark.verify.statistic import Canonical
+from quorumark.model.statistic import Canonical
 
 __all__ = ["Calibration", "calibrate"]
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.records import Manifest, Member, canonical, digest, read_json
 from quorumark.errors import RecordError, SignatureError
-from quorumark.identity import Identity
-from quorumark.records import Manifest, Member, canonical, digest, read_json
 from quorumark.verify.evidence import Finding
 
 if TYPE_CHECKING:

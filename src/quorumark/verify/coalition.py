@@ -21,29 +21,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import shamir
+from quorumark.align import matching as alignment
+from quorumark.align.lora import Lora, gauge_suspect, is_whole
+from quorumark.align.matching import Alignment, Groups
+from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.merkle import Tree, salt_seed
+from quorumark.consortium.records import Manifest, canonical
+from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError, RecordError
 from quorumark.field import P, derive_key
-from quorumark.home import ConsortiumFolder, Home
-from quorumark.identity import Identity
-from quorumark.keystore import Unlock
-from quorumark.layout import ModelLayout, Source
-from quorumark.merkle import Tree, salt_seed
-from quorumark.records import Manifest, canonical
-from quorumark.shares import ShareInfo
-from quorumark.verify import align as alignment
-from quorumark.verify.align import Alignment, Groups
+from quorumark.model.layout import ModelLayout, Source
+from quorumark.model.statistic import Canonical, Model, canonical_form, inner_product
+from quorumark.model.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
 from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.findings import again, agreed_alignment, check_signed, combine, how_aligned
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger, read_policy
-from quorumark.verify.lora import Lora, gauge_suspect, is_whole
 from quorumark.verify.null import raised_threshold
 from quorumark.verify.omissions import Audits, Omitted
 from quorumark.verify.reference import Reference
-from quorumark.verify.statistic import Canonical, Model, canonical_form, inner_product
-from quorumark.verify.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
 
 __all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "prepare_again", "sign"]
 

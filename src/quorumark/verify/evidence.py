@@ -17,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
+from quorumark.consortium.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
+from quorumark.consortium.identity import Identity, verify
+from quorumark.consortium.records import Terms, canonical, digest, parse
 from quorumark.field import P
-from quorumark.identity import Identity, verify
-from quorumark.records import Terms, canonical, digest, parse
-from quorumark.verify.statistic import vector_digest
+from quorumark.model.statistic import vector_digest
+from quorumark.model.suspect import SuspectFile
 
-__all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "Signed", "SuspectFile", "now", "vector_digest"]
+__all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "Signed", "now", "vector_digest"]
 
 VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
 CORROBORATION = ("uncorroborated", "corroborated", "corrected")
@@ -36,23 +37,6 @@ OUTCOMES = ("passed", "failed", "open")
 def now() -> str:
     """The time in UTC, as records write it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-@dataclass(frozen=True)
-class SuspectFile:
-    """A file that holds the suspect's weights, or the index of those files; `name` is relative to the folder."""
-
-    name: str
-    sha256: str
-    size: int
-
-    def __post_init__(self) -> None:
-        require(is_text(self.name) and bool(self.name), "a suspect's file name", "must be printable text")
-        require(is_hex(self.sha256, 32), "a suspect's file digest", "must be 32 bytes in hex")
-        require(is_count(self.size), "a suspect's file size", "must be a whole number")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from quorumark import shamir
+from quorumark.align import lora as gauge
+from quorumark.align import matching as alignment
+from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P
-from quorumark.records import Manifest, Terms
-from quorumark.verify import align as alignment
-from quorumark.verify import lora as gauge
 from quorumark.verify import null
 from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.evidence import Finding, Partial, Query, now

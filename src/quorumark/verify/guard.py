@@ -43,12 +43,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.records import Manifest
 from quorumark.errors import GuardError, InputError, KeystoreError
-from quorumark.records import Manifest
+from quorumark.model.statistic import norms, vector_digest
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
 from quorumark.verify.ledger import Ledger, Numbers, Policy, StoredVector
-from quorumark.verify.statistic import norms, vector_digest
 
 __all__ = ["budget", "check_query", "least_effective"]
 

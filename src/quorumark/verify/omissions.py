@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import TypeAlias
 
-from quorumark.archive import leaf_count
-from quorumark.records import Terms
+from quorumark.consortium.archive import leaf_count
+from quorumark.consortium.records import Terms
 from quorumark.verify.evidence import Query
 from quorumark.verify.null import decimal_of
 

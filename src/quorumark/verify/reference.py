@@ -15,14 +15,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quorumark import codec
+from quorumark.align.lora import Base, Lora, base_layout, find_factors
+from quorumark.align.matching import Groups
+from quorumark.consortium.home import follow_back, read_as
+from quorumark.consortium.records import Manifest, streamed_anchor_digest
 from quorumark.errors import LayoutError, RecordError
-from quorumark.field import _parallel
-from quorumark.home import follow_back, read_as
-from quorumark.layout import ModelLayout, Source
-from quorumark.records import Manifest, streamed_anchor_digest
-from quorumark.verify.align import Groups
-from quorumark.verify.lora import Base, Lora, base_layout, find_factors
-from quorumark.verify.suspect import Suspect, read_suspect
+from quorumark.field import parallel
+from quorumark.model.layout import ModelLayout, Source
+from quorumark.model.suspect import Suspect, read_suspect
 
 __all__ = ["Reference", "describe_lora", "digest_of_anchor", "read_chain"]
 
@@ -176,7 +176,7 @@ def describe_lora(layout: ModelLayout, base: Source | Suspect) -> Lora:
 def digest_of_anchor(layout: ModelLayout, model: Suspect, progress: Callable[[str], None] | None = None) -> str:
     """What terms name as their anchor, of a model of any size: it is read in blocks."""
     # one thread reads and encodes while the other hashes, which takes longer
-    return streamed_anchor_digest(layout.digest(), 8 * layout.size, _parallel.ahead(_encoded(layout, model, progress)))
+    return streamed_anchor_digest(layout.digest(), 8 * layout.size, parallel.ahead(_encoded(layout, model, progress)))
 
 
 def _encoded(

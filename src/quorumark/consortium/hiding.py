@@ -1,0 +1,69 @@
+"""Whether the members' weights in a sum hide each of them among the others (docs/strength.md, "What a member refuses").
+
+1/Σa² members of equal weight would hide one of them as well as members with the weights a do.
+
+    from the server alone             over all members of the round                       1/Σa² ≥ max(2, t/2)
+    from t−1 members and the server   over those who are left, whichever t−1 collude      1/Σa² ≥ 4/3
+
+Colluders know their own models and subtract them; what is left is the others' weighted sum, with weights scaled to 1.
+Often two members are left, and two of different weights never reach 2: with 4/3 one of them has at most 3+√8 = 5.8
+times the other's examples. Where t−1 colluders would leave one member (t = |U|), the rule holds for the last two: one
+alone is hidden by nobody, whatever it weighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from quorumark.consortium.records import Member, Terms
+from quorumark.errors import InputError
+
+__all__ = ["check_roster", "exposed"]
+
+LEFT_TO_COLLUDERS = Fraction(4, 3)
+
+
+def check_roster(terms: Terms) -> None:
+    """Whether rounds of all members are possible: if not, terms are refused before a key is made for them."""
+    problem = exposed(terms, [member.point for member in terms.roster])
+    if problem:
+        raise InputError(
+            "the roster's numbers of examples",
+            "must let every member hide among the others, also if t−1 collude: let the largest member count fewer "
+            "examples, choose a smaller threshold, or add members",
+            problem,
+        )
+
+
+def exposed(terms: Terms, members: Sequence[int]) -> str:
+    """Why the weights of these members do not hide each of them; empty if they do."""
+    roster = sorted((terms.member(x) for x in members), key=lambda member: member.examples)
+    least = max(Fraction(2), Fraction(terms.threshold, 2))
+    if _spread(roster) < least:
+        largest = f"; {roster[-1].name!r} is the largest" if roster else ""
+        return f"1/Σa² = {float(_spread(roster)):.3g} < {float(least)}{largest}"
+    left = max(2, len(roster) - (terms.threshold - 1))
+    remain = _worst(roster, left)
+    if _spread(remain) >= LEFT_TO_COLLUDERS:
+        return ""
+    return (
+        f"if the other {len(roster) - left} collude, 1/Σa² = {float(_spread(remain)):.3g} < {LEFT_TO_COLLUDERS} for "
+        f"{', '.join(repr(member.name) for member in remain)}; {remain[-1].name!r} is too large beside the others"
+    )
+
+
+def _worst(roster: Sequence[Member], left: int) -> list[Member]:
+    """Of all sets of `left` members of a sorted roster the one with the smallest 1/Σa².
+
+    (s+n)²/(q+n²), with s and q of the others, rises in n up to q/s and then falls: it is smallest for the smallest or
+    the largest n that there is. So the set is some of the lightest together with some of the heaviest.
+    """
+    sets = ([*roster[:light], *roster[len(roster) - (left - light) :]] for light in range(left + 1))
+    return min(sets, key=_spread)
+
+
+def _spread(members: Sequence[Member]) -> Fraction:
+    """1/Σa² = (Σn)²/Σn² for a = n/Σn."""
+    counts = [member.examples for member in members]
+    return Fraction(sum(counts) ** 2, sum(n * n for n in counts)) if counts else Fraction(0)

@@ -1,0 +1,544 @@
+"""The documents that members sign and keep: canonical bytes, versions, digests (docs/format.md).
+
+Every record is JSON with a `format` field that names its version. A reader refuses versions that it does not know, and
+fields that it does not know unless their name starts with "x-": those may be ignored. Numbers are whole; fractions are
+decimal texts, so that no reader rounds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.consortium.checks import field_names, is_count, is_hex, is_name, is_time, require, take
+from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
+from quorumark.errors import InputError, RecordError
+
+__all__ = [
+    "ARCHIVE_KEY",
+    "KEY_KINDS",
+    "SETUP_KINDS",
+    "Card",
+    "Genesis",
+    "Manifest",
+    "Member",
+    "Terms",
+    "anchor_digest",
+    "canonical",
+    "check_follows",
+    "check_terms_follow",
+    "digest",
+    "is_warm_up",
+    "parse",
+    "quorum",
+    "read_json",
+    "streamed_anchor_digest",
+    "unchanged",
+]
+
+KEY_KINDS = ("rademacher", "gaussian")
+SETUP_KINDS = ("dealer", "dkg", "paper")
+ARCHIVE_KEY = 3
+"""Field elements in the key of one archived leaf: 183 random bits."""
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces, UTF-8. Floats are refused: they have no one spelling."""
+    _refuse_floats(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _refuse_floats(value: Any) -> None:
+    if isinstance(value, float):
+        raise InputError("value", "must not be a float: write it as a text", repr(value))
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise InputError("key", "must be a text", repr(key))
+            _refuse_floats(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _refuse_floats(inner)
+
+
+def digest(domain: str, *parts: bytes | memoryview) -> bytes:
+    """SHA-256 over a domain and length-prefixed parts: no two lists of parts collide."""
+    return _started(domain, *parts).digest()
+
+
+def _started(domain: str, *parts: bytes | memoryview) -> hashlib._Hash:
+    hashed = hashlib.sha256(b"quorumark/v1")
+    for part in (domain.encode(), *parts):
+        hashed.update(len(part).to_bytes(8, "big"))
+        hashed.update(part)
+    return hashed
+
+
+def read_json(data: bytes, what: str) -> Any:
+    """JSON with no field twice, no fractions and no text that has no bytes; anything else is a RecordError."""
+    try:
+        body = json.loads(data, object_pairs_hook=_no_duplicates, parse_float=_no_float, parse_constant=_no_float)
+        canonical(body)  # every text must have bytes: no lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"this is not {what}: not JSON that can be read ({type(error).__name__})") from None
+    return body
+
+
+def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
+    """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
+    body = read_json(data, what)
+    if not isinstance(body, dict) or not isinstance(body.get("format"), str):
+        raise RecordError(f"this is not {what}: it names no format")
+    if body["format"] != expected:
+        raise RecordError(f"this is not {what} that this release reads: format {body['format']!r}, not {expected!r}")
+    return body
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        raise ValueError("a field twice")
+    return body
+
+
+def _no_float(text: str) -> None:
+    raise ValueError(f"a fraction: {text}")
+
+
+# --- members ----------------------------------------------------------------------------------------------
+
+
+def _check_keys(ed25519: object, x25519: object) -> None:
+    """Under a key of small order one signature fits many messages: no such key enters a card or a roster."""
+    require(is_hex(ed25519, 32) and is_hex(x25519, 32), "a member's keys", "must be 32 bytes in hex")
+    rule = "must be a point of prime order, as quorumark member init makes it: ask the member for another card"
+    require(is_ed25519_key(str(ed25519)), "a member's signing key", rule)
+    require(is_x25519_key(str(x25519)), "a member's sealing key", rule)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A member's public face: its name and public keys, signed by itself (`identity.Identity.card` makes one)."""
+
+    FORMAT: ClassVar[str] = "quorumark-member/v1"
+
+    name: str
+    ed25519: str
+    x25519: str
+    signature: str
+
+    def __post_init__(self) -> None:
+        require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
+        _check_keys(self.ed25519, self.x25519)
+        require(is_hex(self.signature, 64), "a card's signature", "must be 64 bytes in hex")
+
+    def signed_bytes(self) -> bytes:
+        """What the signature covers."""
+        return canonical({"format": self.FORMAT, "name": self.name, "ed25519": self.ed25519, "x25519": self.x25519})
+
+    def to_bytes(self) -> bytes:
+        return canonical({"format": self.FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        what = "a member's card"
+        return cls(**take(parse(data, cls.FORMAT, what), field_names(cls), what))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member as the consortium knows it: at a point, with keys, weighing in with its number of examples."""
+
+    point: int
+    name: str
+    ed25519: str
+    x25519: str
+    examples: int
+
+    def __post_init__(self) -> None:
+        require(is_count(self.point, 1), "a member's point", "must be a whole number, at least 1")
+        require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
+        _check_keys(self.ed25519, self.x25519)
+        require(is_count(self.examples, 1), "a member's number of examples", "must be a whole number, at least 1")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+# --- terms ------------------------------------------------------------------------------------------------
+
+DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03", "dither": "3"}
+DEFAULT_STATISTIC = "balanced-anchor/v1"
+DEFAULT_POLICY = {"z": "6"}
+FIXED_POLICY = ("groups", "lora")
+"""Digests of how suspects are read and matched: agreed on with the first terms or never."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Everything that is fixed before the key exists. Setup messages are bound to the terms' digest."""
+
+    FORMAT: ClassVar[str] = "quorumark-terms/v1"
+
+    name: str
+    threshold: int
+    roster: tuple[Member, ...]
+    layout: str
+    coordinates: int
+    anchor: str
+    created: str
+    key: str = "rademacher"
+    setup: str = "dkg"
+    leaf: int = 1024
+    strength: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_STRENGTH))
+    statistic: str = DEFAULT_STATISTIC
+    policy: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_POLICY))
+    buffers: str = ""  # a digest of the initial model's integers and booleans (`ModelLayout.beside`); "": left open
+
+    def __post_init__(self) -> None:
+        members = len(self.roster)
+        require(is_name(self.name), "a consortium's name", "must be 1 to 100 printable characters")
+        require(members >= 2, "a consortium", "must have at least two members")
+        require(is_count(self.threshold, 2), "the threshold", "must be a whole number, at least 2")
+        require(self.threshold <= members, "the threshold", f"must not exceed the {members} members")
+        points = [member.point for member in self.roster]
+        require(points == list(range(1, members + 1)), "the roster", f"must list the points 1..{members} in order")
+        for what in ("name", "ed25519", "x25519"):
+            values = [getattr(member, what) for member in self.roster]
+            require(len(set(values)) == members, "the roster", f"must not give two members one {what}")
+        require(is_hex(self.layout, 32), "the layout's digest", "must be 32 bytes in hex")
+        require(is_hex(self.anchor, 32), "the anchor's digest", "must be 32 bytes in hex")
+        require(self.buffers == "" or is_hex(self.buffers, 32), "the buffers' digest", "must be 32 bytes in hex")
+        require(is_count(self.coordinates, 1), "coordinates", "must be a whole number, at least 1")
+        require(is_count(self.leaf, 1), "leaf", "must be a whole number, at least 1")
+        require(self.key in KEY_KINDS, "key", f"must be one of {', '.join(KEY_KINDS)}, not {self.key!r}")
+        require(self.setup in SETUP_KINDS, "setup", f"must be one of {', '.join(SETUP_KINDS)}, not {self.setup!r}")
+        require(is_name(self.statistic), "statistic", "must be a text")
+        require(is_time(self.created), "created", "must be a time in UTC like 2026-01-31T12:00:00Z")
+        for what in ("strength", "policy"):
+            value = getattr(self, what)
+            sound = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
+            require(sound, what, "must map texts to texts")
+        for what in FIXED_POLICY:
+            found = self.policy.get(what)
+            require(found is None or is_hex(found, 32), f"the policy's {what}", "must be a digest of 32 bytes in hex")
+        checked = self.policy.get("sums", "unchecked")
+        require(checked in ("checked", "unchecked"), "the policy's sums", "must be checked or unchecked")
+        rule = "must be unchecked where cohorts are drawn, whose members change (--policy sums=unchecked)"
+        require(checked == "unchecked" or "cohort" not in self.policy, "the policy's sums", rule)
+
+    @property
+    def members(self) -> int:
+        return len(self.roster)
+
+    def member(self, point: int) -> Member:
+        """The member at a point."""
+        if point not in range(1, self.members + 1):
+            raise RecordError(f"the consortium {self.name!r} has no member at point {point}")
+        return self.roster[point - 1]
+
+    def point_of(self, ed25519: str) -> int:
+        """Where the holder of a key sits."""
+        for member in self.roster:
+            if member.ed25519 == ed25519:
+                return member.point
+        raise RecordError(f"this identity is not a member of the consortium {self.name!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        body["roster"] = [member.as_dict() for member in self.roster]
+        if not self.buffers:  # terms without it are the ones that they were before there was such a field
+            del body["buffers"]
+        return body | {"strength": dict(self.strength), "policy": dict(self.policy)}
+
+    def to_bytes(self) -> bytes:
+        return canonical({"format": self.FORMAT, **self.as_dict()})
+
+    def digest(self) -> bytes:
+        return digest("terms", self.to_bytes())
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
+        what = "a consortium's terms"
+        named = [name for name in field_names(cls) if name != "buffers" or (isinstance(body, Mapping) and name in body)]
+        taken = take(body, named, what)
+        require(taken.get("buffers") != "", "the buffers' digest", "must be left out where there is none")
+        require(isinstance(taken["roster"], list), "the roster", "must be a list")
+        names = field_names(Member)
+        taken["roster"] = tuple(Member(**take(entry, names, "a member's entry")) for entry in taken["roster"])
+        return cls(**taken)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
+
+
+def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
+    """What terms name as their anchor: of a model of that layout, as field elements (`ModelLayout.encode`)."""
+    content = np.ascontiguousarray(encoded).astype("<u8", copy=False).tobytes()
+    return streamed_anchor_digest(layout, len(content), [content])
+
+
+def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes | memoryview]) -> str:
+    """The same of a model that comes in pieces, `length` bytes in all: digest("anchor", layout, all pieces)."""
+    hashed = _started("anchor", bytes.fromhex(layout))
+    hashed.update(length.to_bytes(8, "big"))
+    for piece in pieces:
+        hashed.update(piece)
+        length -= len(piece)
+    require(length == 0, "an anchor's pieces", "must have the length that was named")
+    return hashed.hexdigest()
+
+
+# --- the manifest -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Genesis:
+    """What the key in use hangs on for ever: the first terms, the setup's session and the Merkle roots of all shares.
+
+    The sign whitening comes from here, so nobody could have fitted the key to a model that existed before.
+    """
+
+    terms: str
+    layout: str
+    anchor: str
+    statistic: str
+    session: str
+    roots: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for what in ("terms", "layout", "anchor", "session"):
+            require(is_hex(getattr(self, what), 32), f"genesis {what}", "must be 32 bytes in hex")
+        require(all(is_hex(root, 32) for root in self.roots), "genesis roots", "must be 32 bytes in hex each")
+        require(is_name(self.statistic), "genesis statistic", "must be a text")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"roots": list(self.roots)}
+
+    def whitening(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Where the public signs σ are −1, for coordinates start … start+count−1: the key in use is σ ⊙ τ_raw.
+
+        Bit i of the stream SHAKE-128(seed ‖ block as 8 bytes), 65,536 coordinates a block, least significant bit of
+        each byte first; seed = digest("sign whitening", canonical genesis).
+        """
+        seed = digest("sign whitening", canonical(self.as_dict()))
+        out = np.empty(count, np.bool_)
+        done = 0
+        while done < count:
+            block, offset = divmod(start + done, _WHITENING_BLOCK)
+            stream = hashlib.shake_128(seed + block.to_bytes(8, "big")).digest(_WHITENING_BLOCK // 8)
+            bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")
+            taken = bits[offset : offset + count - done]
+            out[done : done + taken.size] = taken
+            done += taken.size
+        return out
+
+
+_WHITENING_BLOCK = 1 << 16
+_SHAPES = (("terms", dict), ("genesis", dict), ("roots", list), ("archived", list), ("signatures", dict))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The consortium as all members signed it: terms, genesis, the current roots and epoch, and what came before.
+
+    A change of any of it is a new manifest that names its predecessor; genesis never changes. `archived` lists the
+    first members (by their points then) whose genesis shares are archived: the keys of those archives are shared like
+    the key itself, behind it in every share (docs/protocol.md, "The life of a share").
+    """
+
+    FORMAT: ClassVar[str] = "quorumark-manifest/v1"
+
+    terms: Terms
+    genesis: Genesis
+    roots: tuple[str, ...]
+    epoch: int = 0
+    commitment: Mapping[str, str] | None = None
+    predecessor: str | None = None
+    archived: tuple[int, ...] = ()
+    signatures: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
+        require(all(is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
+        require(is_count(self.epoch), "epoch", "must be a whole number, at least 0")
+        dealt = self.terms.setup == "dealer"
+        require((self.commitment is not None) == dealt, "commitment", "must be there for a dealer only")
+        require(
+            all(is_count(x, 1) for x in self.archived) and list(self.archived) == sorted(set(self.archived)),
+            "archived",
+            "must list points in order",
+        )
+        require(bool(self.archived) == (self.epoch > 0), "archived", "must be there exactly after a first resharing")
+        require(all(x <= len(self.genesis.roots) for x in self.archived), "archived", "must list points of the genesis")
+        if self.predecessor is not None:
+            require(is_hex(self.predecessor, 32), "predecessor", "must be 32 bytes in hex")
+        else:
+            require(self.epoch == 0, "a manifest", "must name its predecessor unless it is the first one (epoch 0)")
+            mine = (self.terms.digest().hex(), self.terms.layout, self.terms.anchor, self.terms.statistic, self.roots)
+            theirs = tuple(getattr(self.genesis, n) for n in ("terms", "layout", "anchor", "statistic", "roots"))
+            require(mine == theirs, "genesis", "must repeat the first manifest's terms and roots")
+        same = all(getattr(self.genesis, n) == getattr(self.terms, n) for n in ("layout", "anchor", "statistic"))
+        require(same, "genesis", "must have the terms' layout, anchor and statistic")
+        if self.commitment is not None:
+            names = {"hash", "nonce"} | ({"norm"} if self.terms.key == "gaussian" else set())
+            sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
+            sound = sound and all(is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
+            norm = self.commitment.get("norm", "0") if sound else "0"
+            sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
+            require(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
+
+    @property
+    def share_length(self) -> int:
+        """Field elements in a share: the key's, then those of the archives' keys."""
+        leaves = -(-self.terms.coordinates // self.terms.leaf)
+        return self.terms.coordinates + len(self.archived) * leaves * ARCHIVE_KEY
+
+    def body(self) -> dict[str, Any]:
+        """Everything but the signatures."""
+        return {
+            "terms": self.terms.as_dict(),
+            "genesis": self.genesis.as_dict(),
+            "roots": list(self.roots),
+            "epoch": self.epoch,
+            "commitment": None if self.commitment is None else dict(self.commitment),
+            "predecessor": self.predecessor,
+            "archived": list(self.archived),
+        }
+
+    def digest(self) -> bytes:
+        """What members sign and pin."""
+        return digest("manifest", canonical({"format": self.FORMAT, **self.body()}))
+
+    def to_bytes(self) -> bytes:
+        signatures = {str(point): signature for point, signature in sorted(self.signatures.items())}
+        return canonical({"format": self.FORMAT, **self.body(), "signatures": signatures})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        what = "a consortium's manifest"
+        names = ["terms", "genesis", "roots", "epoch", "commitment", "predecessor", "archived", "signatures"]
+        taken = take(parse(data, cls.FORMAT, what), names, what)
+        for name, kind in _SHAPES:
+            require(isinstance(taken[name], kind), name, "has the wrong shape")
+        genesis = take(taken["genesis"], [f.name for f in fields(Genesis)], "a genesis")
+        require(isinstance(genesis["roots"], list), "genesis roots", "must be a list")
+        signatures = {}
+        for point, signature in taken["signatures"].items():
+            sound = point.isascii() and point.isdecimal() and len(point) < 10 and str(int(point)) == point
+            require(sound, "signatures", "must be named by points")
+            require(is_hex(signature, 64), "signatures", "must be 64 bytes in hex")
+            signatures[int(point)] = signature
+        return cls(
+            Terms.from_dict(taken["terms"]),
+            Genesis(**{**genesis, "roots": tuple(genesis["roots"])}),
+            tuple(taken["roots"]),
+            taken["epoch"],
+            taken["commitment"],
+            taken["predecessor"],
+            tuple(taken["archived"]),
+            signatures,
+        )
+
+    def with_signature(self, point: int, signature: bytes) -> Self:
+        return replace(self, signatures={**self.signatures, point: signature.hex()})
+
+    def sign_bytes(self) -> bytes:
+        """What each member's signature covers."""
+        return self.digest()
+
+
+# --- chains -----------------------------------------------------------------------------------------------
+
+# what no successor may change: the key hangs on it
+_FIXED = ("name", "layout", "coordinates", "anchor", "buffers", "key", "setup", "leaf", "statistic")
+
+
+def unchanged(terms: Terms, before: Terms) -> dict[int, int]:
+    """The members who stay, with both their keys: point now → point before."""
+    known = {(member.ed25519, member.x25519): member.point for member in before.roster}
+    now = {member.point: known.get((member.ed25519, member.x25519)) for member in terms.roster}
+    return {point: earlier for point, earlier in now.items() if earlier is not None}
+
+
+def quorum(terms: Terms) -> int:
+    """How many members must stay for a successor to count: the threshold, and more than half.
+
+    Fewer than t have no say over the key; and of two successors that exclude each other only one finds more than half.
+    """
+    return max(terms.threshold, terms.members // 2 + 1)
+
+
+def is_warm_up(terms: Terms, before: Terms) -> bool:
+    """Whether terms follow others by naming the anchor after warm-up rounds: nothing else may change with it."""
+    return terms.anchor != before.anchor
+
+
+def _check_warm_up(terms: Terms, before: Terms) -> None:
+    rounds = before.strength.get("warmup_rounds", "0")
+    require(rounds not in ("", "0"), "a successor's anchor", "must not change: the terms know no warm-up rounds")
+    same = replace(terms, anchor=before.anchor, created=before.created) == before
+    require(same, "an amendment that names the warm-up anchor", "must change nothing else")
+
+
+def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
+    """Whether terms may follow others; the members who stay, as `unchanged` gives them."""
+    if is_warm_up(terms, before):
+        _check_warm_up(terms, before)
+    for name in _FIXED:
+        if name == "anchor":
+            continue
+        require(
+            getattr(terms, name) == getattr(before, name),
+            f"a successor's {name}",
+            "must not change: the key hangs on it",
+        )
+    # who may choose, once a suspect is known, how it is read and matched has many tries, and the null does not hold
+    for what in FIXED_POLICY:
+        require(
+            terms.policy.get(what) == before.policy.get(what),
+            f"a successor's {what}",
+            "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
+        )
+    stay = unchanged(terms, before)
+    require(
+        len(stay) >= quorum(before),
+        f"a successor of {before.name!r}",
+        f"must keep at least {quorum(before)} members with their keys, but keeps {len(stay)}",
+    )
+    return stay
+
+
+def check_follows(manifest: Manifest, before: Manifest) -> None:
+    """Whether a manifest may follow another: an amendment (same shares) or a resharing (the next epoch)."""
+    require(manifest.predecessor == before.digest().hex(), "a successor", "must name its predecessor by digest")
+    genesis = before.genesis
+    if is_warm_up(manifest.terms, before.terms):
+        # once, before anything was marked: the sign whitening is drawn anew, from a genesis with the new anchor
+        first = before.terms.digest().hex() == genesis.terms and before.epoch == manifest.epoch == 0
+        require(first, "a warm-up anchor", "must be named before any other change, and once")
+        genesis = replace(genesis, anchor=manifest.terms.anchor)
+    require(manifest.genesis == genesis, "a successor's genesis", "must not change: the key hangs on it")
+    require(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
+    stay = check_terms_follow(manifest.terms, before.terms)
+    if manifest.epoch == before.epoch:
+        same = (manifest.roots, manifest.archived) == (before.roots, before.archived)
+        require(same, "an amendment", "must leave the shares as they are: a new epoch needs a resharing")
+        sizes = [(m.terms.threshold, m.terms.members) for m in (manifest, before)]
+        require(sizes[0] == sizes[1], "an amendment", "must keep the threshold and the number of members")
+        require(
+            all(now == earlier for now, earlier in stay.items()), "an amendment", "must leave members at their points"
+        )
+    else:
+        require(manifest.epoch == before.epoch + 1, "a successor's epoch", "must be the next one")
+        require(
+            not before.archived or manifest.archived == before.archived, "a successor's archives", "must not change"
+        )
+        require(not set(manifest.roots) & set(before.roots), "a resharing", "must make new shares for everybody")

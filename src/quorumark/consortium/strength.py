@@ -1,0 +1,179 @@
+"""The strength of the mark, as terms set it (docs/strength.md, "Settings"). Ratios are integers of 2^-32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import isqrt
+
+from quorumark.consortium.records import canonical, digest
+from quorumark.errors import InputError
+
+__all__ = ["KEY_BITS", "ONE", "Strength"]
+
+ONE = 1 << 32
+"""Ratios (ρ, c, learning rates) are integers of 2^-32."""
+
+KEY_BITS = {"rademacher": 0, "gaussian": 8}
+"""Fractional bits of a key's values; the amplitudes have the other ones of the 40."""
+
+_RULES = {  # the settings that each rule needs, and those that it may have with what they are otherwise
+    "rho": ({"rho"}, {"c_max": "0.03", "alike": "skip", "dither": "0", "continuity": "off"}),
+    "target": ({"z"}, {"c_max": "0.03", "alike": "skip", "dither": "0", "continuity": "off"}),
+    "relative": ({"c"}, {"alike": "skip", "dither": "0", "continuity": "off"}),
+    "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
+}
+_COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
+
+
+@dataclass(frozen=True)
+class Strength:
+    """The consortium's strength rule, from its terms. Ratios are whole numbers of 2^-32, rounded down.
+
+    `dither` is κ, `continuity` the factor of a jump, both in 2^-32 as well; 0 is none.
+    """
+
+    rule: str
+    rho: int
+    c_max: int
+    warmup_rounds: int
+    lr: str
+    below_threshold: str
+    per: str
+    alike: str
+    dither: int
+    continuity: int
+    settings: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, str], coordinates: int) -> Strength:
+        """Reads `terms.strength`. Anything unknown is refused: a rule that is half understood marks half right."""
+        if not isinstance(settings, Mapping) or settings.get("rule") not in _RULES:
+            received = settings.get("rule") if isinstance(settings, Mapping) else type(settings).__name__
+            raise InputError("strength", f"must name a rule: {', '.join(_RULES)}", repr(received))
+        rule = settings["rule"]
+        needed, defaults = _RULES[rule]
+        known = {**defaults, **_COMMON, **settings}
+        missing, unknown = needed - known.keys(), known.keys() - needed - defaults.keys() - _COMMON.keys() - {"rule"}
+        if missing or unknown:
+            wanted = ", ".join(sorted(needed | defaults.keys() | _COMMON.keys()))
+            received = f"without {min(missing)!r}" if missing else f"with {min(unknown)!r}"
+            raise InputError("strength", f"under the rule {rule!r} has the settings {wanted}", f"one {received}")
+        rho = ratio_of("strength 'rho'", known["rho"], Fraction(1, 2)) if rule == "rho" else 0
+        if rule == "target":
+            z = _fraction("strength 'z'", known["z"])
+            rho = isqrt(z.numerator**2 * ONE**2 // (z.denominator**2 * coordinates))  # ρ = z/√d
+            if not 0 < rho <= ONE // 2:
+                rule_text = f"must be above 0 and at most √d/2 for d = {coordinates} coordinates"
+                raise InputError("strength 'z'", rule_text, known["z"])
+        limit = ratio_of("strength 'c'", known["c"], Fraction(1, 4)) if "c" in known else 0
+        c_max = ratio_of("strength 'c_max'", known["c_max"], Fraction(1, 4)) if "c_max" in known else limit
+        if not re.fullmatch("0|[1-9][0-9]{0,5}", known["warmup_rounds"]):
+            raise InputError("strength 'warmup_rounds'", "must be a whole number", repr(known["warmup_rounds"]))
+        choices = {"below_threshold": ("refuse", "skip"), "per": ("model", "tensor"), "alike": ("skip", "mark")}
+        for name, allowed in choices.items():
+            if known.get(name, allowed[0]) not in allowed:
+                raise InputError(f"strength {name!r}", f"must be {' or '.join(allowed)}", repr(known[name]))
+        _rates(known["lr"])
+        dither, continuity = _nets(known, c_max)
+        return cls(
+            rule,
+            rho,
+            c_max,
+            int(known["warmup_rounds"]),
+            known["lr"],
+            known["below_threshold"],
+            known.get("per", "model"),
+            known.get("alike", "mark"),
+            dither,
+            continuity,
+            tuple(sorted(known.items())),
+        )
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether members upload norms, so that what moved alike at all of them gets no mark."""
+        return self.alike == "skip"
+
+    @property
+    def c(self) -> int:
+        """The fixed c of the rules that have one."""
+        return ratio_of("strength 'c'", dict(self.settings)["c"], Fraction(1, 4))
+
+    def digest(self) -> bytes:
+        """Of all settings, those that were left out included."""
+        return digest("strength", canonical(dict(self.settings)))
+
+    def rate(self, round_no: int) -> Fraction:
+        """The learning rate of a round, in units of the first one's: what members must train with."""
+        kind, numbers = _rates(self.lr)
+        if kind == "constant":
+            return Fraction(1)
+        if kind == "cosine":
+            return Fraction(_cosine(round_no - 1, int(numbers[0][0])), ONE)
+        return next((rate for start, rate in reversed(numbers) if round_no >= start), Fraction(1))
+
+
+def _rates(text: str) -> tuple[str, list[tuple[int, Fraction]]]:
+    """A table of learning rates: its kind, and (first round, rate) pairs in order."""
+    kind, _, rest = text.partition(":")
+    rule = "must be constant, cosine:ROUNDS, step:ROUND=RATE,… or list:RATE,…"
+    name = "strength 'lr'"
+    if text == "constant":
+        return kind, []
+    if kind == "cosine" and re.fullmatch("[1-9][0-9]{0,5}", rest):
+        return kind, [(int(rest), Fraction(0))]
+    if kind == "step" and re.fullmatch(r"[1-9][0-9]{0,5}=[0-9.]+(,[1-9][0-9]{0,5}=[0-9.]+)*", rest):
+        pairs = [entry.split("=") for entry in rest.split(",")]
+        steps = [(int(start), _fraction(name, rate)) for start, rate in pairs]
+        if all(a < b for (a, _), (b, _) in pairwise(steps)):
+            return kind, steps
+    if kind == "list" and re.fullmatch(r"[0-9.]+(,[0-9.]+)*", rest):
+        return kind, [(start, _fraction(name, rate)) for start, rate in enumerate(rest.split(","), 1)]
+    raise InputError(name, rule, repr(text))
+
+
+_PI = 0x3243F6A8885A308D313198A2E03707344  # ⌊π·2^128⌋
+
+
+def _cosine(done: int, rounds: int) -> int:
+    """2^32·(1 + cos(π·done/rounds))/2 to the nearest, by Taylor's series in whole numbers of 2^-128; then 0."""
+    if done >= rounds:
+        return 0
+    angle, term, total, k = _PI * done // rounds, 1 << 128, 1 << 128, 0
+    while term:
+        total += -term if k % 4 else term
+        k += 2
+        term = (term * angle * angle >> 256) // (k * (k - 1))
+    return (total + (1 << 96)) >> 97
+
+
+def _fraction(name: str, text: str) -> Fraction:
+    """A decimal text, exactly."""
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,18})?", text):
+        raise InputError(name, "must be a decimal number such as 0.05", repr(text))
+    return Fraction(text)
+
+
+def ratio_of(name: str, text: str, most: Fraction) -> int:
+    value = _fraction(name, text)
+    ratio = value.numerator * ONE // value.denominator
+    if not ratio or value > most:
+        raise InputError(name, f"must be above 2^-32 and at most {float(most)}", repr(text))
+    return ratio
+
+
+def _nets(known: Mapping[str, str], c_max: int) -> tuple[int, int]:
+    """κ and the factor of a jump, in 2^-32; 0 where there is none."""
+    kappa = _fraction("strength 'dither'", known.get("dither", "0"))
+    if kappa * c_max * 2 > ONE:
+        rule = "times c_max must be at most 1/2: the noise must stay small beside what members learn"
+        raise InputError("strength 'dither'", rule, f"{known['dither']} times {c_max / ONE:.3g}")
+    text = known.get("continuity", "off")
+    factor = Fraction(0) if text == "off" else _fraction("strength 'continuity'", text)
+    if text != "off" and not 2 <= factor <= 1000:
+        raise InputError("strength 'continuity'", "must be off, or a factor from 2 to 1000", repr(text))
+    return kappa.numerator * ONE // kappa.denominator, factor.numerator * ONE // factor.denominator

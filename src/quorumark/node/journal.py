@@ -1,0 +1,525 @@
+"""What a member's machine keeps of rounds between two messages (docs/engines.md).
+
+An engine may start a new process for every message, so everything is on disk, in HOME/consortia/ID/rounds/: one folder
+for the consortium, whatever its manifests.
+
+    memory/rounds.sealed   what it must not do twice (`round.memory`)
+    notes.json             the state that it is at, and the round that it joined (`Notes`)
+    model.safetensors      the model of that state
+    anchor.npy             E of the model that the run began with
+    layout.json            how models lie in a vector
+    sum.npz                what the others check that model by, if this member hands it out
+    result.sealed          what it trained from that state, until a successor is accepted
+    marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made
+
+None of it is in a backup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import field
+from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock, replacing, write_private
+from quorumark.consortium.records import Manifest, anchor_digest, canonical, parse
+from quorumark.consortium.shares import ShareInfo
+from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.field import Vector
+from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
+from quorumark.round import sums
+from quorumark.round.amplitudes import MarkState, model_digest
+from quorumark.round.group import group_of
+from quorumark.round.history import History, checks_sums
+from quorumark.round.member import RoundMember
+from quorumark.round.memory import FolderState, adopt, answers_from, follow
+from quorumark.round.movement import norm_count
+from quorumark.round.statements import Turn
+
+__all__ = ["MODEL", "Journal", "Notes", "create_memory"]
+
+Config = dict[str, Any]
+Arrays = Mapping[str, NDArray[Any]]
+MODEL = "model:"
+_RESULT = "a round's result"
+_MARKED = "marked.txt"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Where a member is. `mark` is the state's own record, `sure` whether it has seen for itself that its model is what
+    was summed, `joined` which of several messages a result is of, `turn` what was said of that round, `ready` the round
+    that it is ready for, `settings` a digest of what the app was last told."""
+
+    FORMAT = "quorumark-round-notes/v2"
+
+    mark: str = ""
+    beside: str = ""
+    sure: bool = False
+    joined: str = ""
+    turn: str = ""
+    ready: int = 0
+    settings: str = ""
+
+    def to_bytes(self) -> bytes:
+        return canonical({"format": self.FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Notes:
+        body = parse(data, cls.FORMAT, "a member's notes of rounds")
+        try:
+            notes = cls(**{name: body[name] for name in cls.__dataclass_fields__ if name != "FORMAT"})
+        except KeyError:
+            raise RecordError("a member's notes of rounds are damaged") from None
+        if not all(type(getattr(notes, name)) is type(value) for name, value in asdict(cls()).items()):
+            raise RecordError("a member's notes of rounds are damaged")
+        return notes
+
+
+def create_memory(
+    place: ConsortiumFolder, identity: Identity, after: int = 0, *, lost: bool = False, simulation: bool = False
+) -> None:
+    """The memory of rounds of a member that never took part in any (`after`: later than that one), or that `lost` it
+    (docs/secagg.md). In a `simulation` rounds may be repeated, and seeds be the server's."""
+    group = group_of(place.manifest())
+    FolderState.create(rounds_folder(place) / "memory", identity, group, after, lost=lost, simulation=simulation)
+
+
+def rounds_folder(place: ConsortiumFolder) -> Path:
+    folder = place.path / "rounds"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+class Journal:
+    """A member's papers for the rounds of one consortium."""
+
+    def __init__(self, place: ConsortiumFolder, identity: Identity) -> None:
+        self.place, self.identity = place, identity
+        self.chain = place.chain()
+        self.manifest = self.chain[-1]
+        self.group = group_of(self.manifest)
+        self.point = self.group.point_of(identity.ed25519)
+        self.name = self.group.name(self.point)
+        self.checks = checks_sums(self.manifest)
+        self._folder = rounds_folder(place)
+        self._memory_path = self._folder / "memory" / "rounds.sealed"
+        self._result_path, self._sum_path = self._folder / "result.sealed", self._folder / "sum.npz"
+        self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
+        self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
+        self._marked_path = self._folder / _MARKED
+        self.notes = Notes()
+        if self._notes_path.exists():
+            self.notes = Notes.from_bytes(read_file(self._notes_path, "a member's notes of rounds"))
+
+    def note(self, **entries: Any) -> None:
+        self.notes = replace(self.notes, **entries)
+        write_private(self._notes_path, self.notes.to_bytes())
+
+    # --- what it must not do twice ---
+
+    def memory(self) -> FolderState:
+        if not self._memory_path.exists():
+            raise KeystoreError(
+                f"{self.name} has no memory of rounds: if it never took part in any, make one (quorumark member rounds "
+                "--new); if it was lost, or comes from a backup, say so (quorumark member rounds --lost)"
+            )
+        return FolderState(self._folder / "memory", self.identity)
+
+    def adopt(self) -> None:
+        """Goes over to the manifest in force."""
+        with self.memory().edit() as memory:
+            adopt(memory, self.group)
+
+    def manifest_named(self, digest: str) -> Manifest:
+        for manifest in self.chain:
+            if manifest.digest().hex() == digest:
+                return manifest
+        raise RecordError(f"{self.name} knows no manifest {digest[:16]}… of this consortium")
+
+    # --- the share ---
+
+    def check_share(self, unlock: Unlock) -> None:
+        """That it is there and of this epoch; its root is checked before it is used."""
+        path = self.place.share_path()
+        if not path.exists():
+            raise KeystoreError(
+                f"{self.name} has no share of epoch {self.manifest.epoch}: without it the sum would be garbage; bring "
+                "it back from a backup, or let the others recover it (quorumark share recover)"
+            )
+        share = self.place.share(unlock)
+        if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
+            raise KeystoreError(f"the share of {self.name} belongs to another consortium, member or epoch")
+
+    # --- this member in a round ---
+
+    def side(self, unlock: Unlock | None = None) -> RoundMember:
+        """This member with its history, as it was when it joined the round; without `unlock` it has no share, and can
+        say whether it takes part, not upload."""
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        share = None if unlock is None else self.place.share(unlock)
+        side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
+        side.history, side.sure = self.history(layout), self.notes.sure
+        side.begin(Turn.from_bytes(self.notes.turn.encode()))
+        return side
+
+    def _check_back(self, layout: ModelLayout, history: History, turn: Turn) -> None:
+        """Before this member goes back to an earlier model, as for another run: may it take part from there? Else it
+        stays where it is, and can still say which model is the last one."""
+        reached = json.loads(self.notes.mark)["round"] if self.notes.mark else 0
+        if history.mark.round < reached:
+            self.adopt()
+            side = RoundMember(self.identity, self.manifest, layout, mark=False, memory=self.memory())
+            side.history = history
+            side.begin(turn)
+
+    def keep_result(self, side: RoundMember, round_no: int) -> None:
+        """Sealed, and on disk before anything is uploaded: the same sum may have to be made again."""
+        about = {"round": round_no, "state": side.state.hex()}
+        with SealedWriter(self._result_path, Unlock.by_identity(self.identity), _RESULT, about) as file:
+            file.write(np.ascontiguousarray(side.result).data.cast("B"))
+
+    def kept_result(self, layout: ModelLayout, state: bytes, round_no: int) -> NDArray[Any]:
+        """What this member trained for a round from a state."""
+        missing = RoundError(f"{self.name} has not trained in round {round_no} from this model")
+        if not self._result_path.exists():
+            raise missing
+        reader = SealedReader(self._result_path, Unlock.by_identity(self.identity), _RESULT)
+        if reader.about != {"round": round_no, "state": state.hex()}:
+            raise missing
+        result = np.frombuffer(b"".join(reader.chunks()), layout.dtype)
+        if result.shape != (layout.size,):
+            raise missing
+        return result
+
+    # --- models with a mark ---
+
+    def note_marked(self, side: RoundMember) -> None:
+        """Before it uploads: from a model with a mark no other key may be summed."""
+        if side.history is not None and side.is_marked:
+            name = side.history.mark.model_digest.hex()
+            known = self._marked_path.read_text().split() if self._marked_path.exists() else []
+            if name not in known:
+                write_private(self._marked_path, "\n".join([*known, name, ""]).encode())
+
+    def check_other_keys(self, encoded: Vector) -> None:
+        """Two keys in sums from one model show where they differ: half of the signs of both."""
+        name = model_digest(encoded).hex()
+        for path in self.place.path.parent.glob(f"*/rounds/{_MARKED}"):
+            if path != self._marked_path and name in path.read_text().split():
+                raise RoundError(
+                    f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
+                    "sums from it with two keys would show both. Go on with that consortium, or begin from another one"
+                )
+
+    # --- consent ---
+
+    def state_of_anchor(self) -> bytes:
+        """What a run begins from."""
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        anchor = read_array(self._anchor_path, "an anchor")
+        return History(self.manifest, layout, anchor, self.chain[:-1]).state
+
+    def consent(self, *, here: bool) -> str:
+        """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""
+        with self.memory().edit() as memory:
+            marked = bool(memory["marked"])
+        if here:
+            return (
+                f"{self.name} has answered for a sum from the last model. Another sum from it can show the key to a "
+                "server that holds both, above all if a member helps it: consent only if a member or the server's "
+                "files are lost for ever."
+            )
+        text = f"{self.name} has taken part in a run from the initial model. A second run shows more of the members' "
+        if not marked:
+            return text + "updates: two sums from one model differ by what training did. Nothing was marked yet."
+        return text + (
+            "updates, and each run with marked rounds tells a server more about the key: this can show the key, above "
+            "all where training repeats itself."
+        )
+
+    def give_consent(self, *, here: bool) -> None:
+        """The operator's: this member may answer once more from a state."""
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        state = self.history(layout).state if here else self.state_of_anchor()
+        with self.memory().edit() as memory:
+            memory["consents"][state.hex()] = True
+
+    # --- the history ---
+
+    def layout(self, data: bytes) -> ModelLayout:
+        layout = ModelLayout.from_bytes(data)
+        if layout.digest() != self.manifest.terms.layout:
+            raise RecordError(
+                f"the server's model has the layout {layout.digest()[:16]}…, and the manifest names "
+                f"{self.manifest.terms.layout[:16]}…: train the model that was agreed, or set up a consortium for this"
+            )
+        if not self._layout_path.exists():
+            write_private(self._layout_path, layout.to_bytes())
+        return layout
+
+    def history(self, layout: ModelLayout) -> History:
+        """What this member accepted, as it was written down."""
+        try:
+            anchor = read_array(self._anchor_path, "an anchor")
+            model = layout.encode(read_safetensors(self._model_path))
+            mark, beside = self.notes.mark.encode(), bytes.fromhex(self.notes.beside)
+        except (OSError, ValueError, QuorumarkError) as error:
+            raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
+        return self._restored(layout, anchor, model, mark, beside)
+
+    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, beside: bytes) -> History:
+        history = History(self.manifest, layout, anchor, self.chain[:-1])  # checks that it is the manifest's anchor
+        start = model if history.warming else anchor  # in warm-up rounds every model is the next anchor
+        key = self.manifest.terms.key
+        return history.restored(MarkState.from_bytes(state, history.strength, layout, key, model, start), beside)
+
+    def follow(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Mapping[str, Any]) -> str:
+        """Brings the history up to the model that the round starts from; what is missing for that, if anything.
+
+        A member that was there in the last round derives the new state itself, and it must be the server's. One that
+        missed rounds takes the server's: if that is false, its masks fit nobody's, and nothing is opened. Where sums
+        are checked, the model must also be the last round's sum, and whether this member could see so for itself is
+        noted (`sure`).
+        """
+        encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
+        if turn.round != whole(config, "round"):
+            raise MessageError("the server's message has a turn of another round than its own")
+        self.check_other_keys(encoded)
+        beside = layout.beside(model) if self.checks else b""
+        own, sure = self._derived(config, arrays, layout, model, encoded, beside)
+        if own is None:
+            anchor = self._anchor(arrays)
+            if anchor is None:
+                return "anchor"
+            own = self._restored(layout, anchor, encoded, _content(arrays["state"]), beside)
+            _keep(self._anchor_path, anchor)
+        if own.mark.model_digest != model_digest(encoded):
+            raise RoundError("the model that the round starts from is not the one that the server's history names")
+        if own.warming and own.round > own.strength.warmup_rounds:
+            raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
+        if own.strength.rule == "paper":
+            raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+        self._check_back(layout, own, turn)
+        write_safetensors(dict(model), self._model_path)
+        self._keep_sum(config, arrays)
+        self.note(
+            mark=own.mark.to_bytes().decode(),
+            beside=beside.hex(),
+            sure=sure,
+            joined=os.urandom(16).hex(),
+            turn=turn.to_bytes().decode(),
+            ready=0,
+        )
+        return ""
+
+    def _derived(
+        self,
+        config: Config,
+        arrays: Arrays,
+        layout: ModelLayout,
+        model: Mapping[str, Any],
+        encoded: Vector,
+        beside: bytes,
+    ) -> tuple[History | None, bool]:
+        """The history up to this model as far as this member has it itself, which must be the server's, and whether it
+        is sure of it; none if it missed rounds."""
+        accepted, told = whole(config, "accepted"), _content(arrays["state"])
+        if accepted == self._start():
+            begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
+            begun.beside = beside
+            if begun.mark.to_bytes() != told:
+                raise RoundError("the server's history begins with something else than the anchor")
+            self._check_buffers(layout, model)
+            _keep(self._anchor_path, encoded)
+            return begun, True
+        own: History | None = None
+        # a process that died between two files left a history that does not fit together: as if it had missed rounds
+        with contextlib.suppress(QuorumarkError):
+            own = self.history(layout)
+        if own is None:
+            return None, False
+        sure = self.notes.sure
+        if own.mark.round == accepted - 1:
+            before = own.state
+            sure = self._accept(config, arrays, own, encoded) and sure
+            with self.memory().edit() as memory:
+                follow(memory, before, own.state)
+        elif own.mark.round != accepted:
+            return None, False
+        if own.mark.to_bytes() != told:
+            raise RoundError(
+                f"the server's history of this run is not the one that {self.name} has seen: it says that round "
+                f"{accepted} was accepted, with another model or strength; start a new run"
+            )
+        if own.beside != beside:
+            raise RoundError("the model's integers are not those of the rounds before: they are in no sum")
+        return own, sure
+
+    def _start(self) -> int:
+        """How many rounds are accepted where a run begins: none, or the warm-up rounds, once their model is named."""
+        terms = self.manifest.terms
+        warming = self.manifest.genesis.terms == terms.digest().hex()
+        return 0 if warming else int(terms.strength.get("warmup_rounds", "0"))
+
+    def _check_buffers(self, layout: ModelLayout, model: Mapping[str, Any]) -> None:
+        """Integers and booleans, which are in no sum, must be those that were agreed on."""
+        agreed = self.manifest.terms.buffers
+        if agreed and layout.beside(model).hex() != agreed:
+            raise RoundError("the model's integers and booleans are not those that the terms name")
+
+    def _accept(self, config: Config, arrays: Arrays, own: History, encoded: Vector) -> bool:
+        """Takes a model over as the successor of this member's own, and says whether it could see that it is its sum.
+
+        If it is not, this raises.
+        """
+        under = self.manifest_named(str(_text(config, "sum-under", str)))
+        halvings = whole(config, "sum-halvings")
+        amplitudes = own.amplitudes_under(under, halvings)
+        number, name = own.round, under.digest().hex()
+        if not self.checks:
+            held = _held(config)
+            embedded = amplitudes.without(held) if amplitudes.marks else None
+            own.accept(number, encoded, embedded, arrays.get("norms"), name)
+            return False
+        opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
+        # under another manifest than it says, nobody would ask whether the state is closed under the true one
+        found = sums.check(self.memory(), own.state, group_of(under), whole(config, "sum-round"), halvings, opened)
+        if found is False:
+            raise RoundError(
+                f"the model that the server announces is not the sum of the last round, in which {self.name} took "
+                "part: the server lies, or a member sent a wrong tag. The run cannot go on from the model before: "
+                "another sum from it could show the key. Find out who it was, and let the operators decide"
+            )
+        settled = own.settle(
+            opened[:-1], read_safetensors(self._model_path), amplitudes, norms=own.strength.needs_norms
+        )
+        if (settled.encoded != encoded).any():
+            raise RoundError("the model that the server announces is not the sum that it announces with it")
+        own.accept(number, encoded, settled.embedded, settled.norms, name)
+        return found is True
+
+    def _announced(
+        self, config: Config, arrays: Arrays, layout: ModelLayout, encoded: Vector, *, norms: bool
+    ) -> Vector:
+        """The sum that the server announces: model plus rest, norms and tag."""
+        tag = whole(config, "sum-tag")
+        parts = [field.add(encoded, field.from_signed(_integers(arrays["rest"], layout.size)))]
+        if norms:
+            parts.append(_elements(arrays["norms"], norm_count(layout)))
+        if tag >= field.P:
+            raise MessageError("the server's message must give 'sum-tag' as a field element")
+        opened = np.concatenate([*parts, np.array([tag], np.uint64)])
+        field.check(opened, "the sum that the server announces")
+        return opened
+
+    def _anchor(self, arrays: Arrays) -> Vector | None:
+        """From what the server sent, or from disk, if it is the manifest's."""
+        layout_digest, wanted = self.manifest.terms.layout, self.manifest.terms.anchor
+        if "anchor" in arrays:
+            anchor = np.ascontiguousarray(arrays["anchor"], np.uint64)
+            if anchor_digest(layout_digest, anchor) != wanted:
+                raise RecordError("the anchor that the server sends is not the one that the manifest names")
+            return anchor
+        if self._anchor_path.exists():
+            kept: Vector = read_array(self._anchor_path, "an anchor")
+            if anchor_digest(layout_digest, kept) == wanted:
+                return kept
+        return None
+
+    # --- handing it out ---
+
+    def _keep_sum(self, config: Config, arrays: Arrays) -> None:
+        """What came with the model, so that a server which lost its folder can go on from it."""
+        if "sum-under" not in config:
+            self._sum_path.unlink(missing_ok=True)
+            return
+        about = {name: config[f"sum-{name}"] for name in ("tag", "round", "halvings", "under", "held")}
+        found: dict[str, Any] = {name: arrays[name] for name in ("rest", "norms") if name in arrays}
+        with replacing(self._sum_path) as file:
+            np.savez(file, about=np.frombuffer(canonical(about), np.uint8), **found)
+
+    def where(self, state: bytes) -> Config:
+        """Where this member is: how many rounds it has accepted, the last number that it joined, and in which round,
+        over whom, it has answered from a state."""
+        with self.memory().edit() as memory:
+            last, given = int(memory["round"]), answers_from(memory, state, "model")
+            kept = memory["answer"].get("model", {})
+        answered = given[-1][0] if given else 0
+        kept = kept if answered and kept.get("round") == answered else {}
+        over, halvings = kept.get("members", []), kept.get("halvings", 0)
+        accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
+        told = {"accepted": accepted, "round": last, "answered": answered}
+        return {**told, "over": json.dumps(over), "halvings": halvings}
+
+    def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
+        """The last state that this member accepted, as a server needs it to go on."""
+        if not self.notes.mark or not self._sum_path.exists():
+            return {}, {}
+        with self._sum_path.open("rb") as file, np.load(file) as kept:
+            about = json.loads(kept["about"].tobytes())
+            arrays = {name: kept[name] for name in ("rest", "norms") if name in kept}
+        config: Config = {f"sum-{name}": value for name, value in about.items()}
+        arrays["state"] = np.frombuffer(self.notes.mark.encode(), np.uint8)
+        arrays |= {MODEL + name: np.array(tensor) for name, tensor in read_safetensors(self._model_path).items()}
+        return config, arrays
+
+
+# --- what a server sends ----------------------------------------------------------------------------------
+
+
+def whole(config: Mapping[str, Any], name: str) -> int:
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise MessageError(f"the server's message must give {name!r} as a whole number")
+    return value
+
+
+def _text(config: Mapping[str, Any], name: str, kind: Any) -> Any:
+    value = config[name]
+    if not isinstance(value, kind):
+        raise MessageError(f"the server's message must give {name!r} as {kind.__name__}")
+    return value
+
+
+def _held(config: Mapping[str, Any]) -> list[str]:
+    try:
+        held = json.loads(config["sum-held"])
+    except (ValueError, TypeError, RecursionError):
+        held = None
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+        raise MessageError("the server's message must give 'sum-held' as names of tensors in JSON")
+    return held
+
+
+def _content(array: NDArray[Any]) -> bytes:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise MessageError("the server's message must hold its files as bytes")
+    return array.tobytes()
+
+
+def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
+        raise MessageError(f"the server's message must hold what rounding left as {size} whole numbers")
+    return array.astype(np.int64)
+
+
+def _elements(array: NDArray[Any], size: int) -> Vector:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (size,):
+        raise MessageError(f"the server's message must hold the sum of norms as {size} field elements")
+    return np.ascontiguousarray(array)
+
+
+def _keep(path: Path, vector: Vector) -> None:
+    with replacing(path) as file:
+        np.save(file, vector)

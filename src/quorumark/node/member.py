@@ -1,0 +1,499 @@
+"""A member on its own machine, as an engine sees it: stages with texts, numbers and arrays in and out.
+
+    node = MemberNode(home, unlock, terms=PINNED)
+    config, arrays = node.handle("join", config, arrays)
+
+    stage    what comes                                         what goes
+    join     round, run, the history so far, model:…            rate, seed, round: what to train with; joined
+    ready    examples, result:…, joined as *join* gave it       a key for the round, signed (secagg)
+    upload   an announcement, what the others said (sums)       the masked vector, its head
+    unmask   a request                                          shares of the seeds
+    again    requests of a sum that is still open               the same answer once more
+    never    a state and a round                                signed: it never answers there
+    state    a state                                            where it is; the last model that it accepted
+    setup    terms, messages of the others                      this member's messages; at the end the manifest
+    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its policy allows
+             proofs of audits (audit.0, audit.1, …)
+    sign     a certificate                                      the certificate with this member's signature
+
+What it keeps between two messages is in its `Journal`. A QuorumarkError is a refusal; `refusal` gives its text without
+anything that only this member may know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.consortium.checks import is_hex
+from quorumark.consortium.home import Home
+from quorumark.consortium.identity import Header
+from quorumark.consortium.keystore import Unlock, only_one, write_private
+from quorumark.consortium.records import Terms, digest
+from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.model.layout import ModelLayout
+from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole
+from quorumark.round.group import FAR, group_of
+from quorumark.round.history import research_seed
+from quorumark.round.secagg import SecAggMember, unpack
+from quorumark.round.statements import Turn
+from quorumark.setup.exchange import advance, expected_messages
+from quorumark.verify.audited import Audit
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.coalition import answer, sign
+from quorumark.verify.evidence import Query
+from quorumark.verify.reference import Reference
+
+__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "named", "refusal"]
+
+Config = dict[str, Any]
+Arrays = Mapping[str, NDArray[Any]]
+Reply = tuple[Config, dict[str, NDArray[Any]]]
+
+RESULT, MESSAGE = "result:", "message:"
+"""What the names of a result's tensors (as `MODEL` for a model's) and of a ceremony's messages begin with."""
+
+_ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
+_TYPES: dict[type, set[str]] = {  # of the fields of a config; whole numbers are read by `whole`
+    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn"},
+    str: {"manifest", "run", "node", "joined", "session", "have", "name", "requests", "state", "of-manifest"}
+    | {"of-state", "sum-under", "sum-held", "settings", "nonces"},
+    bool: {"with-model"},
+}
+_BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
+_FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
+_MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
+
+
+def named(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
+    """The arrays of one kind, by their own names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def refusal(error: QuorumarkError) -> str:
+    """What others may read of a refusal: not the member's weight that caused it, nor where its files lie."""
+    text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
+    return _FOLDERS.sub("…/", text)
+
+
+class Told(dict[str, Any]):
+    """What a server's message says: a field that is missing is the server's fault, not a KeyError of ours."""
+
+    def __init__(self, stage: str, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._stage = stage
+
+    def __missing__(self, name: str) -> Any:
+        raise MessageError(f"the server's message for the stage {self._stage!r} lacks {name!r}")
+
+    def check_types(self) -> None:
+        for kind, names in _TYPES.items():
+            for name in names & self.keys():
+                if not isinstance(self[name], kind):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
+                        f"not {type(self[name]).__name__}"
+                    )
+                if kind is str and any("\ud800" <= letter <= "\udfff" for letter in self[name]):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as a text in UTF-8"
+                    )
+
+
+def introduction(about: bytes, run: str) -> tuple[str, str, str]:
+    """Consortium, session and step of the message in which a member says which node of a run is its own."""
+    return about.hex(), digest("engine run", run.encode()).hex(), "engine/node"
+
+
+class MemberNode:
+    """One member. `terms` and `manifest` are digests that the member's operator pinned: nothing else is served.
+
+    `terms` is needed for setup: the server brings the terms, and the digest says that they are those that the members
+    agreed on. `consortium` is the start of an id, if the home holds several. `seeds`: the operator lets the server
+    choose what training is seeded with, for a run that can be repeated.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        unlock: Unlock,
+        *,
+        terms: str | None = None,
+        manifest: str | None = None,
+        consortium: str | None = None,
+        seeds: bool = False,
+    ) -> None:
+        self._home, self._unlock, self._seeds = home, unlock, seeds
+        self._terms, self._manifest, self._which = terms, manifest, consortium
+        self._stages: dict[str, Callable[[Config, Arrays], Reply]] = {
+            "join": self._join,
+            "ready": self._ready,
+            "upload": self._upload,
+            "unmask": self._unmask,
+            "again": self._again,
+            "never": self._never,
+            "state": self._state,
+            "setup": self._setup,
+            "answer": self._answer,
+            "sign": self._sign,
+        }
+
+    def __repr__(self) -> str:
+        return f"MemberNode({str(self._home.path)!r}, secrets hidden)"
+
+    def handle(self, stage: str, config: Mapping[str, Any], arrays: Arrays) -> Reply:
+        """One stage. What a server sends is checked by type first: it may send anything."""
+        if stage not in self._stages:
+            raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
+        told, vectors = Told(stage, config), Told(stage, arrays)
+        told.check_types()
+        with self._alone() if stage in _ROUND else contextlib.nullcontext():
+            return self._stages[stage](told, vectors)
+
+    def most(self, stage: str) -> int:
+        """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
+
+        A round brings vectors like the model: it itself, what rounding left, norms and perhaps the anchor. Until the
+        layout is known, and for suspects, which are any file, there is no limit but the signer's own.
+        """
+        if stage in ("upload", "unmask", "again", "never", "state", "sign"):
+            return 0
+        if stage in ("join", "ready"):
+            for path in self._home.only_consortium(self._which).path.glob("rounds/layout.json"):
+                return 64 * ModelLayout.from_bytes(path.read_bytes()).size + _BESIDE
+        return 1 << 62
+
+    # --- a round ---
+
+    def _join(self, config: Config, arrays: Arrays) -> Reply:
+        """Before training: is this the run, the model and the round that this member may go on with?"""
+        journal = self._journal()
+        if config["manifest"] != journal.manifest.digest().hex():
+            raise RecordError(
+                f"the server runs under the manifest {str(config['manifest'])[:16]}…, and at {journal.name} "
+                f"{journal.manifest.digest().hex()[:16]}… is in force: bring both to the same one (quorumark "
+                "consortium update)"
+            )
+        round_no = whole(config, "round")
+        if journal.point not in journal.group.cohort(round_no):
+            raise RoundError(f"{journal.name} is not drawn for round {round_no}")
+        with journal.memory().edit() as memory:
+            last, nonce = int(memory["round"]), str(memory["nonce"])
+            mine = self._seeds or bool(memory["simulation"])
+        if round_no <= last:
+            raise RoundError(
+                f"round {round_no} is over for {journal.name}, which last took part in round {last}; numbers never "
+                f"repeat: let the server go on after that one (watermarked(…, after={last}))"
+            )
+        _check_near(round_no, last)
+        journal.check_share(self._unlock)
+        layout = journal.layout(_content(arrays["layout"]))
+        try:
+            needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
+        except AnsweredError:  # from a model that it has left behind
+            raise RoundError(
+                f"{journal.name} has gone on from this model to others: let the run go on from the last one "
+                "(watermarked(…, go_on=True), or with the folder of the run before); a second run from it takes the "
+                "consent of every member's operator (quorumark member consent)"
+            ) from None
+        if needs:
+            return {"needs": needs}, {}
+        journal.adopt()
+        try:
+            side = journal.side()
+        except RoundError as error:
+            return self._declined(journal, config, error, nonce), {}
+        number = side.history.round if side.history is not None else 0
+        told: Config = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
+        told["examples"] = journal.manifest.terms.member(journal.point).examples
+        told["joined"], told["repeats"] = journal.notes.joined, Turn.from_bytes(journal.notes.turn.encode()).repeats
+        told["seed"] = int.from_bytes(os.urandom(8), "big")
+        if "seed" in config and mine:
+            told["seed"] = research_seed(whole(config, "seed"), number, journal.point)
+        told["settings-changed"] = self._notice_settings(journal, str(config.get("settings", "")))
+        return told, {}
+
+    def _declined(self, journal: Journal, config: Config, error: RoundError, nonce: str) -> Config:
+        """Why it does not take part. The server may settle what stands in the way: it is told more than a text."""
+        told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
+        if isinstance(error, AnsweredError):
+            told |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
+        return told
+
+    def _notice_settings(self, journal: Journal, now: str) -> bool:
+        """Whether the app is told something else than last time: what a server sets from outside can show members'
+        updates, and is worth a look."""
+        before = journal.notes.settings
+        if now != before:
+            journal.note(settings=now)
+        return bool(before) and now != before
+
+    def _ready(self, config: Config, arrays: Arrays) -> Reply:
+        """After training: keeps the result, and joins the round."""
+        journal, round_no = self._journal(), whole(config, "round")
+        member = journal.manifest.terms.member(journal.point)
+        side = journal.side(self._unlock)
+        turn = Turn.from_bytes(journal.notes.turn.encode())
+        if turn.round != round_no:
+            raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
+        if journal.notes.ready == round_no:  # what it uploads it may have to send again: it is not replaced
+            raise RoundError(f"{journal.name} is ready for round {round_no} already")
+        if turn.repeats:
+            side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
+        else:
+            if config["examples"] != member.examples:
+                raise RoundError(
+                    f"{journal.name} trained on {config['examples']} examples, and the manifest, whose numbers weigh "
+                    f"the sum, says {member.examples}: train on those, or let all members sign the new number "
+                    f"(quorumark consortium amend --examples {journal.point}={config['examples']})"
+                )
+            if config["joined"] != journal.notes.joined:
+                raise RoundError(
+                    f"the result is not of the model that {journal.name} joined round {round_no} with: two messages of "
+                    "the server are served at once, and the later one counts"
+                )
+            side.take(named(arrays, RESULT))
+        told = self._introduced(journal, config)
+        complaint = side.too_strong()
+        if complaint is not None:
+            return {**told, "strong": complaint}, {}
+        told["ready"] = side.ready()
+        if not turn.repeats:
+            journal.keep_result(side, round_no)
+        journal.note_marked(side)
+        journal.note(ready=round_no)
+        if side.checks:
+            told["boxes"], told["vouch"] = side.said()
+        nonces = _by_point(config, "nonces") if "nonces" in config else {}
+        newer = side.secagg.newer(side.state, {x: n.hex() for x, n in nonces.items() if len(n) == 32})
+        told["newer"] = json.dumps({str(x): message.hex() for x, message in newer.items()})
+        return told, {}
+
+    def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
+        journal, round_no = self._journal(), whole(config, "round")
+        if journal.notes.ready != round_no:
+            raise RoundError(f"{journal.name} has not trained in round {round_no}")
+        side = journal.side(self._unlock)
+        repeats = side.turn is not None and side.turn.repeats
+        trained_for = side.secagg.first_round() if repeats else round_no
+        side.take_again(journal.kept_result(side.layout, side.state, trained_for))
+        side.ready()  # as it was: a member that would join with anything else now is refused
+        if side.checks:
+            boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
+            upload = side.upload(config["announcement"], boxes, vouches)
+            journal.note(sure=side.sure)
+        else:
+            upload = side.upload(config["announcement"])
+        return {"head": upload.head}, {"vector": upload.vector}
+
+    def _unmask(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        return {"answer": self._summing(self._journal()).unmask(config["request"])}, {}
+
+    def _again(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        """The answer for a sum that is still open, whose server asks everybody at once."""
+        journal = self._journal()
+        side, requests = self._summing(journal), _by_point(config, "requests")
+        told = {**self._introduced(journal, config), "point-there": side.point}
+        if side.point not in requests:
+            raise RoundError(f"{journal.name} is not asked for this sum")
+        return {**told, "answer": side.unmask(requests[side.point])}, {}
+
+    def _never(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        """Signed: this member has answered nothing from a state in a round, and never will."""
+        journal = self._journal()
+        group = group_of(journal.manifest_named(str(config["of-manifest"])))
+        side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
+        with side.state.edit() as memory:
+            _check_near(whole(config, "of-round"), int(memory["round"]))
+        said = side.never(_digest(config, "state"), whole(config, "of-round"))
+        return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
+
+    def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        """The last model that this member accepted, for a server that lost its own copy."""
+        journal = self._journal()
+        told, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
+        told |= journal.where(_digest(config, "of-state"))
+        return {**told, **self._introduced(journal, config)}, found
+
+    def _summing(self, journal: Journal) -> SecAggMember:
+        """This member in the group in which it last took part: a sum may be open under an earlier manifest."""
+        with journal.memory().edit() as memory:
+            name = str(memory["group"])
+        groups = (group_of(manifest) for manifest in reversed(journal.chain))
+        group = next((group for group in groups if group.id.hex() == name), journal.group)
+        return SecAggMember(journal.identity, group, journal.memory())
+
+    def _introduced(self, journal: Journal, config: Config) -> Config:
+        """Which member this node is, signed for this node and run."""
+        header = Header(*introduction(journal.manifest.digest(), str(config["run"])), journal.point)
+        node = journal.identity.write(header, str(config["node"]).encode())
+        return {"point": journal.point, "introduction": node}
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """One message of a round at a time: of two that are served at once, each would undo what the other notes."""
+        return only_one(rounds_folder(self._home.only_consortium(self._which)))
+
+    def _journal(self) -> Journal:
+        place = self._home.only_consortium(self._which)
+        if not place.manifest_path.exists():
+            raise RecordError(f"{self._home.card().name!r} has no manifest yet: the key ceremony comes first")
+        journal = Journal(place, self._home.identity(self._unlock))
+        manifest = journal.manifest
+        if self._manifest is not None and manifest.digest().hex() != self._manifest:
+            raise RecordError(
+                f"the manifest in force at this member is {manifest.digest().hex()[:16]}…, and its operator pinned "
+                f"{self._manifest[:16]}…: compare them, and change the pin if the new one is right"
+            )
+        return journal
+
+    # --- setup ---
+
+    def _setup(self, config: Config, arrays: Arrays) -> Reply:
+        """A turn in the dealer-free ceremony: takes the others' messages, does what can be done, gives its own."""
+        terms = Terms.from_bytes(_content(arrays["terms"]))
+        self._check_pinned(terms)
+        session = str(config["session"])
+        if not re.fullmatch("[0-9a-f]{32}", session):
+            raise MessageError("the ceremony's session must be 32 hexadecimal digits")
+        identity = self._home.identity(self._unlock)
+        point = terms.point_of(identity.ed25519)
+        allowed = expected_messages(terms, point)
+        sent = {name: _content(message) for name, message in named(arrays, MESSAGE).items()}
+        for name, content in sent.items():  # before any is kept: a server must not fill this disk
+            if name not in allowed:
+                raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
+            if len(content) > allowed[name]:
+                raise MessageError(
+                    f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
+                    f"{allowed[name]}"
+                )
+        spool = self._spool(terms, session)
+        for name, content in sent.items():
+            (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
+            write_private(spool / name, content)
+        place = self._home.consortium(terms)
+        before = place.manifest_path.exists()
+        progress = advance(self._home, self._unlock, terms, spool)
+        have = _names(config, "have")
+        own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
+        fresh = {path.relative_to(spool).as_posix(): path for path in own}
+        messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
+        header = Header(*introduction(terms.digest(), str(config["run"])), point)
+        told: Config = {
+            "point": point,
+            "step": progress.step,
+            "waiting": ", ".join(progress.waiting),
+            "introduction": identity.write(header, str(config["node"]).encode()),
+        }
+        if progress.manifest is not None:
+            told["manifest"] = progress.manifest.to_bytes()
+            if not before:
+                # a new key: nobody has taken part in anything yet. Later turns of the ceremony, which a server may ask
+                # for at any time, make no memory: one that begins at 0 would let rounds repeat
+                create_memory(place, identity)
+            if not messages:  # all of its own are on their way
+                shutil.rmtree(spool, ignore_errors=True)
+        return told, messages
+
+    def _spool(self, terms: Terms, session: str) -> Path:
+        """Where this ceremony's messages are kept. Another session takes the place of the one before: there is one
+        ceremony for one set of terms, which goes on from what this member remembers of it."""
+        folder, mine = self._home.path / "ceremonies", terms.digest().hex()[:16]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        spool = folder / f"{mine}-{session}"
+        for old in folder.glob(f"{mine}-*"):
+            if old != spool:
+                shutil.rmtree(old, ignore_errors=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
+        return spool
+
+    def _check_pinned(self, terms: Terms) -> None:
+        name = self._home.card().name
+        if self._terms is None:
+            raise RecordError(
+                f"{name!r} has pinned no terms, and makes a key for none that a server brings: read the terms, and pin "
+                f"their digest if they are right ({terms.digest().hex()})"
+            )
+        if terms.digest().hex() != self._terms:
+            raise RecordError(
+                f"the server brings the terms {terms.digest().hex()[:16]}…, and {name!r} has pinned "
+                f"{self._terms[:16]}…: compare them"
+            )
+
+    # --- verification ---
+
+    def _answer(self, config: Config, arrays: Arrays) -> Reply:
+        """This member's partial about a suspect, if its own policy approves; nobody is asked here."""
+        place = self._journal().place
+        with tempfile.TemporaryDirectory(prefix="suspect-", dir=place.path) as folder:
+            suspect = Path(folder) / Path(str(config["name"])).name
+            suspect.write_bytes(_content(arrays["suspect"]))
+            anchor = Path(folder) / "the-anchor.safetensors"
+            anchor.write_bytes(_content(arrays["anchor"]))
+            layout = ModelLayout.from_bytes(_content(arrays["layout"]))
+            reference = Reference.of(place.chain(), layout, anchor)
+            query = Query.from_bytes(config["query"])
+            audits = [Audit.from_bytes(_content(arrays[name])) for name in sorted(arrays) if name.startswith("audit.")]
+            partial = answer(self._home, self._unlock, reference, suspect, query, audits=audits, place=place)
+        return {"partial": partial.to_bytes()}, {}
+
+    def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        place = self._journal().place
+        signed = sign(self._home, self._unlock, Certificate.from_bytes(config["certificate"]), place=place)
+        return {"certificate": signed.to_bytes()}, {}
+
+
+def _check_near(round_no: int, last: int) -> None:
+    """Numbers never repeat: a member that went far ahead could take part in nothing any more."""
+    if round_no - last >= FAR:
+        raise RoundError(f"round {round_no} is too far after round {last}, the last one: use the next numbers")
+
+
+def _by_point(config: Config, name: str) -> dict[int, bytes]:
+    """Bytes for members, in JSON: {point: hex}."""
+    try:
+        return {int(x): bytes.fromhex(text) for x, text in json.loads(config[name]).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise MessageError(f"the server's message must give {name!r} as bytes by point, in JSON") from None
+
+
+def _digest(config: Config, name: str) -> bytes:
+    if not is_hex(config[name], 32):
+        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex")
+    return bytes.fromhex(config[name])
+
+
+def _names(config: Config, name: str) -> set[str]:
+    """A list of names in JSON; empty if there is none."""
+    try:
+        found = json.loads(config.get(name, "[]"))
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise MessageError(f"the server's message must give {name!r} as a list of names in JSON")
+    return set(found)
+
+
+def _content(array: NDArray[Any]) -> bytes:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise MessageError("the server's message must hold its files as bytes")
+    return array.tobytes()
+
+
+def _array(content: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(content, np.uint8)
+
+
+def _sender(path: Path) -> int:
+    found = _MESSAGE_NAME.fullmatch(f"{path.parent.name}/{path.name}")
+    return int(found[2]) if found else 0

@@ -1,0 +1,443 @@
+"""How strong the mark of a round is, weight by weight (docs/strength.md).
+
+The mark of a round is S ⊙ τ. The amplitudes S come from what is public only (global models, and sums of the members'
+norms), in integers only, so that every member derives the same ones; weights that did not move, or that moved alike at
+all members, get nothing. A member adds S ⊙ σ ⊙ λ_k·s_k to its weighted model (`round.mark`), and over the members U who
+take part this is S ⊙ τ, exactly.
+
+    strength = Strength.of(terms.strength, terms.coordinates)
+    state = MarkState(strength, layout, terms.key, E(θ_0))
+    each round:
+        amplitudes = state.amplitudes(round)
+        if check_round(…): marked_vector(y, amplitudes, …)     # a member; y = E(a_k·θ_k)
+        norms = update_norms(layout, E(θ), E(θ_k), a_k)         # a member; summed like y
+        state.advance(round, E(θ_round), amplitudes, Σ norms)   # everybody, once the round's model is accepted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import isqrt, prod
+from typing import Any
+
+import numpy as np
+
+from quorumark import codec, field
+from quorumark.consortium.records import KEY_KINDS, canonical, digest, parse
+from quorumark.consortium.strength import KEY_BITS, ONE, Strength
+from quorumark.errors import EncodingError, InputError, RecordError, RoundError
+from quorumark.field import P, Vector
+from quorumark.model.layout import ModelLayout
+from quorumark.round.continuity import Pace, plain_moves
+from quorumark.round.movement import (
+    Axes,
+    Carrier,
+    Sums,
+    axis_sums,
+    carriers_of,
+    checked_model,
+    distance,
+    learnt_axes,
+    least,
+    moved_axes,
+    norm_count,
+    norm_of,
+)
+
+__all__ = ["HALVINGS", "Amplitudes", "MarkState", "PaperScale", "model_digest", "paper_amplitudes"]
+WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
+HALVINGS = 3  # so often members may find the mark of a state too strong: the last time there is none
+
+
+def _mark_squares(amplitudes: Amplitudes | None, carriers: list[Carrier]) -> list[list[list[int]]]:
+    """Σ S² over each row, column and tap, in 2^-80: exact, and only where the mark is, if the carriers are sampled."""
+    if amplitudes is None:
+        return [[[0] * count for count in carrier.axes] for carrier in carriers]
+    carrying, scales = amplitudes.layout.carrying(), amplitudes.vector << np.uint64(KEY_BITS[amplitudes.key])
+    found = []
+    for carrier in carriers:
+        if isinstance(carrying, slice):
+            here = np.ascontiguousarray(scales[carrier.place])
+        else:
+            part = slice(*np.searchsorted(carrying, (carrier.place.start, carrier.place.stop)))
+            here = np.zeros(carrier.size, np.uint64)
+            here[carrying[part] - carrier.place.start] = scales[part]
+        alone = replace(carrier, place=slice(0, carrier.size))
+        found.append([[square for _, _, square in axis] for axis in axis_sums(alone, here, np.zeros_like(here))])
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Amplitudes:
+    """How strong the mark of one round is, weight by weight: public, and the same for everybody.
+
+    A weight's amplitude is the least of its axes' `scales` (in 2^-40). `c` and `rho`, in 2^-32, say how it came about:
+    the factor of this round, and ρ before it.
+    """
+
+    layout: ModelLayout
+    key: str
+    round: int
+    c: int
+    rho: int
+    scales: tuple[Axes, ...]
+
+    @property
+    def marks(self) -> bool:
+        """Whether there is anything to add."""
+        return any(all(map(any, axes)) for axes in self.scales)
+
+    @cached_property
+    def vector(self) -> Vector:
+        """S for each of the d carrying coordinates: S·τ has 40 fractional bits for the key's own τ."""
+        layout, bits = self.layout, np.uint64(KEY_BITS[self.key])
+        carrying = layout.carrying()
+        out = np.zeros(layout.coordinates, np.uint64)
+        for carrier, axes in zip(carriers_of(layout), self.scales, strict=True):
+            rows, *others = (np.array(values, np.uint64) for values in axes)
+            across = others[0] if len(others) == 1 else np.minimum.outer(*others).reshape(-1)
+            if isinstance(carrying, slice):
+                target = out[carrier.place].reshape(carrier.rows, -1)
+                np.minimum(rows[:, None], across[None, :], out=target)
+            else:
+                part = slice(*np.searchsorted(carrying, (carrier.place.start, carrier.place.stop)))
+                row, column = np.divmod(carrying[part] - carrier.place.start, across.size)
+                out[part] = np.minimum(rows[row], across[column])
+        return out >> bits if bits else out
+
+    def tensors(self) -> Iterator[tuple[str, slice]]:
+        """The carriers' names, and their places in `vector`."""
+        carrying = self.layout.carrying()
+        for spec, place in self.layout.spans("carrier"):
+            if not spec.size:
+                continue
+            if isinstance(carrying, slice):
+                yield spec.name, place
+            else:
+                yield spec.name, slice(*(int(i) for i in np.searchsorted(carrying, (place.start, place.stop))))
+
+    def without(self, names: Collection[str]) -> Amplitudes:
+        """The same, with nothing in the carriers of these names."""
+        carriers = [spec.name for spec, _ in self.layout.spans("carrier") if spec.size]
+        kept = zip(carriers, self.scales, strict=True)
+        none = tuple(tuple((0,) * len(v) for v in axes) if name in names else axes for name, axes in kept)
+        return replace(self, scales=none)
+
+    def digest(self) -> bytes:
+        """What all members of a round must agree on."""
+        about = {"key": self.key, "round": self.round, "scales": self.scales}
+        return digest("amplitudes", bytes.fromhex(self.layout.digest()), canonical(about))
+
+
+def model_digest(model: Vector) -> bytes:
+    """Of a global model, as E(θ)."""
+    return digest("global model", np.ascontiguousarray(model).astype("<u8", copy=False).data.cast("B"))
+
+
+class MarkState:
+    """The history of a run, as far as the mark needs it: three whole numbers per row, column and tap, one per tensor.
+
+    `round` counts the accepted rounds, `rho` (in 2^-32) is what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
+    `under` is the manifest under which the last one was summed. Two states with the same `digest` and strength give the
+    same amplitudes for ever.
+    """
+
+    FORMAT = "quorumark-mark-state/v2"
+
+    def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector, start: int = 0) -> None:
+        """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds; after
+        those, `start` is how many there were.
+
+        Models are kept, not copied: do not change them afterwards.
+        """
+        if key not in KEY_KINDS:
+            raise InputError("key", f"must be one of {', '.join(KEY_KINDS)}", repr(key))
+        self.strength, self.layout, self.key = strength, layout, key
+        self._carriers = carriers_of(layout)
+        self.model = self.anchor = checked_model("model", model, layout)
+        self.model_digest = self.anchor_digest = model_digest(self.model)
+        self.round, self.under = start, ""
+        self._updates = self._distance = 0
+        nothing = tuple(tuple((0,) * count for count in carrier.axes) for carrier in self._carriers)
+        self._moved = self._ema = self._total = nothing
+        self._sums = (0,) * len(self._carriers)
+        self._pace, self._silenced = Pace(), 0
+        self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest)
+
+    # --- what it says ---
+
+    @property
+    def rho(self) -> int:
+        return self._reached() * ONE // self._distance if self._distance else 0
+
+    def _reached(self) -> int:
+        """‖ΣA‖. Of ΣA the state has each tensor's sum, exactly, and a shape M ≥ ΣA: the least of the axes' totals.
+
+        So it is √Σ_tensors ‖M‖²·(Σ A)²/(Σ M)².
+        """
+        shapes = [least(tensor) for tensor in self._total]
+        return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
+
+    @property
+    def silenced(self) -> float:
+        """The share of the carriers that gets no mark in the next round, because something jumped in the last one."""
+        return self._silenced / self.layout.carrier_size if self._updates >= WARM else 0.0
+
+    @property
+    def chain(self) -> bytes:
+        """A digest of all models, marks and norms so far, in their order."""
+        return self._chain
+
+    def amplitudes(self, round_no: int, halvings: int = 0) -> Amplitudes:
+        """For the next round: A = c · (learning rates' ratio) · min over the axes of min(rms, EMA).
+
+        A function of the state and of `halvings`, which members ask for while nobody has answered: where the mark was
+        too strong for their updates it halves, and the third time there is none.
+        """
+        self._check_next(round_no)
+        rule = self.strength.rule
+        c, base = 0, self._moved
+        if self._updates >= WARM and rule != "paper":
+            ratio = self._rate_ratio(round_no) if halvings < HALVINGS else Fraction(0)
+            base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, HALVINGS))
+            c = self.strength.c_max
+            if rule != "relative":
+                # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖
+                full = norm_of(base)
+                missing = self.strength.rho * self._distance - ONE * self._reached()
+                c = min(c, max(0, missing) // full) if full else 0
+        return Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE))
+
+    def _check_next(self, round_no: int) -> None:
+        if round_no != self.round + 1:
+            raise RoundError(f"round {self.round + 1} is next after {self.round} accepted ones, not round {round_no}")
+
+    def _rate_ratio(self, round_no: int) -> Fraction:
+        """The learning rate over the last update's; at most 1, since a mark never runs ahead of the updates."""
+        now, then = self.strength.rate(round_no), self.strength.rate(self.round)
+        return min(now / then, Fraction(1)) if then else Fraction(0)
+
+    def advance(
+        self,
+        round_no: int,
+        model: Vector,
+        embedded: Amplitudes | None,
+        norms: Vector | None = None,
+        *,
+        under: str = "",
+    ) -> None:
+        """A round's global model was accepted; `embedded` is what was added in it, None if nothing; `under` is the
+        digest of the manifest that it was summed under.
+
+        `norms` is the opened sum of the members' norms, if the strength needs them; a run without the mark may leave
+        them out, and then nothing counts as learnt. A round that is given up is not told: the last model stands.
+        """
+        self._check_next(round_no)
+        if embedded is not None and (embedded.round, embedded.layout, embedded.key) != (
+            round_no,
+            self.layout,
+            self.key,
+        ):
+            raise RoundError(f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}")
+        told = self._checked_norms(norms, embedded)
+        before, self.model = self.model, checked_model("model", model, self.layout)
+        self.model_digest = model_digest(self.model)
+        sums = [axis_sums(carrier, self.model, before) for carrier in self._carriers]
+        noise, quiet = self._noise(embedded)
+        self._moved = tuple(map(moved_axes, self._carriers, sums, quiet))
+        first = not self._updates and not any(any(map(any, axes)) for axes in self._ema)
+        self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
+        self._moved = _map(min, self._moved, self._ema)
+        if self.strength.needs_norms:
+            each = iter(told)
+            apart = zip(self._carriers, sums, noise, strict=True)
+            learnt = tuple(learnt_axes(carrier, axes, each, extra) for carrier, axes, extra in apart)
+            self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
+        self._silence_jumps(sums, before)
+        if embedded is not None:
+            self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
+            self._sums = tuple(a + least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
+        self.round, self.under, self._updates = round_no, under, self._updates + 1
+        if round_no <= self.strength.warmup_rounds:
+            self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
+        end = self.layout.carrier_size
+        self._distance = isqrt(distance(self.model[:end], self.anchor[:end]))
+        mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
+        parts = round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": told})
+        self._chain = digest("mark history", self._chain, *parts)
+
+    def _noise(self, embedded: Amplitudes | None) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+        """Of each row, column and tap: the expected square of the dither, κ²·ΣS²; and 2·(κ² + 1)·ΣS².
+
+        The second is twice what dither and mark make of a dead row: what moved no further counts as still, or the mark
+        would follow its own noise there. Both are 0 without dither.
+        """
+        kappa = self.strength.dither
+        squares = _mark_squares(embedded if kappa else None, self._carriers)
+        noise, quiet = (
+            [[[factor * q >> 64 for q in axis] for axis in axes] for axes in squares]
+            for factor in (kappa**2, 2 * (kappa**2 + ONE**2) if kappa else 0)
+        )
+        return noise, quiet
+
+    def _silence_jumps(self, sums: list[Sums], before: Vector) -> None:
+        """Takes the next round's mark from what jumped, or from everything (`quorumark.round.continuity`)."""
+        self._silenced = 0
+        if not self.strength.continuity:
+            self._pace = Pace()
+            return
+        moves = [
+            [isqrt(square // (carrier.size // count)) for _, _, square in axis]
+            for carrier, axes in zip(self._carriers, sums, strict=True)
+            for axis, count in zip(axes, carrier.axes, strict=True)
+        ]
+        plain = plain_moves(self.layout, self.model, before)
+        self._pace, jumped, rests = self._pace.after(moves, plain, self.strength.continuity)
+        each = iter(jumped)
+        kept = tuple(tuple(tuple(int(not (rests or j)) for j in next(each)) for _ in axes) for axes in self._moved)
+        self._moved = _map(lambda m, keeps: m * keeps, self._moved, kept)
+        self._silenced = self.layout.carrier_size - sum(prod(map(sum, axes)) for axes in kept)
+
+    def _checked_norms(self, norms: Vector | None, embedded: Amplitudes | None) -> list[int]:
+        """The sum of the members' norms as whole numbers of 2^-40; nothing where the strength needs none."""
+        if not self.strength.needs_norms:
+            if norms is not None:
+                raise InputError("norms", "must be left out under the strength setting alike=mark", "some")
+            return []
+        count = norm_count(self.layout)
+        if norms is None and embedded is None:
+            return [0] * count
+        if not isinstance(norms, np.ndarray) or norms.shape != (count,):
+            rule = f"must be the members' sum of {count} norms, unless the strength setting is alike=mark"
+            raise InputError("norms", rule, getattr(norms, "shape", type(norms).__name__))
+        signed: list[int] = field.to_signed(norms).tolist() if count else []
+        for i, n in enumerate(signed):
+            if not 0 <= n < int(codec.LIMIT) << codec.FRACTION_BITS:
+                raise EncodingError("the opened sum of norms", f"must be from 0 to {codec.LIMIT:g}", f"{n} / 2^40", i)
+        return signed
+
+    # --- moving it ---
+
+    def digest(self) -> bytes:
+        """Of all of it, and of all that came before: what all members of a round must agree on."""
+        return digest("mark state", self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """For a member that missed rounds. It has no secrets; `digest` settles whether it is the right one."""
+        body = {
+            "format": self.FORMAT,
+            "layout": self.layout.digest(),
+            "key": self.key,
+            "round": self.round,
+            "under": self.under,
+            "updates": self._updates,
+            "distance": self._distance,
+            "model": self.model_digest.hex(),
+            "anchor": self.anchor_digest.hex(),
+            "chain": self._chain.hex(),
+            "moved": self._moved,
+            "ema": self._ema,
+            "total": self._total,
+            "sums": self._sums,
+            "pace": self._pace.axes,
+            "plain": self._pace.plain,
+            "silenced": self._silenced,
+        }
+        return canonical(body)
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, strength: Strength, layout: ModelLayout, key: str, model: Vector, anchor: Vector
+    ) -> MarkState:
+        """Reads `to_bytes` back, beside the last global model and the anchor, which must be those that it names."""
+        state = cls(strength, layout, key, model)
+        state.anchor = checked_model("anchor", anchor, layout)
+        state.anchor_digest = model_digest(state.anchor)
+        body = parse(data, cls.FORMAT, "a mark's state")
+        try:
+            state.round, state._updates, state._distance = (body[name] for name in ("round", "updates", "distance"))
+            state.under = str(body["under"])
+            state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
+            state._sums = tuple(body["sums"])
+            state._pace, state._silenced = Pace(tuple(map(tuple, body["pace"])), tuple(body["plain"])), body["silenced"]
+            state._chain = bytes.fromhex(body["chain"])
+        except (KeyError, TypeError, ValueError):
+            raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
+        shape = [carrier.axes for carrier in state._carriers]
+        lists = (state._moved, state._ema, state._total)
+        pace = state._pace
+        numbers = [state.round, state._updates, state._distance, *state._sums, *pace.plain, state._silenced]
+        numbers += [n for axis in pace.axes for n in axis]
+        numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
+        fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)
+        paced = [count for axes in shape for count in axes], sum(1 for _ in layout.spans("plain"))
+        fits = fits and (list(map(len, pace.axes)), len(pace.plain)) in (([], 0), paced)
+        if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise RecordError("this is not a mark's state of this layout")
+        if state.to_bytes() != data:
+            raise RecordError("this mark's state is of another model, anchor, layout or key")
+        return state
+
+
+def _axes(value: Any) -> tuple[Axes, ...]:
+    return tuple(tuple(tuple(values) for values in tensor) for tensor in value)
+
+
+def _map(function: Any, x: tuple[Axes, ...], y: tuple[Axes, ...]) -> tuple[Axes, ...]:
+    """Number by number."""
+    return tuple(
+        tuple(tuple(map(function, a, b)) for a, b in zip(first, second, strict=True))
+        for first, second in zip(x, y, strict=True)
+    )
+
+
+def _scaled(axes: tuple[Axes, ...], above: int, below: int) -> tuple[Axes, ...]:
+    """Each number times above/below, rounded down."""
+    return tuple(tuple(tuple(n * above // below for n in values) for values in tensor) for tensor in axes)
+
+
+class PaperScale:
+    """A member's own strength under the rule `paper`: scale_k = c·‖Δ_k‖·EMA_k, for the model or for each carrier."""
+
+    def __init__(self, strength: Strength, layout: ModelLayout) -> None:
+        _need_paper(strength)
+        self._strength, self._layout = strength, layout
+        self._ema: list[int] | None = None
+
+    def scale(self, before: Vector, after: Vector) -> Vector:
+        """What the member gives to secure aggregation (purpose "scale"), in 2^-40; E of the model before and after."""
+        before, after = checked_model("before", before, self._layout), checked_model("after", after, self._layout)
+        norms = [distance(after[c.place], before[c.place]) for c in carriers_of(self._layout)]
+        norms = [isqrt(n) for n in (norms if self._strength.per == "tensor" else [sum(norms)])]
+        self._ema = norms if self._ema is None else [(9 * e + n) // 10 for e, n in zip(self._ema, norms, strict=True)]
+        scales = [self._strength.c * n * e >> 72 for n, e in zip(norms, self._ema, strict=True)]
+        if max(scales) > P >> 11:  # so that a thousand of them add up
+            raise RoundError("this member's update is too large for the rule 'paper': its scale is above 1024")
+        return field.from_signed(np.array(scales, np.int64))
+
+
+def paper_amplitudes(
+    strength: Strength, layout: ModelLayout, key: str, round_no: int, total: Vector, members: int
+) -> Amplitudes:
+    """From the opened sum of the members' scales: scale/√d per coordinate, for the sum divided by their number."""
+    _need_paper(strength)
+    carriers, sizes = carriers_of(layout), {name: part.stop - part.start for name, part in _parts(layout)}
+    counts = list(sizes.values()) if strength.per == "tensor" else [layout.coordinates]
+    if total.shape != (len(counts),):
+        raise InputError("total", f"must be {len(counts)} numbers", total.shape)
+    each = [isqrt(int(v) ** 2 // (members**2 * max(1, n))) for v, n in zip(field.to_signed(total), counts, strict=True)]
+    each = each if strength.per == "tensor" else each * len(carriers)
+    scales = tuple(tuple((a,) * n for n in carrier.axes) for a, carrier in zip(each, carriers, strict=True))
+    return Amplitudes(layout, key, round_no, strength.c, 0, scales)
+
+
+def _parts(layout: ModelLayout) -> Iterable[tuple[str, slice]]:
+    return Amplitudes(layout, "rademacher", 0, 0, 0, ()).tensors()
+
+
+def _need_paper(strength: Strength) -> None:
+    if strength.rule != "paper":
+        raise InputError("strength", "must have the rule 'paper'", repr(strength.rule))

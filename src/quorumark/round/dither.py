@@ -1,0 +1,70 @@
+"""Noise that each member adds beside its part of the mark (docs/strength.md, "Dither").
+
+Member k adds to its weighted model, on each carrying coordinate, noise of standard deviation κ·S·√a_k, where a_k is its
+weight in the round: over all members that is κ·S beside the mark ±S. A server that knows what the members' training
+did to a weight, because it did nothing, then sees the mark through this noise instead of bare.
+
+The noise comes from a stream that only the member can compute, and that depends on the state of the run alone: a sum
+that is made again has the same noise.
+
+    e_k = round(κ·√a_k·S·g)     g = u_1 + u_2 + u_3 − 3/2, times 2; each u uniform on [0, 1), from one word of 64 bits
+
+g has mean 0 and variance 1, and is never beyond ±3. u_1 has 34 bits, the others 15: the steps of e_k are below one unit
+of fixed point for amplitudes up to 2^-8. (With coarser steps the value of a single member modulo the step would show
+the sign of the mark.)
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import sqrt
+
+import numpy as np
+
+from quorumark import field
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.strength import KEY_BITS, ONE
+from quorumark.field import Stream, Vector
+from quorumark.round.amplitudes import Amplitudes
+
+__all__ = ["add_dither", "dither_stream"]
+
+_FINE, _COARSE = 34, 15  # bits of u_1, and of u_2 and u_3: 64 in all
+_HALF = 3 << (_FINE - 1)  # 3/2 in 2^-34
+_PIECE = 1 << 16  # coordinates at a time: what is computed of them stays in the cache
+
+
+def dither_stream(identity: Identity, state: bytes) -> Stream:
+    """What a member's noise is made from: nobody else can compute it, and a state always gives the same."""
+    return Stream(identity.to_secret_bytes(), "dither", state)
+
+
+def add_dither(y: Vector, amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream) -> None:
+    """Adds a member's noise to its encoded, weighted model, in place. κ is in 2^-32, `weight` is its a_k."""
+    field.check_output(y, (amplitudes.layout.size,))
+    carrying, scales = amplitudes.layout.carrying(), amplitudes.vector
+    # σ of g in units of 2^-34 is 2^33. Products of float64 are the same everywhere
+    factor = kappa / ONE * sqrt(weight) * 2.0 ** (KEY_BITS[amplitudes.key] - _FINE + 1)
+    words = np.empty(min(_PIECE, scales.size), np.uint64)
+    for start in range(0, scales.size, _PIECE):
+        scale = scales[start : start + _PIECE]
+        if not scale.any():
+            continue
+        stop = start + scale.size
+        part = words[: scale.size]
+        stream.words(part, start)
+        noise = field.from_signed(np.rint(_normal(part) * (scale.astype(np.float64) * factor)).astype(np.int64))
+        if isinstance(carrying, slice):
+            field.add(y[start:stop], noise, out=y[start:stop], checked=False)
+        else:
+            where = carrying[start:stop]
+            y[where] = field.add(y[where], noise, checked=False)
+
+
+def _normal(words: Vector) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """g in 2^-34, without its factor 2."""
+    low, rest = np.uint64((1 << _COARSE) - 1), np.uint64(_FINE - _COARSE)
+    total = words >> np.uint64(2 * _COARSE)
+    total += (words & low) << rest
+    total += ((words >> np.uint64(_COARSE)) & low) << rest
+    return total.view(np.int64).astype(np.float64) - _HALF

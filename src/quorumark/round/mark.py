@@ -1,0 +1,148 @@
+"""What a member adds for the mark, and what it refuses (docs/strength.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark import field, shamir
+from quorumark.consortium.hiding import exposed
+from quorumark.consortium.records import Genesis, Manifest
+from quorumark.consortium.strength import KEY_BITS, ONE, Strength
+from quorumark.errors import InputError, RoundError
+from quorumark.field import Vector
+from quorumark.round.amplitudes import Amplitudes
+from quorumark.round.movement import checked_model, distance, sum_squares
+
+__all__ = ["TooStrongError", "check_round", "check_size", "check_weights", "ideal_mark", "marked_vector", "weights"]
+
+
+def weights(manifest: Manifest, members: Iterable[int]) -> dict[int, Fraction]:
+    """a_k = n_k/Σ_U n, by the manifest's numbers of examples. `float` of it, rounded once, is what the codec takes."""
+    counts = {x: manifest.terms.member(x).examples for x in sorted(members)}
+    total = sum(counts.values())
+    return {x: Fraction(n, total) for x, n in counts.items()}
+
+
+def marked_vector(
+    y: Vector, amplitudes: Amplitudes, manifest: Manifest, members: Sequence[int], point: int, share: Iterable[Vector]
+) -> None:
+    """Adds S ⊙ σ ⊙ λ_k·s_k to a member's encoded, weighted model, in place; over all of U that is S ⊙ σ ⊙ τ_raw.
+
+    `share` gives the member's share piece by piece (`ShareFile.pieces()`); what follows the key in it is not read.
+    Nobody may see y before it is masked; after an error, throw it away.
+    """
+    terms = manifest.terms
+    if point not in members or len(members) < terms.threshold:
+        raise RoundError(f"a share of member {point} may enter only among {terms.threshold} members or more, with it")
+    factor = shamir.lagrange(sorted(members))[sorted(members).index(point)]
+    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), share)
+
+
+def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesis: Genesis | None = None) -> None:
+    """What all members' parts add up to, for those who may hold a key: adds S ⊙ σ ⊙ key (S ⊙ key without a genesis)."""
+    parts = (field.from_signed(key[part]) for part in field.chunks(key.size, 1 << 18))
+    _add_mark(y, amplitudes, _signed_scales(amplitudes, genesis, 1), parts)
+
+
+def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int) -> Any:
+    """A function: factor·σ·S for coordinates start … stop−1."""
+
+    def piece(start: int, stop: int) -> Vector:
+        part: Vector = field.scale(factor, amplitudes.vector[start:stop], checked=False)
+        if genesis is None:
+            return part
+        return np.where(genesis.whitening(start, stop - start), field.neg(part, checked=False), part)
+
+    return piece
+
+
+def _add_mark(y: Vector, amplitudes: Amplitudes, scales: Any, values: Iterable[Vector]) -> None:
+    """y += scales ⊙ values on the carrying coordinates."""
+    layout = amplitudes.layout
+    field.check_output(y, (layout.size,))
+    field.check(y, "y")
+    carrying, total, start = layout.carrying(), layout.coordinates, 0
+    for piece in values:
+        if start == total:
+            break
+        stop = min(start + piece.size, total)
+        where: Any = slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]
+        y[where] = field.axpy(scales(start, stop), piece[: stop - start], y[where], checked=False)
+        start = stop
+    if start != total:
+        raise InputError("share", f"must have {total} elements or more", start)
+
+
+def check_round(
+    strength: Strength,
+    manifest: Manifest,
+    amplitudes: Amplitudes,
+    members: Sequence[int],
+    before: Vector,
+    after: Vector,
+    *,
+    told_weights: Mapping[int, Fraction] | None = None,
+    told_rate: Fraction | None = None,
+) -> bool:
+    """Whether a member embeds in this round; a RoundError if it must not take part in it at all.
+
+    `before` and `after` are E of the global model and of the member's own result; `told_weights` and `told_rate` what
+    the server said, if it did.
+    """
+    terms, layout, round_no = manifest.terms, amplitudes.layout, amplitudes.round
+    if (layout.digest(), layout.coordinates, amplitudes.key) != (terms.layout, terms.coordinates, terms.key):
+        raise RoundError("the model's layout or kind of key is not the manifest's")
+    if strength != Strength.of(terms.strength, terms.coordinates):
+        raise RoundError("the strength is not the manifest's")
+    if len(set(members)) != len(members) or not all(x in range(1, terms.members + 1) for x in members):
+        raise RoundError(f"the members of a round must be of the roster, each once, but are {list(members)}")
+    shares = weights(manifest, members)
+    if told_weights is not None and dict(told_weights) != shares:
+        raise RoundError(f"the weights of round {round_no} are not those of the manifest's numbers of examples")
+    if told_rate is not None and told_rate != strength.rate(round_no):
+        raise RoundError(f"the learning rate of round {round_no} is not the manifest's: {told_rate} of the first one's")
+    check_weights(manifest, members)
+    if len(members) < terms.threshold:
+        if strength.below_threshold == "refuse":
+            raise RoundError(f"round {round_no} has {len(members)} members, and the mark needs {terms.threshold}")
+        return False
+    if not amplitudes.marks:
+        return False
+    check_size(strength, amplitudes, checked_model("before", before, layout), checked_model("after", after, layout))
+    return True
+
+
+def check_weights(manifest: Manifest, members: Sequence[int]) -> None:
+    """Whether the weights hide a member among the others, with or without a mark (`quorumark.consortium.hiding`)."""
+    problem = exposed(manifest.terms, members)
+    if problem:
+        raise RoundError(f"the members' weights hide too little: {problem}")
+
+
+class TooStrongError(RoundError):
+    """The mark of a round is more than a member's own update hides."""
+
+
+def check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after: Vector) -> None:
+    """The mark of a carrier is at most 4·c_max times the member's own update of it; `paper`: of all of them."""
+    places = {spec.name: place for spec, place in amplitudes.layout.spans("carrier")}
+    marks, updates = {}, {}
+    for name, part in amplitudes.tensors():
+        place, mark = places[name], amplitudes.vector[part]
+        # of a tensor of which n weights in N are sampled, the mark stands for one that is N/n as large
+        squares = sum_squares(mark) << 2 * KEY_BITS[amplitudes.key] if mark.size else 0
+        marks[name] = squares * (place.stop - place.start) // max(1, mark.size)
+        updates[name] = distance(after[place], before[place])
+    if strength.rule == "paper":
+        marks, updates = {"the model": sum(marks.values())}, {"the model": sum(updates.values())}
+    for name, mark_squared in marks.items():
+        if mark_squared * ONE**2 > (4 * strength.c_max) ** 2 * updates[name]:
+            raise TooStrongError(
+                f"the mark of round {amplitudes.round} in {name!r} is more than {4 * strength.c_max / ONE:.3g} times "
+                "this member's own update of it: it would show"
+            )

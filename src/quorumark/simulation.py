@@ -1,0 +1,489 @@
+"""A federation in one process: members and a server with the protocol's real messages (docs/federation.md).
+
+    members = {x: FederationMember(person, manifest, layout, train, data, share) for …}
+    run = Federation(manifest, layout, initial_model, members, evaluate=…)
+    for report in run.rounds(20):
+        …
+
+A round: everybody trains from the global model; those who are ready take part; each uploads its weighted model and its
+part of the mark under masks (`round`, `embed`); the server opens the one sum, which is the next global model. Members
+may be lost at every stage.
+
+A `FederationMember` takes the public models and the server's bytes, and decides by itself: how strong the mark is it
+derives from the models that it accepted (its `History`). In one process all members may look at one history, since it
+is the same for all: that saves work, and nothing else depends on it.
+
+`train` is any function from (weights, data) to weights: named tensors, numpy or torch. It may also take `seed` (from
+the operating system, or from the federation's research seed, so that a run can be repeated), `round_no`, which counts
+the accepted rounds, and `rate`: the learning rate that the manifest's table has for this round, in units of the first
+one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from quorumark.consortium.checks import DAMAGED
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.records import Manifest
+from quorumark.consortium.shares import ShareFile
+from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError
+from quorumark.field import Vector
+from quorumark.model.layout import ModelLayout, write_safetensors
+from quorumark.round.history import History, research_seed
+from quorumark.round.member import RoundMember
+from quorumark.round.memory import MemoryState, State
+from quorumark.round.secagg import SecAggMember
+from quorumark.round.server import RoundServer
+
+__all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "watch"]
+
+Weights = Mapping[str, Any]
+Train = Callable[..., Weights]
+STAGES = ("train", "upload", "unmask")
+
+
+# --- a member ---------------------------------------------------------------------------------------------
+
+
+class FederationMember(RoundMember):
+    """One organisation: it trains, uploads and answers. See `RoundMember` for what it may be given."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        layout: ModelLayout,
+        train: Train,
+        data: Any,
+        share: ShareFile | Vector | None = None,
+        *,
+        mark: bool = True,
+        state: State | None = None,
+        own_key: NDArray[np.int64] | None = None,
+    ) -> None:
+        super().__init__(identity, manifest, layout, share, mark=mark, memory=state, own_key=own_key)
+        self._train, self._data = train, data
+
+    @property
+    def has_own_key(self) -> bool:
+        return self._own_key is not None
+
+    def train(self, model: Weights, seed: int | None = None) -> None:
+        """Trains from the global model, and keeps the result until the round is over."""
+        self.give_up()
+        number = self._known().round
+        known = {
+            "seed": int.from_bytes(os.urandom(8), "big") if seed is None else seed,
+            "round_no": number,
+            "rate": float(self.strength.rate(number)),
+        }
+        taken = inspect.signature(self._train).parameters
+        self.take(self._train(model, self._data, **{name: value for name, value in known.items() if name in taken}))
+
+    def rejoin(self, after: int) -> None:
+        """Goes on after a round, in a simulation that is taken up again: server and members died together.
+
+        A state on disk remembers by itself, and is left alone.
+        """
+        if isinstance(self.secagg.state, MemoryState):
+            self.secagg = SecAggMember(self._identity, self.group, self.fresh_memory(after))
+
+
+# --- losses -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Who is lost when: by plan, {(round, stage): points} or {(round, stage, attempt): points}, and at random by rates.
+
+    Stages: "train" (never gets ready), "upload" (after U is fixed), "unmask" (after the upload).
+    """
+
+    plan: Mapping[tuple[Any, ...], Iterable[int]] = dataclass_field(default_factory=dict)
+    rates: Mapping[str, float] = dataclass_field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in self.plan:
+            sound = isinstance(key, tuple) and len(key) in (2, 3) and key[1] in STAGES
+            if not sound or not all(isinstance(n, int) for n in (key[0], *key[2:])):
+                raise InputError("losses", f"must be at (round, stage) with the stages {', '.join(STAGES)}", key)
+        for stage, rate in self.rates.items():
+            if stage not in STAGES or not 0 <= rate < 1:
+                raise InputError("losses", f"must have rates from 0 to 1 at {', '.join(STAGES)}", (stage, rate))
+
+    def at(self, round_no: int, stage: str, attempt: int, members: Iterable[int]) -> set[int]:
+        """Who of these members is lost now."""
+        here = set(members)
+        planned = set(self.plan.get((round_no, stage, attempt), ()))
+        if attempt == 1:
+            planned |= set(self.plan.get((round_no, stage), ()))
+        rate = self.rates.get(stage, 0.0)
+        if rate:
+            place = None if self.seed is None else [self.seed, round_no, STAGES.index(stage), attempt]
+            drawn = np.random.default_rng(place).random(max(here, default=0) + 1)
+            planned |= {x for x in here if drawn[x] < rate}
+        return planned & here
+
+
+# --- the federation ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class RoundReport:
+    """What happened in a round. `given_up` says why there is no new model, if there is none.
+
+    `excluded`: who was out, and why. `disputed`: whose answers were wrong, and about whose masks (see `round.secagg`).
+    `halvings`: how often the mark was halved because it was too strong for members. `held`: tensors that kept their
+    weights, because the sum had a number there that no model may have: a member lied, or diverges. `silenced`: the
+    share of the carriers that got no mark because something jumped in the round before (`quorumark.round.continuity`).
+    """
+
+    round: int
+    members: tuple[int, ...] = ()
+    attempts: int = 0
+    lost: dict[str, tuple[int, ...]] = dataclass_field(default_factory=dict)
+    excluded: dict[int, str] = dataclass_field(default_factory=dict)
+    disputed: dict[int, tuple[int, ...]] = dataclass_field(default_factory=dict)
+    marked: bool = False
+    halvings: int = 0
+    held: tuple[str, ...] = ()
+    silenced: float = 0.0
+    rho: float = 0.0
+    c: float = 0.0
+    uploaded_bytes: int = 0
+    seconds: dict[str, float] = dataclass_field(default_factory=dict)
+    metrics: dict[str, float] = dataclass_field(default_factory=dict)
+    given_up: str = ""
+
+
+class Federation:
+    """The server and all members of a consortium in one process.
+
+    Members that have no history yet share one. With a `folder` every round is kept (`events.jsonl`,
+    `model.safetensors`), and a run that was killed goes on after its last whole round when it is made again with the
+    same folder.
+
+    With `warmup_rounds` a first federation runs those, unmarked; then all sign the amendment that names its model as
+    the anchor, and a second one goes on under the new manifest, from that model, `after` that round.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: ModelLayout,
+        model: Weights,
+        members: Mapping[int, FederationMember],
+        *,
+        evaluate: Callable[[Weights], Mapping[str, float]] | None = None,
+        losses: Losses | None = None,
+        seed: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        after: int = 0,
+    ) -> None:
+        wrong = [x for x, member in members.items() if member.point != x or member.manifest != manifest]
+        if wrong or not members:
+            raise InputError("members", "must be of this manifest, each at its point", wrong or "none")
+        kinds = {(member.marks, member.has_own_key) for member in members.values()}
+        if len(kinds) != 1:
+            raise InputError("members", "must all mark, or none, and all with shares or all with keys", "a mixture")
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 1 << 63):
+            raise InputError("seed", "must be a whole number from 0 to 2^63−1", repr(seed))
+        self.manifest, self.layout, self.members = manifest, layout, dict(members)
+        self.marks = next(iter(kinds))[0]
+        self._evaluate, self._losses, self._seed = evaluate, losses or Losses(), seed
+        self._folder = None if folder is None else Path(folder)
+        self.reports: list[RoundReport] = []
+        self.round_no = after
+        self.server = RoundServer(manifest, layout, dict(model), after=after, folder=self._folder, marks=self.marks)
+        warmup = self.history.strength.warmup_rounds
+        if after < 0 or (warmup and not self.history.warming and after < warmup):
+            raise InputError("after", f"must be {warmup} or more after the warm-up rounds", after)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._resume()
+        for member in self.members.values():
+            member.rejoin(self.server.round_no)
+            if member.history is None:
+                member.history = self.history
+
+    @property
+    def group(self) -> Any:
+        return self.server.group
+
+    @property
+    def history(self) -> History:
+        return self.server.history
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The global model, in tensors of its own."""
+        return self.layout.unflatten(self.layout.flatten(self.server.like), self.server.like)
+
+    def rounds(self, count: int) -> Iterator[RoundReport]:
+        """Runs rounds until `count` are done in all, and reports each."""
+        while self.round_no < count:
+            yield self.round()
+
+    def round(self) -> RoundReport:
+        """One round. If it cannot be finished the last model stands, and the report says why."""
+        report = RoundReport(self.round_no + 1)
+        try:
+            self._run(report)
+        except (RoundError, EncodingError) as error:
+            report.given_up = without_values(error)
+            for member in self.members.values():
+                member.give_up()
+        self.round_no += 1
+        if self._evaluate is not None:
+            with timed(report, "evaluate"):
+                report.metrics = {name: float(value) for name, value in self._evaluate(self.model).items()}
+        self.reports.append(report)
+        if self._folder is not None:
+            self._keep()
+        return report
+
+    def _run(self, report: RoundReport) -> None:
+        server = self.server
+        with timed(report, "unmask"):
+            weights = server.prepare(lambda stage, config: self._ask(stage, config, report), server.like)
+        if weights is None:
+            report.excluded.clear()  # who could not answer for an earlier sum may take part in this one
+            turn = server.advance(server.like)
+            taking_part = self._train_all(report)
+            if self.marks and self.history.strength.rule == "paper":
+                self._sum(taking_part, "scale", report)
+                total, members = server.open(), server.members
+                found = [member.take_scales(total, members) for member in self.members.values()]
+                server.begin("model", found[-1])
+            else:
+                with timed(report, "strength"):
+                    server.begin()
+            self._sum(taking_part, "model", report)
+            weights = server.finish()
+            report.disputed = {x: tuple(about) for x, about in server.disputed.items()}
+            report.attempts = max(report.attempts, server.attempt)
+            report.halvings = turn.halvings
+        self._accept(weights, report)
+
+    def _accept(self, weights: Weights, report: RoundReport) -> None:
+        server, members = self.server, self.server.members
+        if server.checks and self.members[members[0]].check_sum(server.opened) is False:
+            raise RoundError(
+                "the opened sum is not what the members sent: one of them sent a wrong tag. The run cannot go on from "
+                "this model, since another sum from it could show the key: find out who it was, and begin a new run"
+            )
+        settled, number = server.settled, self.history.round
+        report.members, report.marked, report.held = members, settled.embedded is not None, settled.held
+        report.c, report.silenced = server.c, server.silenced
+        with timed(report, "strength"):
+            server.accept(weights)
+            for member in self.members.values():
+                member.accept(number, settled.encoded, settled.embedded, settled.norms)
+        report.rho = self.history.mark.rho / (1 << 32)
+
+    def _train_all(self, report: RoundReport) -> list[int]:
+        """Everybody who is there trains; whose training fails is out of this round, and named."""
+        here = [x for x in self.group.cohort(self.server.round_no) if x in self.members]
+        lost = self._losses.at(report.round, "train", 1, here)
+        report.lost["train"] = tuple(sorted(lost))
+        failed: Exception | None = None
+        with timed(report, "train"):
+            for x in here:
+                if x in lost:
+                    continue
+                try:
+                    self.members[x].begin(self.server.turn)
+                    self.members[x].train(self.model, self._seed_for(x))
+                except AnsweredError as error:
+                    self.server.take_answered(x, error.round, error.members, error.halvings)
+                    report.excluded[x] = without_values(error)
+                except QuorumarkError as error:
+                    report.excluded[x] = without_values(error)
+                except Exception as error:  # noqa: BLE001 - a member's own code: it is out, the others go on
+                    report.excluded[x] = f"its training failed: {type(error).__name__}: {error}"
+                    failed = error
+        left = [x for x in here if x not in lost and x not in report.excluded]
+        if failed is not None and not left:
+            raise failed  # nobody can train: that is no loss, but a fault in the code
+        return left
+
+    def _sum(self, taking_part: Iterable[int], purpose: str, report: RoundReport) -> None:
+        """One secure sum, with all its attempts, up to the answers."""
+        server = self.server
+        if purpose == "scale":
+            server.begin("scale")
+        with timed(report, "ready"):
+            for x in taking_part:
+                with _excluding(report, x):
+                    self._take_ready(x, purpose, report)
+        server.announce()
+        while True:
+            report.attempts = max(report.attempts, server.attempt)
+            lost = self._losses.at(report.round, "upload", server.attempt, server.members)
+            report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *lost}))
+            with timed(report, "upload"):
+                for x in server.members:
+                    if x not in lost:
+                        with _excluding(report, x):
+                            asked = server.told(x)
+                            upload = self.members[x].upload(*asked)
+                            report.uploaded_bytes += server.take_upload(x, upload.head, upload.vector)
+            if not server.missing:
+                break
+            server.retry()
+        lost = self._losses.at(report.round, "unmask", 1, server.members)
+        report.lost["unmask"] = tuple(sorted(lost))
+        with timed(report, "unmask"):
+            for x in server.members:
+                request = server.request(x)
+                if x not in lost:
+                    with _excluding(report, x):
+                        server.take_answer(x, self.members[x].unmask(request))
+
+    def _take_ready(self, x: int, purpose: str, report: RoundReport) -> None:
+        member, server = self.members[x], self.server
+        complaint = member.too_strong() if purpose == "model" else None
+        if complaint is not None:
+            server.take_strong(x, complaint)
+            report.excluded[x] = "the mark of this round is too strong for its update"
+            return
+        message = member.ready(purpose)
+        server.take_ready(x, message, *(member.said() if purpose == "model" else ()))
+
+    def _ask(self, stage: str, config: Mapping[str, Any], report: RoundReport) -> dict[int, dict[str, Any]]:
+        """What members say when the server must settle an earlier round first."""
+        said: dict[int, dict[str, Any]] = {}
+        lost = self._losses.at(report.round, "unmask", 1, self.members)
+        requests = json.loads(config.get("requests", "{}"))
+        for x, member in self.members.items():
+            if x in lost or (stage == "again" and str(x) not in requests):
+                continue
+            with _excluding(report, x):
+                if stage == "again":
+                    said[x] = {"answer": member.unmask(bytes.fromhex(requests[str(x)]))}
+                elif stage == "state":
+                    said[x] = {"answered": member.answered(bytes.fromhex(config["of-state"]))}
+                elif stage == "never":
+                    said[x] = {"never": member.never(bytes.fromhex(config["state"]), config["of-round"])}
+        return said
+
+    def _seed_for(self, point: int) -> int | None:
+        return None if self._seed is None else research_seed(self._seed, self.history.round, point)
+
+    # --- a run's folder ---
+
+    def _keep(self) -> None:
+        """With the server's own file, so that a crash leaves the round before, or this one."""
+        averages = {str(x): m.average for x, m in self.members.items() if m.average is not None}
+        self.server.notes = {
+            "rounds": self.round_no,
+            "marks": self.marks,
+            "seed": self._seed,
+            "averages": averages,
+            "reports": json.dumps([asdict(r) for r in self.reports]),
+        }
+        self.server.save(self.server.like)
+        self._show()
+
+    def _show(self) -> None:
+        """What people look at, made from what the run goes on from: whole again after a crash."""
+        assert self._folder is not None  # noqa: S101
+        lines = [json.dumps(asdict(report)) + "\n" for report in self.reports]
+        write_shared(self._folder / "events.jsonl", "".join(lines).encode())
+        write_safetensors(self.model, self._folder / "model.safetensors")
+
+    def _resume(self) -> None:
+        notes = self.server.notes
+        if not notes:  # it died in its first round
+            return
+        if (notes.get("marks"), notes.get("seed")) != (self.marks, self._seed):
+            raise RecordError(f"{str(self._folder)!r} holds another run: use a new folder")
+        try:
+            self.round_no = int(notes["rounds"])
+            self.reports = [_report(entry) for entry in json.loads(notes["reports"])]
+            for x, member in self.members.items():
+                member.average = notes["averages"].get(str(x))
+        except (KeyError, AttributeError, *DAMAGED) as error:
+            raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
+        self._show()
+
+
+def watch(run: Federation, rounds: int, console: Console, title: str = "training", last: int = 12) -> None:
+    """Runs until so many rounds are done, with a table of the last ones that grows while it runs."""
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        for _ in run.rounds(rounds):
+            live.update(_table(run, rounds, title, last), refresh=True)
+
+
+def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
+    shown = run.reports[-last:]
+    metrics = sorted({name for report in shown for name in report.metrics})
+    stages = ("train", "upload", "unmask", "strength")
+    heads = ["round", *metrics, "members", "attempts", "mark", "ρ", *(f"{stage} s" for stage in stages)]
+    table = Table(*heads, title=f"{title}: round {run.round_no} of {rounds}", title_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    for report in shown:
+        numbers = [f"{report.metrics[name]:.4f}" if name in report.metrics else "" for name in metrics]
+        taken = [f"{report.seconds.get(stage, 0.0):.2f}" for stage in stages]
+        if report.given_up:
+            table.add_row(str(report.round), *numbers, "given up", *[""] * (3 + len(stages)))
+            continue
+        counts = [str(len(report.members)), str(report.attempts), "yes" if report.marked else "no", f"{report.rho:.4f}"]
+        table.add_row(str(report.round), *numbers, *counts, *taken)
+    return table
+
+
+def _report(entry: dict[str, Any]) -> RoundReport:
+    entry["members"] = tuple(entry["members"])
+    entry["lost"] = {stage: tuple(points) for stage, points in entry["lost"].items()}
+    entry["excluded"] = {int(x): why for x, why in entry["excluded"].items()}
+    entry["disputed"] = {int(x): tuple(about) for x, about in entry["disputed"].items()}
+    entry["held"] = tuple(entry["held"])
+    return RoundReport(**entry)
+
+
+def without_values(error: QuorumarkError) -> str:
+    """An error for a report that others read: not with the member's weight that caused it."""
+    return f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
+
+
+@contextlib.contextmanager
+def _excluding(report: RoundReport, point: int) -> Iterator[None]:
+    """A member that refuses, or whose weights or messages are of no use, is out and named; the round goes on."""
+    try:
+        yield
+    except QuorumarkError as error:
+        report.excluded[point] = without_values(error)
+
+
+class timed:  # noqa: N801 - used like a function
+    """Adds the time of a block to a report."""
+
+    def __init__(self, report: RoundReport, stage: str) -> None:
+        self._report, self._stage = report, stage
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        taken = time.perf_counter() - self._start
+        self._report.seconds[self._stage] = self._report.seconds.get(self._stage, 0.0) + taken

@@ -1,0 +1,148 @@
+"""The project's own files keep their word: pins, figures, no traces of the machine they were made on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quorumark.cli import app
+
+
+def test_every_direct_dependency_is_pinned(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    names = {re.split(r"[\[<>=~! ]", d)[0].lower() for d in wanted} - {"quorumark"}
+    pinned = {
+        line.split("==")[0].lower()
+        for line in (root / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    assert {n.replace("_", "-") for n in names} <= {p.replace("_", "-") for p in pinned}
+
+
+def _rows(root: Path, name: str) -> dict[tuple[str, str], Any]:
+    rows = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
+    return {(row["name"], row["against"].split(",")[0]): row for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel"),
+    [
+        ("y += a·x mod 2^61−1", "axpy"),
+        ("element by element product, in place", "mul"),
+        ("inner product", "dot"),
+        ("weights to fixed point, plus a·x", "encode+axpy"),
+        ("field elements to float32", "decode"),
+        ("AES-256-CTR mask, added", "mask (random elements, added)"),
+    ],
+)
+def test_the_readmes_kernel_figures_are_the_measured_ones(root: Path, text: str, kernel: str) -> None:
+    ratio = _rows(root, "field")[kernel, "memcpy"]["ratio"]
+    assert f"| {text} | {ratio:.2f} |" in (root / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["(5,3)", "(32,16)", "(128,64)"])
+def test_the_readmes_sharing_figures_are_the_measured_ones(root: Path, case: str) -> None:
+    rows = _rows(root, "shamir")
+    peers = ("the paper's torch Horner", "galois", "Python ints")
+    figures = [f"{1 / rows[f'share {case}', peer]['ratio']:,.0f}×" for peer in peers]
+    assert f"| {case.replace(',', ', ')} | {' | '.join(figures)} |" in (root / "README.md").read_text()
+
+
+def test_the_readmes_gpu_figure_is_the_measured_one(root: Path) -> None:
+    ratio = _rows(root, "field-cuda")["axpy", "device memcpy"]["ratio"]
+    assert f"({ratio:.2f} times a device copy" in (root / "README.md").read_text()
+
+
+def test_the_readmes_protocol_figures_are_the_measured_ones(root: Path) -> None:
+    text = re.sub(r"\s+", " ", (root / "README.md").read_text())
+    sums = {name: row["ratio"] for (name, _), row in _rows(root, "secagg").items()}
+    client, retry = (sums[f"a client{case}, CPU time"] for case in (" masks, K=8", ", 3 of 8 drop, retry included"))
+    server = sums["the server unmasks, K=8, CPU time"]
+    assert f"masking takes {client:.2f} of theirs, with three drops and the retry {retry:.2f}" in text
+    assert f"the server's unmasking {server:.2f}." in text
+    page = " ".join((root / "docs" / "secagg.md").read_text().split())
+    tag = sums["the tag of a checked sum"]
+    assert f"a tag takes {tag:.1f} times as long as a mask of the same length" in page
+    row = _rows(root, "dkg")["dealer-free setup (32,16)", "the paper's torch code"]
+    best = row["paper_best_seconds"] / row["seconds"]
+    assert f"computes for {row['seconds']:.1f} s on one thread, {1 / row['ratio']:.0f}× less" in text
+    assert f"({best:.0f}× less than that code at its best" in text
+    assert f"{row['elements_per_member']:.2f}·d numbers instead of {row['paper_elements']:.0f}·d" in text
+
+
+def test_the_figures_of_flower_are_the_measured_ones(root: Path) -> None:
+    text = (root / "docs" / "flower.md").read_text()
+    for row in json.loads((root / "benchmarks" / "results" / "flower.json").read_text())[:2]:
+        assert f"{row['bytes_down']:,.0f} | {row['bytes_up']:,.0f} | " in text
+        assert f"{row['plain_bytes_down']:,.0f} | {row['plain_bytes_up']:,.0f} | " in text
+        digits = 1 if "deployment" in row["name"] else 2
+        assert f"| {row['plain_seconds']:.{digits}f} |" in text
+        assert f"| {row['seconds']:.{digits}f} (× {row['ratio']:.{2 - digits}f}) |" in text
+
+
+def test_the_readmes_example_runs(root: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert example
+    printed: list[str] = []
+    exec(example[1], {"print": lambda *values: printed.append(" ".join(map(str, values)))})  # noqa: S102
+    assert printed == ["18432 of 18496", "(2,)"]
+
+
+def test_links_in_the_documentation_lead_somewhere(root: Path) -> None:
+    for page in [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "benchmarks").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_no_traces_of_the_machine(root: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        path = root / name
+        if path.is_file() and path.suffix not in {".png"}:
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"/(root|home|work|tmp)/[a-z]", text), name
+
+
+def test_the_page_of_results_is_what_the_results_say(root: Path) -> None:
+    words = ["lab", "table", "--check", "--results", str(root / "results"), "--out", str(root / "docs" / "results.md")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.exception
+
+
+def test_the_figures_of_a_billion_weights_are_the_measured_ones(root: Path) -> None:
+    prepare, partial = json.loads((root / "benchmarks/results/verify-billion.json").read_text())
+    text = " ".join((root / "docs/verification.md").read_text().split())
+    assert (
+        f"prepare` takes {prepare['cpu_seconds']:.1f} s of CPU time and `verify partial` {partial['cpu_seconds']:.1f} s"
+        in text
+    )
+    assert f"{prepare['cpu_ratio']:.1f} and {partial['cpu_ratio']:.1f} times as much as reading" in text
+    assert f"it was {prepare['seconds']:.0f} s and {partial['seconds']:.0f} s on the clock" in text
+    assert f"Memory: {max(prepare['peak'], partial['peak']) / 2**30:.2f} GiB at most" in text
+
+
+def test_the_readmes_figures_of_verification_are_the_measured_ones(root: Path) -> None:
+    rows = {(r["name"], r["threads"]): r for r in json.loads((root / "benchmarks/results/verify.json").read_text())}
+    text = " ".join((root / "README.md").read_text().split())
+    assert f"inner product takes {rows['inner product', 1]['ratio']:.2f} of a copy of its share" in text
+    assert f"canonical form {rows['canonical form', 2]['seconds']:.2f} s on two cores" in text
+    assert f"`verify partial` {rows['verify partial, the whole command', 2]['seconds']:.1f} s" in text
+
+
+def test_the_tests_that_pages_name_are_there(root: Path) -> None:
+    """A claim of the threat model is as good as the test beside it."""
+    pages = {page.name: page.read_text() for page in (root / "docs").glob("*.md")}
+    named = {(page, name) for page, text in pages.items() for name in re.findall(r"\btest_\w+\.py\b", text)}
+    assert ("threat-model.md", "test_states.py") in named
+    assert not {(page, name) for page, name in named if not list((root / "tests").rglob(name))}

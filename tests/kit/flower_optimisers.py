@@ -1,0 +1,92 @@
+"""What is left of the mark under server optimisers: trains the hospitals' network under each, and prints z.
+
+python -m tests.kit.flower_optimisers            # the table in docs/flower.md
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.serverapp import strategy as strategies
+
+from quorumark.flower import watermarked
+from quorumark.research.known import KnownKey, TensorsInMemory
+from quorumark.verify.reference import Reference
+from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, records_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "flower-hospitals"))
+ROUNDS = 8
+STRENGTH = {"rule": "rho", "rho": "0.1", "c_max": "0.1"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "FedAvg": ("FedAvg", {}),
+    "FedAvgM, momentum 0.5": ("FedAvgM", {"server_momentum": 0.5}),
+    "FedAdam, eta 0.002": ("FedAdam", {"eta": 0.002}),
+    "FedYogi, eta 0.002": ("FedYogi", {"eta": 0.002}),
+    "FedAdagrad, eta 0.005": ("FedAdagrad", {"eta": 0.005}),
+}
+
+
+def measure(name: str, options: dict[str, Any], alike: str) -> tuple[float, float, int, int]:
+    """z, accuracy, and how many rounds were marked and given up."""
+    from hospitals import task
+
+    torch.set_num_threads(1)
+    data = [task.load_data(i) for i in range(5)]
+
+    def trained(model: Model, _: float, seed: int, rate: float) -> Model:
+        torch.manual_seed(seed)
+        net = task.Net()
+        net.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in model.items()})
+        task.train(net, data[at[0]], 1, 0.001 * rate)
+        return {k: v.numpy() for k, v in net.state_dict().items()}
+
+    at = [0]
+
+    def examples(x: int) -> int:
+        return int(task.EXAMPLES[x - 1])
+
+    initial = {k: v.numpy() for k, v in task.initial_model().state_dict().items()}
+    with tempfile.TemporaryDirectory() as folder:
+        world = Consortium.agree(Path(folder), 5, 3, model=initial, strength={**STRENGTH, "alike": alike})
+        roster = tuple(replace(m, examples=n) for m, n in zip(world.terms.roster, task.EXAMPLES, strict=True))
+        world.terms = replace(world.terms, roster=roster)
+        world.found()
+        app = app_for(Path(folder), trained=trained, examples=examples)
+
+        def which(message: Any, context: Any) -> Any:
+            at[0] = int(context.node_config["partition-id"])
+            return app(message, context)
+
+        kind = getattr(strategies, name)
+        inner = kind(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, **options)
+        wrapped = watermarked(inner, world.path, seed=1)
+        start = {"initial_arrays": records_of(initial), "num_rounds": ROUNDS}
+        result = wrapped.start(grid=LocalGrid(which, 5), **start)
+        model = {k: a.numpy() for k, a in result.arrays.items()}
+        shares = {}
+        for x in range(1, 6):
+            home, unlock = world.home(x)
+            shares[x] = home.only_consortium().share(unlock).vector()
+        reference = Reference.read(world.path)
+        known = KnownKey.from_shares(reference.manifest, shares, reference.layout, reference.anchor)
+        net = task.Net()
+        net.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in model.items()})
+        marked = sum(report.marked for report in wrapped.reports)
+        given_up = sum(bool(report.given_up) for report in wrapped.reports)
+        accuracy = task.test(net, task.load_data(None))[1]
+        return known.all_z(TensorsInMemory(model))["balanced-anchor/v1"], accuracy, marked, given_up
+
+
+if __name__ == "__main__":
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    for title, (strategy, settings) in CASES.items():
+        for setting in ("mark", "skip") if strategy in ("FedAvg", "FedAdam") else ("mark",):
+            z, right, rounds, lost = measure(strategy, settings, setting)
+            print(f"| {title} | {setting} | {z:.1f} | {100 * right:.1f} % | {rounds} | {lost} |", flush=True)  # noqa: T201

@@ -1,0 +1,812 @@
+"""One state, one mark, one opened sum (docs/secagg.md): servers that try to open two, each with a control in which the
+rule is taken out and the attack succeeds; and runs with every kind of bad luck, which go on or say why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quorumark import field
+from quorumark.consortium.records import DEFAULT_POLICY
+from quorumark.errors import QuorumarkError, RecordError, RoundError
+from quorumark.model.layout import ModelLayout
+from quorumark.node.journal import Journal, create_memory
+from quorumark.research.known import KnownKey
+from quorumark.round import statements, sums
+from quorumark.round.group import group_of
+from quorumark.round.mark import weights
+from quorumark.round.secagg import SecAggMember
+from quorumark.round.statements import Turn
+from quorumark.setup.amend import propose
+from quorumark.setup.amend import sign as sign_amendment
+from quorumark.verify.reference import Reference
+from tests.kit.flowers import Consortium, Model, train
+from tests.kit.rounds import Repeating, Run
+
+CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
+GUESSED = 4 * 0.5 / np.sqrt(12_540)  # four standard deviations of the share of signs that a guess gets right
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
+    return Consortium.make(tmp_path_factory.mktemp("states"), policy=CHECKED)
+
+
+@pytest.fixture
+def world(made: Consortium, tmp_path: Path) -> Consortium:
+    """The consortium, before its first round."""
+    return made.copy(tmp_path / "world")
+
+
+@pytest.fixture
+def other(made: Consortium, tmp_path: Path) -> Consortium:
+    """The same, for a control."""
+    return made.copy(tmp_path / "other")
+
+
+def small(folder: Path, count: int, threshold: int, **changes: Any) -> Consortium:
+    """A consortium with a model that is quick to train, for questions of who may do what."""
+    rng = np.random.default_rng(1)
+    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
+    folder.mkdir(parents=True, exist_ok=True)
+    make = Consortium.make if count >= 2 * threshold - 1 and count < 10 else Consortium.deal
+    return make(folder, count, threshold, model=model, policy=CHECKED, **changes)
+
+
+def key_of(world: Consortium) -> Any:
+    """What nobody has: the signs of all carriers."""
+    assert world.manifest is not None
+    shares = {x: world.home(x)[0].only_consortium().share(world.home(x)[1]).vector() for x in range(1, world.count + 1)}
+    known = KnownKey.from_shares(world.manifest, shares, world.layout, Reference.read(world.path).anchor)
+    return known.key[: world.layout.carrier_size]
+
+
+def carriers(world: Consortium, opened: Any) -> Any:
+    """The carriers of an opened sum, or of a model, as real numbers."""
+    vector = world.layout.encode(opened) if isinstance(opened, dict) else opened
+    return field.to_signed(vector[: world.layout.carrier_size]) / 2.0**40
+
+
+def share_of_signs(world: Consortium, estimate: Any) -> float:
+    """How many signs an estimate gets right; where it says nothing, a coin is thrown."""
+    coin = np.random.default_rng(3).choice([-1, 1], estimate.size)
+    return float(np.mean(np.where(estimate == 0, coin, np.sign(estimate)) == key_of(world)))
+
+
+def cosine(world: Consortium, estimate: Any) -> float:
+    key, size = key_of(world), float(np.linalg.norm(estimate))
+    return float(estimate @ key) / (size * np.sqrt(key.size)) if size else 0.0
+
+
+def without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members who answer from a state as often as they are asked."""
+    monkeypatch.setattr(SecAggMember, "check_free", lambda *_, **__: {})
+
+
+# --- servers that try to open a second sum ----------------------------------------------------------------
+
+
+class Tuned(Repeating):
+    """An app whose learning rate the server sets, by its run config say; training repeats itself, or is new noise."""
+
+    rate = 1.0
+    rng: np.random.Generator | None = None
+
+    def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:
+        if self.rng is not None:
+            return train(model, 0.01, int(self.rng.integers(1 << 62)), self.rate)
+        return super().trained(x, model, {**reply, "rate": self.rate})
+
+
+def begun(run: Run, rounds: int = 2) -> Model:
+    """A run up to the first state with a mark."""
+    for _ in range(rounds):
+        model = run.round()
+    return model
+
+
+def opened_at(run: Run, start: Model, **how: Any) -> Any:
+    """A round from a model that is opened and kept back: the server goes on as if it had been given up."""
+    run.model = start
+    run.round(**how)
+    found = carriers(run.world, run.server.opened)
+    forget(run, start)
+    return found
+
+
+def forget(run: Run, start: Model) -> None:
+    """The server acts as if the last sum had never been asked for."""
+    server = run.server
+    server._settled = server._opened = server._open = server._sum = None
+    run.model = start
+
+
+def extrapolated(world: Consortium, start: Model, sums: list[tuple[float, Any]]) -> Any:
+    """What is in the sums at a learning rate of 0, by least squares: θ + S ⊙ τ, if each is θ + rate·Δ + S ⊙ τ."""
+    if len(sums) < 2:
+        return np.zeros(world.layout.carrier_size)
+    rates = np.array([rate for rate, _ in sums])
+    found = np.stack([opened for _, opened in sums]) - carriers(world, start)
+    fit = np.stack([np.ones_like(rates), rates], axis=1)
+    return np.linalg.lstsq(fit, found, rcond=None)[0][0]
+
+
+def repeated_at_other_rates(run: Tuned, times: int) -> Any:
+    """The first attack: the same round again and again, with a learning rate that changes. A sum that is made again
+    from the same results is the first one, and says nothing new."""
+    start, refused = begun(run), set()
+    sums: list[tuple[float, Any]] = []
+    for i in range(times):
+        run.rate = 1.0 if i % 2 else 0.5
+        try:
+            found = opened_at(run, start)
+        except RoundError:
+            refused |= set(run.refused)
+            forget(run, start)
+            continue
+        if not any((found == before).all() for _, before in sums):
+            sums.append((run.rate, found))
+    if len(sums) < times:
+        assert refused == {1, 2, 3, 4, 5}
+    return extrapolated(run.world, start, sums)
+
+
+def test_a_round_cannot_be_repeated_at_another_rate(world: Consortium) -> None:
+    estimate = repeated_at_other_rates(Tuned(world), 3)
+    assert abs(share_of_signs(world, estimate) - 0.5) < GUESSED
+
+
+def test_without_the_rule_two_rates_give_the_key(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_the_rule(monkeypatch)
+    assert share_of_signs(world, repeated_at_other_rates(Tuned(world), 2)) == 1.0
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_nor_with_training_that_varies(world: Consortium, times: int) -> None:
+    run = Tuned(world)
+    run.rng = np.random.default_rng(5)
+    assert abs(cosine(world, repeated_at_other_rates(run, times))) <= 0.06
+
+
+@pytest.mark.slow
+def test_without_the_rule_noise_is_averaged_away(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_the_rule(monkeypatch)
+    run = Tuned(world)
+    run.rng = np.random.default_rng(5)
+    assert cosine(world, repeated_at_other_rates(run, 24)) > 0.06
+
+
+def consent(world: Consortium, *, here: bool = False) -> None:
+    """All operators consent to another run from the anchor, or to another sum from the last model."""
+    for x in range(1, world.count + 1):
+        home, unlock = world.home(x)
+        Journal(home.only_consortium(), home.identity(unlock)).give_consent(here=here)
+
+
+def pairs_of_runs(world: Consortium, pairs: int, rng: np.random.Generator | None) -> Any:
+    """The second attack: pairs of runs from the anchor; in one of each the server says that the mark of the third round
+    was too strong three times, so that it is left out. Operators consent to every run."""
+    total, after = np.zeros(world.layout.carrier_size), 0
+    for number in range(pairs):
+        moves = []
+        for unmarked in (False, True):
+            if after:
+                consent(world)
+            run = Tuned(world, run=f"{number}{unmarked}", after=after)
+            run.rng = rng
+            try:
+                start = begun(run)
+                run.server.accept(start)  # now, so that it can speak about the state
+                if unmarked:
+                    run.server._current_past().halvings = statements.HALVINGS
+                moves.append(opened_at(run, start) - carriers(world, start))
+            except RoundError:
+                if unmarked and "halved" in " ".join(run.refused.values()):
+                    forget(run, start)  # it takes what it can get: the round as it is
+                    run.server._current_past().halvings = 0
+                    moves.append(opened_at(run, start) - carriers(world, start))
+            after = run.server.round_no
+        if len(moves) == 2:
+            total += moves[0] - moves[1]
+    return total
+
+
+def test_two_runs_from_the_anchor_do_not_show_the_key(world: Consortium) -> None:
+    """Where training repeats itself the second run comes to a state that members have answered from, and ends."""
+    estimate = pairs_of_runs(world, 1, None)
+    assert abs(share_of_signs(world, estimate) - 0.5) < GUESSED
+
+
+@pytest.mark.parametrize("pairs", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_nor_do_many_pairs_of_runs_whose_training_varies(world: Consortium, pairs: int) -> None:
+    assert abs(cosine(world, pairs_of_runs(world, pairs, np.random.default_rng(6)))) <= 0.06
+
+
+def test_without_the_rules_two_runs_give_the_key(
+    world: Consortium, other: Consortium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members who let a server say that the mark is too strong, and who answer from a state twice."""
+    monkeypatch.setattr(statements, "check_halved", lambda *_: None)
+    assert cosine(world, pairs_of_runs(world, 3, np.random.default_rng(6))) > 0.06
+    without_the_rule(monkeypatch)
+    assert share_of_signs(other, pairs_of_runs(other, 1, None)) == 1.0
+
+
+def left_out(run: Tuned, start: Model, helper: int) -> Any:
+    """The third attack, with a member that helps the server: two sums, one of them without it. Their weighted
+    difference is n_s·(θ_s + S ⊙ τ), and it knows θ_s. A wrong tag would make the others repeat the round, too."""
+    world = run.world
+    assert world.manifest is not None
+    counts = {x: world.manifest.terms.member(x).examples for x in range(1, 6)}
+    whole = opened_at(run, start) * sum(counts.values())
+    part = opened_at(run, start, absent=[helper]) * sum(n for x, n in counts.items() if x != helper)
+    own = carriers(world, run.trained(helper, dict(start), {"rate": 1.0}))
+    return (whole - part) / counts[helper] - own
+
+
+def test_a_member_that_is_left_out_of_a_second_sum(
+    world: Consortium, other: Consortium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Tuned(world)
+    start = begun(run)
+    with pytest.raises(RoundError, match="members are left"):
+        left_out(run, start, 3)
+    assert set(run.refused) == {1, 2, 4, 5}
+    assert all("has answered in round 3" in text for text in run.refused.values())
+    assert weights(run.server.manifest, [1, 2, 4, 5])  # the smaller set would have been a sound one
+    without_the_rule(monkeypatch)
+    run = Tuned(other)
+    assert share_of_signs(other, left_out(run, begun(run), 3)) == 1.0
+
+
+def _other_run(run: Run) -> Run:
+    again = Tuned(run.world, run="2", after=run.server.round_no)
+    again.server.survey(again.ask, go_on=True)
+    again.model = dict(again.server.resumed or {})
+    return again
+
+
+def _forged(run: Run) -> Run:
+    """Statements that the server makes up, takes from fewer members than must give up, or takes from elsewhere."""
+    past, group = run.server._current_past(), run.server.group
+    other = RoundError("no statement")
+    said: dict[int, bytes] = {}
+    for x in (4, 5):  # colluders say anything
+        home, unlock = run.world.home(x)
+        said[x] = statements.sign(home.identity(unlock), group, "never", past.state, (3).to_bytes(8, "big"))
+    assert isinstance(other, QuorumarkError)
+    past.answered[3] = (1, 2, 3, 4, 5)
+    past.never[3] = {1: said[4], 2: b"never", 3: said[5], **said}
+    run.server._is_given_up = lambda *_: True  # type: ignore[method-assign]
+    return run
+
+
+def _repeats(run: Run) -> Run:
+    """It says that the sum is made again, with others in it."""
+    run.server._current_past().answered[3] = (1, 2, 3, 4)
+    return run
+
+
+@pytest.mark.parametrize("way", ["plain", "another run", "forged statements", "made again by others"])
+def test_ways_to_a_second_sum(world: Consortium, way: str) -> None:
+    run: Run = Tuned(world)
+    start = begun(run)
+    first = opened_at(run, start)
+    if way == "another run":  # it is asked where everybody is, and gets the same sum once more
+        run = _other_run(run)
+        run.round()
+        assert (carriers(world, run.server.opened) == first).all()
+        return
+    if way == "forged statements":
+        run = _forged(run)
+    if way == "made again by others":
+        run = _repeats(run)
+        with pytest.raises(RoundError, match="members are left"):
+            run.round()
+        assert any("of the same members" in text for text in run.refused.values()), run.refused
+        return
+    with pytest.raises(RoundError, match="members are left"):
+        run.round()
+    assert set(run.refused) == {1, 2, 3, 4, 5}
+    texts = run.refused.values()
+    wanted = "must say that they never answer" if way == "forged statements" else "has answered in round 3"
+    assert all(wanted in text for text in texts), run.refused
+
+
+def test_a_sum_that_is_made_again_is_the_same(world: Consortium) -> None:
+    """Members have answered, too many to give it up, and the server's files are gone: the same members send the same
+    results once more, untrained, and the same sum opens."""
+    run = Tuned(world)
+    start = begun(run)
+    first = opened_at(run, start)
+    run = _other_run(run)  # type: ignore[assignment]
+    run.rate = 0.1  # nobody trains again
+    run.round()
+    assert run.server.turn.round == 4
+    assert (carriers(world, run.server.opened) == first).all()
+    run.rate = 1.0
+    run.round()
+    assert run.refused == {}
+
+
+# --- statements -------------------------------------------------------------------------------------------
+
+
+def test_a_round_that_enough_members_give_up_is_replaced(world: Consortium) -> None:
+    """One of five has answered: the four others say that they never will, and then it takes part again."""
+    run = Run(world)
+    begun(run)
+    with pytest.raises(RoundError, match="1 members answered"):
+        run.round(silent=[2, 3, 4, 5])
+    request = run.server.request(2)
+    run.server._ask_again = lambda *_: False  # type: ignore[method-assign]  # they are silent once more
+    run.gone = [2]  # and of the four one cannot be reached
+    with pytest.raises(RoundError, match="is open: "):
+        run.round()
+    run.gone = []
+    run.round()
+    assert run.refused == {1: run.refused[1]}  # it says that it has answered, when it is asked for "never"
+    assert "has answered from this model" in run.refused[1]
+    assert run.server.members == (1, 2, 3, 4, 5)
+    with pytest.raises(RoundError):  # who gave it up never answers there
+        run.node(2).handle("unmask", {"request": request}, {})
+    run.round()
+
+
+def test_a_mark_halves_when_enough_members_say_so_and_not_otherwise(world: Consortium) -> None:
+    class Timid(Run):
+        """Members whose update of one carrier is all but nothing: a mark of 0.1 of the public move shows in it."""
+
+        timid: Iterable[int] = ()
+
+        def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:
+            made = super().trained(x, model, reply)
+            if x in set(self.timid):
+                made["b.weight"] = model["b.weight"] + (made["b.weight"] - model["b.weight"]) * np.float32(0.05)
+            return made
+
+    run = Timid(world)
+    start = begun(run, 3)
+    run.timid = [2]
+    run.round()  # one cannot have it halved, nor stop the others
+    assert run.refused == {2: "too strong"}
+    assert run.server.turn.halvings == 0
+    start = dict(run.model)
+    run.timid = [2, 5]
+    with pytest.raises(RoundError, match="too strong for 'Hospital 2', 'Hospital 5': it is halved"):
+        run.round()
+    run.model, run.timid = start, []
+    run.round()
+    assert run.server.turn.halvings == 1
+    assert run.refused == {}
+    level = run.server.settled.embedded
+    assert level is not None
+    full = run.server.history.amplitudes(0)
+    pairs = zip(
+        np.concatenate([np.ravel(a) for t in full.scales for a in t]),
+        np.concatenate([np.ravel(a) for t in level.scales for a in t]),
+        strict=True,
+    )
+    assert all(half in (whole // 2, (whole - 1) // 2, (whole + 1) // 2) for whole, half in pairs)
+    # the count of halvings is in what members check the sum by
+    offer, told = run.offer()
+    with pytest.raises(RoundError, match="is not the sum of the last round"):
+        run.node(1).handle("join", {**offer, "sum-halvings": 0}, told)
+    run.node(1).handle("join", offer, told)
+
+
+def test_a_turn_survives_its_bytes_and_nothing_else_is_one() -> None:
+    said = {3: b"three", 1: b"one"}
+    turn = Turn(7, 2, 5, {5: said}, {0: said, 1: {}}, {"ab" * 32: said}, {2: said})
+    assert Turn.from_bytes(turn.to_bytes()) == turn
+    whole = json.loads(turn.to_bytes())
+    changes: tuple[dict[str, Any], ...] = (
+        {"round": 0},
+        {"round": True},
+        {"halvings": -1},
+        {"repeats": "5"},
+        {"never": []},
+        {"newer": {"x": {}}},
+        {"strong": {"0": {"1": "zz"}}},
+    )
+    for change in changes:
+        with pytest.raises(QuorumarkError):
+            Turn.from_bytes(json.dumps({**whole, **change}).encode())
+    for name in ("never", "round"):
+        with pytest.raises(QuorumarkError):
+            Turn.from_bytes(json.dumps({k: v for k, v in whole.items() if k != name}).encode())
+
+
+# --- memory that was lost ---------------------------------------------------------------------------------
+
+
+def lose_memory(world: Consortium, x: int) -> None:
+    """As after a restored backup: the rounds' folder is not in it."""
+    home, unlock = world.home(x)
+    place = home.only_consortium()
+    shutil.rmtree(place.path / "rounds")
+    create_memory(place, home.identity(unlock), lost=True)
+
+
+def test_a_member_that_lost_its_memory_waits_for_a_newer_model(world: Consortium) -> None:
+    run = Run(world)
+    begun(run, 3)
+    lose_memory(world, 2)
+    waited = 0
+    for _ in range(6):
+        run.round()
+        waited += 2 in run.refused
+        if 2 in run.server.members:
+            break
+        assert "was made anew" in run.refused[2]
+    assert waited == 2  # it says that it lost its memory; the others see that, go on once, and say so
+    run.round()
+    assert run.refused == {}
+
+
+def test_a_lost_memory_signs_nothing_and_forged_words_do_not_help(world: Consortium, monkeypatch: Any) -> None:
+    """A member answered, and its memory is gone: a server that could take it for one that has not would open a second
+    sum with it, or have the first one given up."""
+    run = Tuned(world)
+    start = begun(run)
+    opened_at(run, start)
+    state = run.server.history.state
+    for x in (2, 3, 4):
+        lose_memory(world, x)
+    about = {"state": state.hex(), "of-round": 3, "of-manifest": run.server.manifest.digest().hex()}
+    for x in (2, 3, 4):
+        with pytest.raises(RoundError, match="was made anew"):
+            run.node(x).handle("never", {**about, "run": "1", "node": "1"}, {})
+    with pytest.raises(RoundError, match="members are left"):
+        run.round(absent=[1, 5])
+    assert all("was made anew" in run.refused[x] for x in (2, 3, 4))
+    # two colluders, 1 and 5, say that the model is newer than the nonces: three must
+    past = run.server._current_past()
+    for x, nonce in run.server._nonces.items():
+        for liar in (1, 5):
+            home, unlock = world.home(liar)
+            group = run.server.group
+            message = statements.sign(home.identity(unlock), group, "newer", state, bytes.fromhex(nonce))
+            past.newer.setdefault(x, {})[liar] = message
+            past.newer[x][2] = message  # a copy counts for nobody else
+    forget(run, start)
+    with pytest.raises(RoundError, match="members are left"):
+        run.round(absent=[1, 5])
+    assert all("was made anew" in run.refused[x] for x in (2, 3, 4))
+    # without the rule they would take part: with the colluders that is a second sum
+    monkeypatch.setattr("quorumark.round.secagg.is_newer", lambda *_: True)
+    forget(run, start)
+    with pytest.raises(RoundError, match="3 members are left"):
+        run.round(absent=[1, 5])
+    assert run.refused == {}
+
+
+# --- other ways in ----------------------------------------------------------------------------------------
+
+
+def test_another_key_for_a_marked_model_is_refused(world: Consortium) -> None:
+    """Sums from one model with two keys differ where the keys do."""
+    run = Run(world)
+    begun(run, 3)
+    assert run.server.marked
+    run.server.close(run.model)
+    names = {}
+    for x in range(1, 6):
+        home, unlock = world.home(x)
+        journal = Journal(home.only_consortium(), home.identity(unlock))
+        names[x] = (journal.place.path / "rounds" / "marked.txt").read_text().split()
+    assert all(len(found) == 1 for found in names.values())
+    home, unlock = world.home(1)
+    other = home.path / "consortia" / ("f" * 64)
+    shutil.copytree(home.only_consortium().path, other)
+    (home.only_consortium("f" * 8).path / "rounds" / "marked.txt").unlink()
+    journal = Journal(home.only_consortium("f" * 8), home.identity(unlock))
+    start = world.layout.encode(world.model)
+    journal.check_other_keys(start)  # the anchor has no mark
+    layout = world.layout
+    with pytest.raises(RoundError, match="with the mark of another consortium"):
+        journal.check_other_keys(journal.history(layout).mark.model)
+
+
+def test_integers_at_the_start_are_those_that_were_agreed_on(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "mask": np.array([1, 1, 0])}
+    layout = ModelLayout.of(model)
+    (tmp_path / "b").mkdir()
+    bound = Consortium.make(tmp_path / "b", model=model, policy=CHECKED, buffers=layout.beside(model).hex())
+    (tmp_path / "c").mkdir()
+    loose = Consortium.make(tmp_path / "c", model=model, policy=CHECKED)
+
+    class Masked(Run):
+        def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:
+            return {**model, "a.weight": model["a.weight"] + np.float32(0.01 * x * reply["rate"])}
+
+    def lie(_: dict[str, Any], told: dict[str, Any]) -> None:
+        told["model:mask"] = np.array([0, 0, 0])
+
+    run = Masked(bound)
+    with pytest.raises(RoundError, match="members are left"):
+        run.round(lie=lie)
+    assert all("not those that the terms name" in text for text in run.refused.values())
+    assert len(run.refused) == 5
+    run.round()
+    assert run.refused == {}
+    with pytest.raises(RecordError, match="buffers"):
+        Consortium.agree(tmp_path, model=model, buffers="xyz")
+    # where the terms name none, a server chooses: nobody can tell
+    run = Masked(loose)
+    run.server.history.beside = layout.beside({**model, "mask": np.array([0, 0, 0])})
+    run.server.like = {**model, "mask": np.array([0, 0, 0])}
+    run.model = run.server.like
+    run.round(lie=lie)
+    assert run.refused == {}
+
+
+def test_a_changed_setting_is_noticed(world: Consortium) -> None:
+    run = Run(world)
+    offer, told = run.offer()
+    first, _ = run.node(1).handle("join", {**offer, "settings": "a"}, told)
+    same, _ = run.node(1).handle("join", {**offer, "settings": "a"}, told)
+    other, _ = run.node(1).handle("join", {**offer, "settings": "b"}, told)
+    assert [reply["settings-changed"] for reply in (first, same, other)] == [False, False, True]
+
+
+def test_seeds_are_the_members_own_unless_they_opted_in(world: Consortium) -> None:
+    run = Run(world)
+    offer, told = run.offer()
+    chosen = [run.node(1).handle("join", offer, told)[0]["seed"] for _ in range(2)]
+    assert chosen[0] == chosen[1]
+    from quorumark.node.member import MemberNode
+
+    own = [MemberNode(*world.home(1)).handle("join", offer, told)[0]["seed"] for _ in range(2)]
+    assert len({*own, chosen[0]}) == 3
+
+
+def test_a_sum_that_is_no_model_has_a_successor(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member sends numbers that no model may have: the tensor keeps its weights, and embeds nothing; the run goes
+    on, from one opened sum."""
+    honest_upload = SecAggMember.upload
+    place = {spec.name: part for spec, part in world.layout.spans()}["b.weight"]
+
+    def wild_upload(self: SecAggMember, plan: Any, vector: Any, *, marked: bool = False) -> Any:
+        if self.point == 2:  # with a tag that fits
+            with self.state.edit() as memory:
+                key = bytes.fromhex(memory["sum"]["key"])
+            vector[place] = field.P // 2
+            vector[-1] = sums.tag(key, vector[:-1], first=plan.members[0] == 2)
+        return honest_upload(self, plan, vector, marked=marked)
+
+    run = Run(world)
+    begun(run, 3)
+    before = dict(run.model)
+    state = run.server.history.state
+    monkeypatch.setattr(SecAggMember, "upload", wild_upload)
+    run.round()
+    monkeypatch.setattr(SecAggMember, "upload", honest_upload)
+    assert run.server.settled.held == ("b.weight",)
+    assert run.server.history.state != state
+    assert np.array_equal(run.model["b.weight"], before["b.weight"])
+    assert not np.array_equal(run.model["a.weight"], before["a.weight"])
+    embedded = run.server.settled.embedded
+    assert embedded is not None
+    assert not any(any(axis) for axis in embedded.scales[1])
+    run.round()  # everybody derives the same from it
+    assert run.refused == {}
+    assert not run.server.settled.held
+
+
+# --- every kind of bad luck -------------------------------------------------------------------------------
+
+SIZES = [(5, 3), *(pytest.param(size, marks=pytest.mark.slow) for size in ((3, 2), (5, 4), (5, 5), (16, 9)))]
+
+
+def closing(size: tuple[int, int]) -> tuple[int, int, int]:
+    """T, n − T + t, and how many answers can still be given up."""
+    n, t = size
+    quorum = (n + t - 1) // 2 + 1
+    return quorum, n - quorum + t, quorum - t
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["files kept", "files lost"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_server_that_dies_goes_on(tmp_path: Path, size: tuple[int, int], kept: bool) -> None:
+    """Before, between and after the answers; with its files it opens the same sum, without them the members' answers
+    are given up if they are few enough, or the same sum is made again."""
+    n, _ = size
+    world = small(tmp_path / "c", *size)
+    quorum, _, few = closing(size)
+    folder = tmp_path / "run"
+    options: dict[str, Any] = {"folder": folder} if kept else {}
+    run = Run(world, **options)
+    begun(run)
+    for number, answered in enumerate(sorted({0, 1, few, quorum - 1, quorum, n})):
+        with nullcontext() if answered >= quorum else pytest.raises(RoundError, match="members answered"):
+            run.round(silent=range(answered + 1, n + 1))
+        state = run.server.history.state
+        run = Run(world, run=f"again {number}", after=run.server.round_no, **options)
+        if not kept:
+            run.server.survey(run.ask, go_on=True)
+            run.model = dict(run.server.resumed or {})
+        assert run.server.history.state == state
+        run.round()
+        run.round()
+        assert run.refused == {}
+
+
+@pytest.mark.parametrize("when", ["train", "upload", "unmask", "answered"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_one_member_lost_for_ever(tmp_path: Path, size: tuple[int, int], when: str) -> None:
+    """At any point: the others go on, or stop because there are fewer than a round needs."""
+    n, _ = size
+    world = small(tmp_path, *size)
+    quorum, *_ = closing(size)
+    run = Run(world)
+    begun(run)
+    ways: dict[str, dict[str, Any]] = {
+        "train": {"absent": [n]},
+        "upload": {"lost": [n]},
+        "unmask": {"silent": [n]},
+        "answered": {"silent": range(1, n)},
+    }
+    with suppress(RoundError):
+        run.round(**ways[when])
+    run.gone = [n]
+    reasons = []
+    for _ in range(4):
+        try:
+            run.round()
+        except RoundError as error:
+            reasons.append(str(error))
+    if n - 1 >= max(quorum, 3):
+        assert len(reasons) <= 1, reasons
+        assert n not in run.server.members
+    else:  # without it no round has enough members
+        wanted = ("members are left", "is open: ", "must be made again by the same")
+        assert len(reasons) >= 3
+        assert all(any(text in reason for text in wanted) for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_any_number_of_members_may_stay_away(tmp_path: Path, size: tuple[int, int]) -> None:
+    n, _ = size
+    world = small(tmp_path, *size)
+    quorum, *_ = closing(size)
+    run = Run(world)
+    begun(run)
+    for absent in range(n):
+        enough = n - absent >= max(quorum, 3)
+        with nullcontext() if enough else pytest.raises(RoundError, match="must take part"):
+            run.round(absent=range(n - absent + 1, n + 1))
+        run.round()  # when they are back, nothing is in the way
+        assert run.refused == {}
+
+
+# --- amendments -------------------------------------------------------------------------------------------
+
+
+def amend(world: Consortium, folder: Path, **changes: Any) -> Consortium:
+    """All members sign other terms, which are in force at once."""
+    assert world.manifest is not None
+    terms = propose(world.manifest.terms, **changes)
+    manifest = None
+    for _ in range(2):
+        for x in range(1, world.count + 1):
+            home, unlock = world.home(x)
+            manifest, _ = sign_amendment(home, unlock, terms, folder, home.only_consortium())
+    assert manifest is not None
+    return replace(world, manifest=manifest, terms=terms)
+
+
+def under(world: Consortium, before: Consortium, run: Run, **options: Any) -> Run:
+    """The next run, under the amended manifest."""
+    assert before.manifest is not None
+    again = Run(world, run="amended", after=run.server.round_no, earlier=(before.manifest,), **options)
+    again.server.survey(again.ask, go_on=True)
+    again.model = dict(again.server.resumed or {})
+    return again
+
+
+@pytest.mark.parametrize("answered", [0, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (None, 5))])
+def test_an_amendment_at_any_point(tmp_path: Path, answered: int | None) -> None:
+    """Between rounds, or when so many of five members have answered: the sum that is open is opened first, under the
+    manifest that it belongs to."""
+    world = small(tmp_path / "c", 5, 3)
+    run = Run(world, folder=tmp_path / "run")
+    begun(run)
+    if answered is not None:
+        with suppress(RoundError):
+            run.round(silent=range(answered + 1, 6))
+    later = amend(world, tmp_path / "amendment", examples={2: 150})
+    assert world.manifest is not None
+    again = Run(later, run="amended", after=run.server.round_no, earlier=(world.manifest,), folder=tmp_path / "run")
+    assert again.server.history.state == run.server.history.state
+    again.round()
+    assert again.server._under.digest() == world.manifest.digest()
+    again.round()
+    assert again.server._under.digest() == again.server.manifest.digest()
+    again.round()
+    assert again.refused == {}
+
+
+@pytest.mark.parametrize(("answered", "goes_on"), [(0, True), (1, True), (2, False)])
+def test_an_amendment_when_the_server_s_files_are_gone(tmp_path: Path, answered: int, goes_on: bool) -> None:
+    """The state is closed under the old manifest, if few enough have answered there."""
+    world = small(tmp_path / "c", 5, 3)
+    run = Run(world)
+    begun(run)
+    with suppress(RoundError):
+        run.round(silent=range(answered + 1, 6))
+    later = amend(world, tmp_path / "amendment", examples={2: 150})
+    again = under(later, world, run)
+    if not goes_on:
+        with pytest.raises(RoundError, match=r"members are left|must be made again"):
+            again.round()
+        assert any("answer nothing more from it there" in text for text in again.refused.values())
+        return
+    again.round()
+    assert again.server._under.digest() == again.server.manifest.digest()
+    assert set(again.server.members) == {1, 2, 3, 4, 5}
+    again.round()
+    assert again.refused == {}
+
+
+def test_no_state_is_used_under_two_manifests(tmp_path: Path) -> None:
+    """A sum was opened under the old manifest, and its server acts as if it had not been. Of the members under the new
+    one t could be others: so the old ones must say that they answer nothing more, and those who answered cannot."""
+    world = small(tmp_path / "c", 5, 3)
+    run = Run(world)
+    begun(run)
+    run.round()
+    later = amend(world, tmp_path / "amendment", examples={2: 150})
+    again = under(later, world, run)
+    with pytest.raises(RoundError, match=r"members are left|must be made again"):
+        again.round()
+    assert any("answer nothing more from it there" in text for text in again.refused.values()), again.refused
+    # one statement too few, and copies
+    state, before = again.server.history.state, group_of(world.manifest)  # type: ignore[arg-type]
+    said = {}
+    for x in (4, 5):
+        home, unlock = world.home(x)
+        said[x] = statements.sign(home.identity(unlock), before, "never", state, bytes(8))
+    with pytest.raises(RoundError, match="4 members under the manifest before"):
+        statements.check_closed(before, state, {**said, 1: said[4], 2: said[5]})
+    # the operators' consent goes on, and says what it means
+    for x in range(1, 6):
+        home, unlock = later.home(x)
+        assert "can show the key" in Journal(home.only_consortium(), home.identity(unlock)).consent(here=True)
+    consent(later, here=True)
+    again = under(later, world, again)
+    again.server._past.answered.clear()
+    again.round()
+    assert set(again.server.members) == {1, 2, 3, 4, 5}
+
+
+def test_a_second_run_takes_consent_once(world: Consortium) -> None:
+    run = Tuned(world)
+    home, unlock = world.home(1)
+    run.round()
+    journal = Journal(home.only_consortium(), home.identity(unlock))
+    assert "Nothing was marked yet" in journal.consent(here=False)
+    begun(run)
+    assert run.server.marked
+    assert "this can show the key" in journal.consent(here=False)
+    second = Run(world, run="2", after=run.server.round_no)
+    with pytest.raises(RoundError, match="members are left"):
+        second.round()
+    assert all("has gone on from this model" in text for text in second.refused.values()), second.refused
+    consent(world)
+    forget(second, world.model)
+    second.server._past.answered.clear()
+    second.round()
+    assert second.refused == {}
+    third = Run(world, run="3", after=second.server.round_no)
+    with pytest.raises(RoundError, match="members are left"):
+        third.round()
