@@ -12,7 +12,8 @@ import pytest
 from quorumark.align.matching import PROCEDURE, Group, Groups, Slot
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Terms, check_terms_follow
+from quorumark.consortium.records import Terms
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.setup.amend import propose

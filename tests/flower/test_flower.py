@@ -25,10 +25,11 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.keystore import Unlock, write_private
-from quorumark.consortium.records import DEFAULT_POLICY, Manifest, canonical
+from quorumark.consortium.records import DEFAULT_POLICY, Manifest
 from quorumark.errors import (
     CeremonyError,
     EvidenceError,

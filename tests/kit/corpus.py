@@ -23,11 +23,12 @@ import numpy as np
 from quorumark.align.lora import Factors, Lora
 from quorumark.align.matching import Group, Groups, Slot
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import _KEPT, Home, read_as, read_file
 from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
-from quorumark.consortium.records import Card, Manifest, Terms, canonical
+from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.strength import Strength
 from quorumark.errors import RecordError
 from quorumark.model.layout import ModelLayout

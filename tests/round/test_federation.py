@@ -18,10 +18,12 @@ from rich.console import Console
 
 from quorumark import codec, field, shamir
 from quorumark import simulation as federation_module
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import anchor_digest, canonical, check_follows
+from quorumark.consortium.records import anchor_digest
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
+from quorumark.consortium.succession import check_follows
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout, read_safetensors

@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
+from quorumark.consortium.canonical import digest
 from quorumark.consortium.identity import Header, Identity, exchange, open_message, verify_manifest
-from quorumark.consortium.records import Manifest, Terms, digest
+from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, InputError, MessageError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.setup import dkg

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from quorumark import field, shamir
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.merkle import SALT_ELEMENTS, salt_seed
-from quorumark.consortium.records import ARCHIVE_KEY, Genesis, Manifest, Terms, check_follows
+from quorumark.consortium.records import ARCHIVE_KEY, Genesis, Manifest, Terms
 from quorumark.consortium.shares import share_root
+from quorumark.consortium.succession import check_follows
 from quorumark.errors import CeremonyError, MessageError, RecordError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.setup import ceremony
@@ -599,7 +600,7 @@ def test_every_rule_of_a_successor_is_checked() -> None:
     rest = [
         replace(m, ed25519=p.ed25519, x25519=p.x25519) for m, p in zip(terms.roster[1:4], strangers[1:], strict=True)
     ]
-    from quorumark.consortium.records import check_terms_follow
+    from quorumark.consortium.succession import check_terms_follow
 
     with pytest.raises(RecordError, match="keeps 3"):
         check_terms_follow(replace(terms, roster=(half, *rest, *terms.roster[4:])), terms)

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from quorumark import field, shamir
 from quorumark.consortium.archive import key_place, leaf_count, write_archive
+from quorumark.consortium.canonical import canonical, digest
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Opening, Tree, levels_of, new_salt, path_of, salt_seed
-from quorumark.consortium.records import Genesis, Manifest, Terms, canonical, digest
+from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import InputError, RecordError, SignatureError
 from quorumark.field import P, Vector

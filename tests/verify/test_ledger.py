@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Genesis, Manifest, canonical
+from quorumark.consortium.records import Genesis, Manifest
 from quorumark.errors import GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
 from quorumark.model.suspect import SuspectFile

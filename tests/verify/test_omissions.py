@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark.consortium.archive import leaf_count
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.keystore import write_private, write_shared
 from quorumark.consortium.merkle import Opening
-from quorumark.consortium.records import canonical
 from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordError
 from quorumark.node.member import MemberNode
 from quorumark.setup.exchange import reshare

@@ -35,11 +35,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.canonical import digest
 from quorumark.consortium.checks import is_hex
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock, only_one, write_private
-from quorumark.consortium.records import Terms, digest
+from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole

@@ -35,9 +35,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field, shamir
+from quorumark.consortium.canonical import canonical, digest, parse
 from quorumark.consortium.checks import is_count
 from quorumark.consortium.identity import Header, Identity, exchange, open_message
-from quorumark.consortium.records import Member, canonical, digest, parse
+from quorumark.consortium.records import Member
 from quorumark.errors import (
     AnsweredError,
     DecodingError,

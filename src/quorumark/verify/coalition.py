@@ -24,11 +24,12 @@ from quorumark import shamir
 from quorumark.align import matching as alignment
 from quorumark.align.lora import Lora, gauge_suspect, is_whole
 from quorumark.align.matching import Alignment, Groups
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Tree, salt_seed
-from quorumark.consortium.records import Manifest, canonical
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError, RecordError
 from quorumark.field import P, derive_key

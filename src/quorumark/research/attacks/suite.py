@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from quorumark.consortium.canonical import digest
 from quorumark.consortium.home import Home, read_file
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import digest
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
 from quorumark.model.layout import read_safetensors
