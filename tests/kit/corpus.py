@@ -43,10 +43,11 @@ from quorumark.research.lab import attacked as lab_attacked
 from quorumark.research.lab import config as lab_config
 from quorumark.research.lab import results as lab_results
 from quorumark.research.rows import parsed_rows
-from quorumark.round import sums
+from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.memory import MemoryState
-from quorumark.round.secagg import SecAggMember, Upload, pack, unpack
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Upload, pack, unpack
 from quorumark.round.server import RoundServer
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose, successor
@@ -574,25 +575,25 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     yield _bytes_kind("secagg request", asked, one, requests[1])
     yield _bytes_kind("secagg answer", lambda d: serve(readies[1], uploads[1], d), one, answers[1])
     people, group = test_sums._people(3)
-    boxes = {x: sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
+    boxes = {x: checked_sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
 
     def key(data: bytes) -> bytes:
-        sums.check_said(group, 4, bytes(32), 2, data, b"")
-        each = [sums.box_for(b, 1) for b in (boxes[1], data, boxes[3])]
-        return sums.round_key(people[0], group, 4, bytes(32), (1, 2, 3), each)
+        checked_sums.check_said(group, 4, bytes(32), 2, data, b"")
+        each = [checked_sums.box_for(b, 1) for b in (boxes[1], data, boxes[3])]
+        return checked_sums.round_key(people[0], group, 4, bytes(32), (1, 2, 3), each)
 
     def vouched(data: bytes) -> Any:
-        return sums.vouchers(group, 4, bytes(32), {2: data}) or (2,)  # nobody needs to vouch
+        return checked_sums.vouchers(group, 4, bytes(32), {2: data}) or (2,)  # nobody needs to vouch
 
     yield _bytes_kind("sums boxes", lambda d: _same_box(d, boxes[2], key), PLAIN, boxes[2])
-    yield _bytes_kind("sums voucher", vouched, one, sums.vouch(people[1], group, 4, bytes(32)))
+    yield _bytes_kind("sums voucher", vouched, one, checked_sums.vouch(people[1], group, 4, bytes(32)))
     yield _bytes_kind("packed list", lambda d: unpack(d, "list") and None, one, pack([b"one", b"", b"three"]))
 
 
 def _same_box(data: bytes, sound: bytes, key: Callable[[bytes], bytes]) -> bytes:
     """The key of a sum from boxes of which one's own is the only one that is looked at."""
     found = key(data)
-    if sums.box_for(data, 1) != sums.box_for(sound, 1):
+    if checked_sums.box_for(data, 1) != checked_sums.box_for(sound, 1):
         raise WrongError("a box was opened that nobody sealed")
     return found
 

@@ -35,7 +35,7 @@ from quorumark.round.history import History
 from quorumark.round.mark import ideal_mark, weights
 from quorumark.round.memory import FolderState
 from quorumark.round.movement import ideal_norms, norm_count
-from quorumark.round.secagg import SecAggServer
+from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.inprocess import deal_key, make_key

@@ -16,7 +16,7 @@ from quorumark.node.journal import Journal
 from quorumark.node.member import RESULT
 from quorumark.round import statements
 from quorumark.round.history import History
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from tests.kit.flowers import Consortium, Model
 from tests.kit.rounds import Run

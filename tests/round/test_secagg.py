@@ -24,10 +24,14 @@ from quorumark.consortium.identity import Identity, exchange
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError, RoundError, SignatureError
 from quorumark.field import P, Stream, Vector
-from quorumark.round import secagg
 from quorumark.round.group import Group
 from quorumark.round.memory import FolderState, MemoryState, State
-from quorumark.round.secagg import Plan, SecAggMember, SecAggServer, Upload
+from quorumark.round.secagg import masks, messages
+from quorumark.round.secagg import member as member_side
+from quorumark.round.secagg import server as server_side
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Plan, Upload
+from quorumark.round.secagg.server import SecAggServer
 from tests.field.test_secrecy import ALARM, _features
 from tests.kit.ceremony import identities, make_terms
 
@@ -96,7 +100,7 @@ def announcement(net: Net, attempt: int, who: Iterable[int], round_no: int = 1) 
     """One that the server's own rules would not make."""
     chosen = sorted(who)
     about = {"round": round_no, "purpose": "model", "attempt": attempt, "members": chosen}
-    return secagg.say("announcement", about, [net.server._readies[x][0] for x in chosen])
+    return messages.say("announcement", about, [net.server._readies[x][0] for x in chosen])
 
 
 def request(attempt: int, uploads: dict[int, Upload], point: int, round_no: int = 1) -> bytes:
@@ -105,9 +109,9 @@ def request(attempt: int, uploads: dict[int, Upload], point: int, round_no: int 
     for x in sorted(uploads):
         head = uploads[x].head
         stop = 4 + int.from_bytes(head[:4], "big")
-        start = stop + secagg.BOX * sorted(uploads).index(point)
-        parts += head[4:stop], head[start : start + secagg.BOX]
-    return secagg.say("request", {"round": round_no, "purpose": "model", "attempt": attempt}, parts)
+        start = stop + masks.BOX * sorted(uploads).index(point)
+        parts += head[4:stop], head[start : start + masks.BOX]
+    return messages.say("request", {"round": round_no, "purpose": "model", "attempt": attempt}, parts)
 
 
 # --- the sum ----------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def test_the_sum_is_exact_whoever_is_lost_as_long_as_the_round_can_live(data: st
 
 
 def test_no_vector_that_is_long_enough_for_several_pieces_and_threads_is_summed_otherwise() -> None:
-    net = Net(3, 2, length=secagg._PIECE + 12345)
+    net = Net(3, 2, length=masks.PIECE + 12345)
     net.until_uploaded().answer(net.members)
     total = net.vectors[1]
     for x in (2, 3):
@@ -289,7 +293,7 @@ def mask_between(net: Net, plan: Plan, one: int, other: int) -> Stream:
     """The pairwise mask as `other`, the higher of the two, knows it."""
     with net.states[other].edit() as memory:
         pair = net.members[other]._pairs(memory["purposes"]["model"], plan)[one]
-    return secagg._pair_mask(pair, one, other)
+    return masks.pair_mask(pair, one, other)
 
 
 def seen_by_all_others(vector: Vector) -> Vector:
@@ -335,8 +339,13 @@ def test_two_attempts_share_no_mask() -> None:
     assert_noise(difference_of_attempts)
 
 
+def without_self_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in (member_side, server_side):
+        monkeypatch.setattr(side, "self_mask", NoStream)
+
+
 def test_two_attempts_share_no_pairwise_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    without_self_masks(monkeypatch)
     assert_noise(difference_of_attempts)
 
 
@@ -355,14 +364,14 @@ def test_even_a_memory_that_was_turned_back_repeats_no_self_mask() -> None:
 
 
 def test_the_test_notices_a_missing_self_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    without_self_masks(monkeypatch)
     assert_noise(masked)  # the pairwise masks hide it from the server
     with pytest.raises(AssertionError, match="told apart"):
         assert_noise(seen_by_all_others)
 
 
 def test_the_test_notices_masks_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "Stream", lambda _key, what, *rest: Stream(bytes(32), what, rest[-1]))  # no ctx
+    monkeypatch.setattr(masks, "Stream", lambda _key, what, *rest: Stream(bytes(32), what, rest[-1]))  # no ctx
     with pytest.raises(AssertionError, match="told apart"):
         assert_noise(difference_of_attempts)
 
@@ -458,7 +467,7 @@ def test_different_sets_for_different_members_open_nothing() -> None:
 
 
 def test_pairwise_masks_cancel_only_among_members_who_were_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    without_self_masks(monkeypatch)
     for size, alike in ((5, True), (4, False)):
         net = Net(5, 2)
         everyone = net.announce()
@@ -477,7 +486,7 @@ def test_a_member_that_was_told_of_another_model_is_named() -> None:
         if x == 3:
             with pytest.raises(MessageError, match=r"excluded from round 1: .* starts from another model"):
                 net.server.take_ready(x, ready)
-            net.server._readies[x] = ready, secagg._read_ready(net.group, 1, "model", x, ready)[0]
+            net.server._readies[x] = ready, messages.read_ready(net.group, 1, "model", x, ready)[0]
         else:
             net.server.take_ready(x, ready)
     told = announcement(net, 1, net.members)
@@ -536,7 +545,7 @@ def test_a_set_of_colluders_and_one_victim_is_refused() -> None:
     net.members[1].plan(announcement(net, 1, range(1, 6)))
     for who in ([1, 1, 2, 3, 4], [2, 1, 3, 4, 5]):
         about = {"round": 1, "purpose": "model", "attempt": 1, "members": who}
-        told = secagg.say("announcement", about, [net.server._readies[x][0] for x in who])
+        told = messages.say("announcement", about, [net.server._readies[x][0] for x in who])
         with pytest.raises(RoundError, match="a member twice"):
             net.members[1].plan(told)
 
@@ -730,12 +739,12 @@ def test_an_answer_needs_an_upload_of_everybody() -> None:
     with pytest.raises(MessageError, match=net.group.name(4)):
         net.members[1].unmask(request(1, twice, 1))
     # somebody else's box, a flipped one, none
-    head, parts = secagg.hear("request", request(1, uploads, 1))
-    other = secagg.hear("request", request(1, uploads, 2))[1]
+    head, parts = messages.hear("request", request(1, uploads, 1))
+    other = messages.hear("request", request(1, uploads, 2))[1]
     about = {name: head[name] for name in ("round", "purpose", "attempt")}
     for box in (other[7], parts[5], bytes([parts[7][0] ^ 1]) + parts[7][1:], b""):
         with pytest.raises(MessageError, match=f"the share from {net.group.name(4)} cannot be opened"):
-            net.members[1].unmask(secagg.say("request", about, [*parts[:7], box, *parts[8:]]))
+            net.members[1].unmask(messages.say("request", about, [*parts[:7], box, *parts[8:]]))
     net.members[1].unmask(request(1, uploads, 1))  # none of which used up its answer
 
 
@@ -961,7 +970,7 @@ def test_a_signed_vector_outside_the_field_is_refused() -> None:
     net = Net(4, 2)
     told = net.announce()
     good = net.members[2].upload(net.members[2].plan(told), field.random(LENGTH))
-    vector, hashed = good.vector.copy(), secagg._VectorDigest()
+    vector, hashed = good.vector.copy(), masks.VectorDigest()
     vector[3] = P
     hashed.update(vector)
     stop = 4 + int.from_bytes(good.head[:4], "big")
@@ -1109,7 +1118,7 @@ def test_fewer_than_the_quorum_open_no_mask(count: int, threshold: int) -> None:
         answers = np.stack([server._answers[x] for x in xs])
         seeds = field.matmul(shamir.lagrange_matrix(xs, [0]), answers)[0].reshape(-1, 5)
         for dealer, seed in zip(server.plan.members, seeds, strict=True):
-            opened = secagg._commitment(server.plan.ctx, dealer, seed) == server._uploads[dealer][2]
+            opened = masks.commitment_of(server.plan.ctx, dealer, seed) == server._uploads[dealer][2]
             assert opened == (used >= quorum)
 
 
@@ -1199,23 +1208,23 @@ def test_every_key_hangs_on_everything_that_it_must() -> None:
     theirs = members[2]._pairs(secrets[2], members[2].plan(announcement))
     assert mine[2] == theirs[1]
     one, two = _PEOPLE[:2]  # sorted by their keys, as the points are
-    round_secret = exchange(secagg._private(secrets[1]), plan.keys[1])
+    round_secret = exchange(masks.private_key(secrets[1]), plan.keys[1])
     lasting = one.exchange(two.x25519)
     assert mine[2] == field.derive_key(round_secret + lasting, "secagg pair", plan.ctx)
     other = replace(plan, attempt=2)
     assert members[1]._pairs(secrets[1], other)[2] != mine[2]
     # boxes: directed, and for one commitment
     cases = [(1, 2, b"a" * 32), (2, 1, b"a" * 32), (1, 2, b"b" * 32), (1, 3, b"a" * 32)]
-    sealed = {secagg._cipher(bytes(32), *case).encrypt(bytes(12), b"x" * 40, None) for case in cases}
+    sealed = {masks.cipher_of(bytes(32), *case).encrypt(bytes(12), b"x" * 40, None) for case in cases}
     assert len(sealed) == len(cases)
     # masks: of a pair in order, of a member, of a ctx
     seed = field.random(5)
     streams = [
-        secagg._pair_mask(bytes(32), 1, 2),
-        secagg._pair_mask(bytes(32), 1, 3),
-        secagg._self_mask(plan.ctx, 1, seed),
-        secagg._self_mask(plan.ctx, 2, seed),
-        secagg._self_mask(other.ctx, 1, seed),
+        masks.pair_mask(bytes(32), 1, 2),
+        masks.pair_mask(bytes(32), 1, 3),
+        masks.self_mask(plan.ctx, 1, seed),
+        masks.self_mask(plan.ctx, 2, seed),
+        masks.self_mask(other.ctx, 1, seed),
     ]
     assert len({tuple(map(int, stream.elements(3))) for stream in streams}) == len(streams)
 

@@ -20,10 +20,10 @@ from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import Journal, create_memory
 from quorumark.research.known import KnownKey
-from quorumark.round import statements, sums
+from quorumark.round import checked_sums, statements
 from quorumark.round.group import group_of
 from quorumark.round.mark import weights
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as sign_amendment
@@ -482,7 +482,7 @@ def test_a_lost_memory_signs_nothing_and_forged_words_do_not_help(world: Consort
         run.round(absent=[1, 5])
     assert all("was made anew" in run.refused[x] for x in (2, 3, 4))
     # without the rule they would take part: with the colluders that is a second sum
-    monkeypatch.setattr("quorumark.round.secagg.is_newer", lambda *_: True)
+    monkeypatch.setattr("quorumark.round.secagg.member.is_newer", lambda *_: True)
     forget(run, start)
     with pytest.raises(RoundError, match="3 members are left"):
         run.round(absent=[1, 5])
@@ -581,7 +581,7 @@ def test_a_sum_that_is_no_model_has_a_successor(world: Consortium, monkeypatch: 
             with self.state.edit() as memory:
                 key = bytes.fromhex(memory["sum"]["key"])
             vector[place] = field.P // 2
-            vector[-1] = sums.tag(key, vector[:-1], first=plan.members[0] == 2)
+            vector[-1] = checked_sums.tag(key, vector[:-1], first=plan.members[0] == 2)
         return honest_upload(self, plan, vector, marked=marked)
 
     run = Run(world)

@@ -46,7 +46,8 @@ from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
-from quorumark.round.secagg import SecAggMember, unpack
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import unpack
 from quorumark.round.statements import Turn
 from quorumark.setup.exchange import advance, expected_messages
 from quorumark.verify.audited import Audit
