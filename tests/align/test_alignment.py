@@ -19,9 +19,9 @@ from quorumark.model.layout import write_safetensors
 from quorumark.setup.amend import propose
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.reference import Reference
-from tests.house.test_cli import run
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, anchor_model, make_world, trained_from
-from tests.verify.test_verify_cli import Desk
+from tests.kit.desk import Desk
 
 # the model of tests/kit/consortium.py: 60 channels of the convolution, of which fc reads two places each
 CHANNELS = Group(60, (Slot("conv.weight", 0, 0, 1, 1, 1), Slot("fc.weight", 1, 0, 2, 2, 1)))

@@ -54,9 +54,9 @@ from quorumark.simulation import Losses
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
+from tests.kit.audits import audit
 from tests.kit.consortium import make_world
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
-from tests.verify.test_omissions import audit
 
 SEED = 3
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -64,13 +64,12 @@ from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger, Policy, read_policy
 from quorumark.verify.reference import read_chain
+from tests.kit import checked, secure_sums, suspects
+from tests.kit import liars as shared_keys
 from tests.kit import mutations as m
 from tests.kit.consortium import World, make_world, trained_from
 from tests.kit.flowers import Consortium, train
 from tests.kit.rounds import SEED, Run
-from tests.model import test_suspect
-from tests.round import test_secagg, test_sums
-from tests.verify import test_audit
 
 Mutators = tuple[m.Mutator, ...]
 
@@ -386,11 +385,11 @@ def _audits(_: Path, __: Path) -> Iterator[Kind]:
     rng = np.random.default_rng(3)
     size = 12_000
     raw = rng.choice(np.array([-1, 1]), size)
-    liars = test_audit.Liars(test_audit.shared(raw))
-    key = raw * test_audit.signs(liars.manifest.genesis, size)
-    x = test_audit.vector(rng, key, 60.0, size)
-    query = test_audit.query_of(x, liars.manifest)
-    asked = challenge(query, liars.manifest, test_audit.score(x, key), test_audit.SEED)
+    liars = shared_keys.Liars(shared_keys.shared(raw))
+    key = raw * shared_keys.signs(liars.manifest.genesis, size)
+    x = shared_keys.vector(rng, key, 60.0, size)
+    query = shared_keys.query_of(x, liars.manifest)
+    asked = challenge(query, liars.manifest, shared_keys.score(x, key), shared_keys.SEED)
     openings = liars.openings(asked)
 
     def audited(here: Path) -> Any:
@@ -518,8 +517,8 @@ def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
 
 
 def _sums(_: Path, __: Path) -> Iterator[Kind]:
-    net = test_secagg.Net(3, 2)
-    readies = {x: net.members[x].ready(1, test_secagg.BINDING, net.length) for x in net.members}
+    net = secure_sums.Net(3, 2)
+    readies = {x: net.members[x].ready(1, secure_sums.BINDING, net.length) for x in net.members}
     for x, ready in readies.items():
         net.server.take_ready(x, ready)
     announcement = net.server.announce()
@@ -536,7 +535,7 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     def member(memory: bytes) -> SecAggMember:
         state = MemoryState(net.group)
         state._save(memory)
-        return SecAggMember(test_secagg._PEOPLE[0], net.group, state)
+        return SecAggMember(secure_sums.PEOPLE[0], net.group, state)
 
     def serve(ready: bytes, upload: bytes | None = None, reply: bytes | None = None) -> Any:
         server = net.serve(1)
@@ -574,7 +573,7 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     yield _bytes_kind("secagg upload", packed, one, uploads[1])
     yield _bytes_kind("secagg request", asked, one, requests[1])
     yield _bytes_kind("secagg answer", lambda d: serve(readies[1], uploads[1], d), one, answers[1])
-    people, group = test_sums._people(3)
+    people, group = checked.five_people(3)
     boxes = {x: checked_sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
 
     def key(data: bytes) -> bytes:
@@ -638,7 +637,7 @@ class _Recorded(Run):
 def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     (folder / "made").mkdir()
     model = {"a.weight": np.random.default_rng(1).standard_normal((40, 50)).astype(np.float32), "steps": np.array(7)}
-    world = Consortium.make(folder / "made", 3, 2, model=model, policy=test_sums.CHECKED)
+    world = Consortium.make(folder / "made", 3, 2, model=model, policy=checked.CHECKED)
     run = _Recorded(world, folder / "calls", folder=folder / "run")
     for _round in range(2):
         run.round()
@@ -792,14 +791,14 @@ def _suspects(folder: Path, marker: Path) -> Iterator[Kind]:
     for name, mutators in kinds.items():
         place = folder / name
         place.mkdir()
-        source: Path = getattr(test_suspect, name)(place)
+        source: Path = getattr(suspects, name)(place)
         below = source.relative_to(place)
         paths = sorted(place.iterdir())
         chosen = source if source.is_file() else paths[0]
 
         def read(here: Path, below: Path = below) -> None:
             suspect = read_suspect(here / below)
-            match = match_layout(suspect, test_suspect.LAYOUT)
+            match = match_layout(suspect, suspects.LAYOUT)
             suspect.digest()
             for tensor in match.names.values():
                 for _ in suspect.blocks(tensor):

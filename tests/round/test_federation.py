@@ -608,7 +608,7 @@ def test_weights_that_hide_nobody_are_refused_without_a_mark_too() -> None:
 def test_two_colluders_subtract_themselves_and_see_who_is_left(defended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """t = 3 of 4, 1000, 1000, 1000 and 1 examples: without the rule the sum, less the two, is one member's model."""
     if not defended:
-        monkeypatch.setattr("quorumark.round.strength.exposed", lambda *_: "")
+        monkeypatch.setattr("quorumark.round.mark.exposed", lambda *_: "")
     people, model = identities(4), initial()
     layout = ModelLayout.of(model)
     anchor = anchor_digest(layout.digest(), layout.encode(model))

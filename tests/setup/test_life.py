@@ -29,8 +29,8 @@ from quorumark.setup.amend import propose, successor
 from quorumark.setup.check import CheckMember
 from quorumark.setup.recover import _mask
 from tests.kit.ceremony import NAMES
+from tests.kit.ceremony_folder import Consortium
 from tests.kit.evidence import consortium
-from tests.setup.test_ceremony_cli import Consortium
 
 
 def place(home: Path) -> ConsortiumFolder:
