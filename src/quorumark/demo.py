@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from quorumark.align.matching import Groups
+from quorumark.consortium.files import replacing, write_shared
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import Unlock, replacing, write_shared
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
 from quorumark.errors import EvidenceError, InputError, MissingDependencyError, RoundError
 from quorumark.field import Vector

@@ -39,8 +39,8 @@ from rich.live import Live
 from rich.table import Table
 
 from quorumark.consortium.checks import DAMAGED
+from quorumark.consortium.files import write_shared
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import write_shared
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError

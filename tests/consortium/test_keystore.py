@@ -16,16 +16,8 @@ import pytest
 
 from quorumark import field
 from quorumark.consortium import keystore
-from quorumark.consortium.keystore import (
-    CHUNK,
-    SealedReader,
-    SealedWriter,
-    Unlock,
-    read_sealed,
-    write_exchanged,
-    write_sealed,
-    write_shared,
-)
+from quorumark.consortium.files import write_exchanged, write_shared
+from quorumark.consortium.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed
 from quorumark.consortium.merkle import SALT_ELEMENTS, new_salt
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import InputError, KeystoreError

@@ -26,9 +26,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
 from quorumark.consortium.canonical import canonical
+from quorumark.consortium.files import write_private
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header, open_message
-from quorumark.consortium.keystore import Unlock, write_private
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import DEFAULT_POLICY, Manifest
 from quorumark.errors import (
     CeremonyError,

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import Home
-from quorumark.consortium.keystore import Unlock, write_shared
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey

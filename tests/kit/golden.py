@@ -39,8 +39,9 @@ from numpy.typing import NDArray
 from quorumark import field, shamir
 from quorumark.align.lora import Base, gauge_suspect
 from quorumark.align.matching import Groups, align
+from quorumark.consortium.files import write_private
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import Unlock, write_private
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_digest
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter, share_root

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quorumark import field
-from quorumark.consortium import archive, keystore
+from quorumark.consortium import archive, files, keystore
 from quorumark.consortium.home import Home
 from tests.kit.ceremony_folder import Consortium
 
@@ -55,7 +55,7 @@ def in_a_process(group: Consortium, command: list[str], kill_at: int = 1 << 30, 
 
 def _arm(kill_at: int, late: bool) -> list[Path]:
     """From now on the process dies at one of its writes; the files that were written whole."""
-    real = keystore.replacing
+    real = files.replacing
     written: list[Path] = []
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _arm(kill_at: int, late: bool) -> list[Path]:
             os.kill(os.getpid(), signal.SIGKILL)
         written.append(path)
 
-    keystore.replacing = archive.replacing = dying  # type: ignore[assignment, attr-defined]
+    files.replacing = keystore.replacing = archive.replacing = dying  # type: ignore[assignment, attr-defined]
     return written
 
 

@@ -19,8 +19,9 @@ from rich.console import Console
 from quorumark import codec, field, shamir
 from quorumark import simulation as federation_module
 from quorumark.consortium.canonical import canonical
+from quorumark.consortium.files import write_shared
 from quorumark.consortium.identity import Identity, verify_chain
-from quorumark.consortium.keystore import Unlock, write_shared
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import anchor_digest
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.consortium.succession import check_follows

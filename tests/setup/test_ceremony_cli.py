@@ -19,6 +19,7 @@ from quorumark import field, shamir
 from quorumark.cli import app
 from quorumark.consortium import home as home_module
 from quorumark.consortium import keystore
+from quorumark.consortium.files import only_one, write_private
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header, verify_manifest
 from quorumark.consortium.keystore import Unlock
@@ -163,7 +164,7 @@ def test_two_visits_at_once_are_refused(five: Consortium) -> None:
     five.step(0)
     place = Home(five.homes[0]).only_consortium()
     step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
-    with keystore.only_one(place.path):
+    with only_one(place.path):
         assert "another command is working" in five.run(*step, fails=QuorumarkError)
     five.finish()
 
@@ -470,7 +471,7 @@ def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypat
 def test_passphrases_and_errors(tmp_path: Path) -> None:
     secret = "a passphrase that nobody guesses"  # noqa: S105
     file = tmp_path / "passphrase"
-    keystore.write_private(file, secret.encode() + b"\n")
+    write_private(file, secret.encode() + b"\n")
     runner = CliRunner()
     init = ["member", "init", "--name", "Avon", "--home", str(tmp_path / "home")]
     result = runner.invoke(app, init)

@@ -191,14 +191,14 @@ KILLED = """
 import contextlib, os, signal, sys
 from pathlib import Path
 import numpy as np
-from quorumark import keystore
+from quorumark.consortium import files
 from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.records import Manifest
 from quorumark.verify import ledger as module
 from quorumark.verify.evidence import Query
 
 folder, manifest, query, kill_at, late = sys.argv[1:6]
-real, writes = keystore.replacing, []
+real, writes = files.replacing, []
 
 @contextlib.contextmanager
 def dying(path, *mode):
@@ -211,7 +211,7 @@ def dying(path, *mode):
         os.kill(os.getpid(), signal.SIGKILL)
     writes.append(path)
 
-keystore.replacing = module.replacing = dying
+files.replacing = module.replacing = dying
 x = np.load(Path(folder) / "x.npy")
 ledger = module.Ledger.open(ConsortiumFolder(Path(folder)), Manifest.from_bytes(Path(manifest).read_bytes()))
 ledger.record_answer(Query.from_bytes(Path(query).read_bytes()), x, "--approve")

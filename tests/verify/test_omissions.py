@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.canonical import canonical
-from quorumark.consortium.keystore import write_private, write_shared
+from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.merkle import Opening
 from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordError
 from quorumark.node.member import MemberNode

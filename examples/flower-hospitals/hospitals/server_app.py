@@ -13,7 +13,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.files import write_shared
 from quorumark.consortium.records import Terms
 from quorumark.flower import make_key, verify_model, watermarked
 from quorumark.model.layout import write_safetensors

@@ -55,7 +55,7 @@ def challenge(
     json: Json = False,
 ) -> None:
     """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
-    from quorumark.consortium.keystore import write_shared
+    from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError
     from quorumark.verify.audit import LIFE
     from quorumark.verify.audit import challenge as draw
@@ -100,8 +100,8 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import Home, read_as
-    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError
     from quorumark.verify.audit import Challenge, open_leaves
     from quorumark.verify.ledger import Ledger
@@ -192,8 +192,8 @@ def check(
 
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import read_as, read_file
-    from quorumark.consortium.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_audit
     from quorumark.verify.audited import LARGEST, Audit, explain
     from quorumark.verify.coalition import prepare_again

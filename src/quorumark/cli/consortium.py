@@ -64,9 +64,9 @@ def create(
 
     from quorumark.align.lora import base_layout
     from quorumark.align.matching import Groups
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
-    from quorumark.consortium.keystore import write_shared
     from quorumark.consortium.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
@@ -203,9 +203,9 @@ def amend(
     consortium: Which = None,
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import Home, read_as
-    from quorumark.consortium.keystore import write_shared
     from quorumark.consortium.records import Card
     from quorumark.errors import InputError
     from quorumark.setup.amend import changes, needs_new_shares, propose

@@ -200,11 +200,12 @@ def table(
     check: Annotated[bool, typer.Option("--check", help="Fail if the page is not what the results say.")] = False,
 ) -> None:
     """Make docs/results.md from the result files."""
+    from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError, RecordError
     from quorumark.research.lab.attacked import section
     from quorumark.research.lab.config import configurations, read
     from quorumark.research.lab.page import attack_section, page
-    from quorumark.research.lab.results import ATTACKED, read_all, replace_text
+    from quorumark.research.lab.results import ATTACKED, read_all
 
     if not results.is_dir():
         raise InputError("--results", "must be a folder with the results of runs", str(results))
@@ -217,7 +218,7 @@ def table(
             raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")
         typer.echo(f"{out} is what the result files say")
         return
-    replace_text(out, text)
+    write_shared(out, text.encode())
     typer.echo(f"written: {out}")
 
 

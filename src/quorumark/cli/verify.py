@@ -90,7 +90,7 @@ def prepare(
 
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
-    from quorumark.consortium.keystore import write_shared
+    from quorumark.consortium.files import write_shared
     from quorumark.errors import InconclusiveError
     from quorumark.verify.coalition import prepare as prepare_query
 
@@ -146,8 +146,8 @@ def partial(
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
     too much. Without --approve and without a policy file that allows it, you are asked.
     """
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import Home, read_as
-    from quorumark.consortium.keystore import write_shared
     from quorumark.verify.coalition import answer
     from quorumark.verify.evidence import Query
 
@@ -203,8 +203,8 @@ def combine(
 
     Exits with the code of the verdict. A certificate that somebody has signed is not written over.
     """
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import read_as, read_file
-    from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError, InputError, QuorumarkError
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.coalition import combine as combine_partials
@@ -242,8 +242,8 @@ def sign(
     json: Json = False,
 ) -> None:
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import Home
-    from quorumark.consortium.keystore import write_shared
     from quorumark.verify.coalition import sign as sign_certificate
 
     member = Home(home)

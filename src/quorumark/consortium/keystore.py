@@ -5,21 +5,18 @@ comes from a passphrase by scrypt, or from a key file. Chunk i's nonce holds i a
 header is authenticated with every chunk: nothing can be dropped, swapped, added or carried over from another file (the
 STREAM construction; Hoang, Reyhanitabar, Rogaway, Vizár 2015). Reading and writing need the memory of a chunk or two.
 
-Files have mode 0600 and are written beside their final place, synced, then moved over it: a crash leaves the old file
-or the new one.
+Files have mode 0600 and are written as `files.replacing` does it: a crash leaves the old file or the new one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -27,22 +24,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from quorumark.consortium.canonical import canonical, parse
+from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.identity import Identity, exchange
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError
 from quorumark.field import KEY_BYTES, derive_key
 
-__all__ = [
-    "SealedReader",
-    "SealedWriter",
-    "Unlock",
-    "only_one",
-    "read_sealed",
-    "replacing",
-    "write_exchanged",
-    "write_private",
-    "write_sealed",
-    "write_shared",
-]
+__all__ = ["SealedReader", "SealedWriter", "Unlock", "read_sealed", "write_sealed"]
+
 
 FORMAT = "quorumark-sealed/v1"
 CHUNK = 1 << 18  # bytes of content per chunk
@@ -160,97 +148,6 @@ def _read_private(path: str | os.PathLike[str], what: str) -> bytes:
     if mode & 0o077:
         raise KeystoreError(f"the {what} {os.fspath(path)!r} is open to others: chmod 600 {os.fspath(path)}")
     return content
-
-
-def write_private(path: str | os.PathLike[str], content: bytes) -> None:
-    """A whole file of mode 0600, or the old one stays."""
-    with replacing(Path(path)) as file:
-        file.write(content)
-
-
-def write_shared(path: str | os.PathLike[str], content: bytes) -> None:
-    """A whole file that others may read (mode 0644), in a folder that is made if need be."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KeystoreError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
-    with replacing(Path(path), 0o644) as file:
-        file.write(content)
-
-
-def write_exchanged(path: str | os.PathLike[str], content: bytes) -> None:
-    """The same in a folder that others can write to as well: its last part must be a folder itself and no link, which
-    could lead to any place of this machine."""
-    folder = Path(path).parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        why = "it is a link, which this member does not follow" if folder.is_symlink() else error.strerror
-        raise KeystoreError(f"cannot write to {str(folder)!r}: {why}") from None
-    try:
-        with replacing(Path(path), 0o644, descriptor) as file:
-            file.write(content)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """One process at a time works on a folder; a second one is refused, not queued.
-
-    Sealed files that were being written when a process was killed are removed: nobody is writing them now, and they
-    may hold what a ceremony or a round has promised to forget.
-    """
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left in folder.glob(".*.sealed.*.partial"):
-            left.unlink(missing_ok=True)
-        yield
-    except BlockingIOError:
-        raise KeystoreError(f"another command is working on {str(folder)!r}; wait until it is done") from None
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o600, folder: int | None = None) -> Iterator[BinaryIO]:
-    """A new file beside `path` that takes its place once it is complete and on disk.
-
-    `folder`: the descriptor of the folder, if it must be the one that was opened, whatever its name leads to by now.
-    """
-    partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device would be replaced by a file
-        raise KeystoreError(f"cannot write {str(path)!r}: it is no regular file")
-    try:
-        made, name = (partial, path) if folder is None else (Path(partial.name), Path(path.name))
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-        os.fchmod(descriptor, mode)
-    except OSError as error:
-        raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, name, src_dir_fd=folder, dst_dir_fd=folder)
-        _sync_folder(path.parent, folder)
-    except OSError as error:
-        raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(made, dir_fd=folder)
-
-
-def _sync_folder(folder: Path, opened: int | None) -> None:
-    """The new name itself must survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY) if opened is None else opened
-    try:
-        os.fsync(descriptor)
-    finally:
-        if opened is None:
-            os.close(descriptor)
 
 
 class SealedWriter:

@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec
-from quorumark.errors import EncodingError, InputError, LayoutError
+from quorumark.consortium.files import replacing
+from quorumark.errors import EncodingError, InputError, KeystoreError, LayoutError
 from quorumark.field import Vector
 
 __all__ = ["DEFAULT_EXCLUDE", "ModelLayout", "TensorSpec", "read_safetensors", "write_safetensors"]
@@ -398,20 +399,13 @@ def write_safetensors(tensors: Mapping[str, Any], path: str | os.PathLike[str]) 
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with replacing(Path(path), 0o644) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
                 file.write(arrays[name].view(np.uint8).data if arrays[name].ndim else arrays[name].tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as error:
-        raise LayoutError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    except KeystoreError as error:
+        raise LayoutError(str(error)) from None
 
 
 # --- tensors of any kind ----------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 
 from quorumark import field
 from quorumark.consortium.canonical import canonical, parse
+from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock, replacing, write_private
+from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
 from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError

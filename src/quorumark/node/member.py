@@ -37,9 +37,10 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.canonical import digest
 from quorumark.consortium.checks import is_hex
+from quorumark.consortium.files import only_one, write_private
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header
-from quorumark.consortium.keystore import Unlock, only_one, write_private
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout

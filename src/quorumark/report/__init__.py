@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import TYPE_CHECKING, Any
 
-from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.files import write_shared
 from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError
 from quorumark.report.plot import draw

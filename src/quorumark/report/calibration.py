@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.files import write_shared
 from quorumark.errors import MissingDependencyError
 from quorumark.verify.calibration import Calibration
 

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from quorumark import field
 from quorumark.consortium.canonical import canonical, parse
 from quorumark.consortium.checks import DAMAGED
+from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.home import read_array, read_file
-from quorumark.consortium.keystore import replacing, write_private
 from quorumark.consortium.records import Manifest
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from quorumark.consortium.files import only_one, write_shared
 from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, read_file
 from quorumark.consortium.identity import verify, verify_card, verify_chain
-from quorumark.consortium.keystore import Unlock, only_one, write_shared
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Card, Manifest, Member, Terms
 from quorumark.consortium.succession import check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from quorumark.consortium.files import write_exchanged
 from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_exchanged
-from quorumark.consortium.keystore import write_exchanged
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, RecordError

@@ -28,18 +28,10 @@ from typing import Any, Generic, TypeVar
 
 from quorumark.consortium.archive import leaf_count, write_archive
 from quorumark.consortium.canonical import canonical, digest, parse
+from quorumark.consortium.files import only_one, write_exchanged, write_private, write_shared
 from quorumark.consortium.home import UNDER_WAY, ConsortiumFolder, Home, read_exchanged, read_file
 from quorumark.consortium.identity import Header, Identity, open_message
-from quorumark.consortium.keystore import (
-    SealedReader,
-    Unlock,
-    only_one,
-    read_sealed,
-    write_exchanged,
-    write_private,
-    write_sealed,
-    write_shared,
-)
+from quorumark.consortium.keystore import SealedReader, Unlock, read_sealed, write_sealed
 from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.consortium.succession import check_terms_follow

@@ -26,9 +26,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
 from quorumark.consortium.canonical import canonical, parse
+from quorumark.consortium.files import only_one, write_shared
 from quorumark.consortium.home import ConsortiumFolder, Home, read_file
 from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
-from quorumark.consortium.keystore import Unlock, only_one, read_sealed, write_sealed, write_shared
+from quorumark.consortium.keystore import Unlock, read_sealed, write_sealed
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root

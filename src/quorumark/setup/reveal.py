@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from quorumark import field, shamir
+from quorumark.consortium.files import write_private
 from quorumark.consortium.home import ConsortiumFolder, Home
-from quorumark.consortium.keystore import Unlock, write_private
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, ShareError
 from quorumark.setup.dealer import check_commitment

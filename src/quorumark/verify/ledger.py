@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import calendar
 import contextlib
-import fcntl
 import os
 import re
 import time
@@ -25,8 +24,8 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.canonical import canonical, digest, parse
 from quorumark.consortium.checks import is_count, is_hex, is_text, is_time
+from quorumark.consortium.files import locked, replacing, write_private
 from quorumark.consortium.home import ConsortiumFolder, read_file
-from quorumark.consortium.keystore import replacing, write_private
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.model.statistic import vector_digest
@@ -181,18 +180,13 @@ class Ledger:
             finally:
                 self._depth -= 1
             return
-        try:
-            lock = os.open(self._place.path / ".ledger.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise KeystoreError(f"cannot lock {str(self._place.ledger_path)!r}: {error.strerror}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._depth = 1
-            self._read()
-            yield
-        finally:
-            self._depth = 0
-            os.close(lock)
+        with locked(self._place.path / ".ledger.lock", wait=True):
+            try:
+                self._depth = 1
+                self._read()
+                yield
+            finally:
+                self._depth = 0
 
     # --- reading ---
 

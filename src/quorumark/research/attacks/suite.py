@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from quorumark.consortium.canonical import digest
+from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import Home, read_file
-from quorumark.consortium.keystore import Unlock, write_shared
+from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
 from quorumark.model.layout import read_safetensors

@@ -12,7 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+from quorumark.consortium.files import write_shared
 
 __all__ = ["Row", "SetupRow", "compare", "setup_row", "write_rows"]
 
@@ -130,10 +131,4 @@ def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def write_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
     """The rows as a JSON list; the whole file, or the old one stays."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_shared(path, (json.dumps([asdict(row) for row in rows], indent=1) + "\n").encode())

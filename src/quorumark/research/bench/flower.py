@@ -202,8 +202,9 @@ def _app(folder: Path, marked: bool) -> Any:
 
 def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]]) -> None:
     """Homes for all members, with shares from a dealer."""
+    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import Home
-    from quorumark.consortium.keystore import Unlock, write_shared
+    from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.records import Member, Terms, anchor_digest
     from quorumark.model.layout import ModelLayout
     from quorumark.node.journal import create_memory

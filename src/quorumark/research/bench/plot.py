@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quorumark.consortium.keystore import write_shared
+from quorumark.consortium.files import write_shared
 from quorumark.errors import InputError, MissingDependencyError
 
 _NEEDED = {"role", "members", "size", "seconds", "communication_seconds", "paper_seconds", "paper_best_seconds"}

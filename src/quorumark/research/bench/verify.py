@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
+from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import Unlock, write_private, write_shared
+from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import new_salt
 from quorumark.consortium.records import Genesis, Manifest, Member, Terms, anchor_digest
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root

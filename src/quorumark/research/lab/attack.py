@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quorumark.align.matching import Groups, align
 from quorumark.align.trace import derive_groups
+from quorumark.consortium.files import replacing
 from quorumark.errors import InconclusiveError, InputError
 from quorumark.research.attacks import Target, chain
 from quorumark.research.known import KnownKey, TensorsInMemory
@@ -149,9 +150,8 @@ def open_run(folder: Path, images: str | Path, device: str, **options: Any) -> t
 
 def _keep(vector: Tensor, path: Path) -> None:
     """A model in a file: whole, or not there."""
-    partial = path.with_name(f".{path.name}.partial")
-    torch.save(vector.cpu(), partial)
-    partial.replace(path)
+    with replacing(path, 0o644) as file:
+        torch.save(vector.cpu(), file)
 
 
 @dataclass(eq=False)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quorumark.consortium.files import write_shared
 from quorumark.errors import RecordError
-from quorumark.research.lab.results import BALANCED, read_result, replace_text
+from quorumark.research.lab.results import BALANCED, read_result
 from quorumark.research.lab.tables import table
 from quorumark.research.rows import ORIGINAL, Row, parsed_rows, table_text
 
@@ -115,8 +116,8 @@ def write(rows: Sequence[Row], body: Mapping[str, Any], folder: Path, name: str)
     """NAME.json, then NAME.csv: what has a row is done, so all that is known about it must be there before."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in body.items()]
-    replace_text(folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
-    replace_text(folder / f"{name}.csv", table_text(_sorted(rows)))
+    write_shared(folder / f"{name}.json", ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    write_shared(folder / f"{name}.csv", table_text(_sorted(rows)).encode())
 
 
 def read_attacked(folder: Path) -> dict[str, Attacked]:
@@ -145,7 +146,7 @@ def draw(attacked: Attacked, folder: Path, threshold: float = 6.0) -> list[Path]
     written = []
     for name, svg in figures(attacked.rows, threshold).items():
         path = folder / f"attacks-{attacked.body['id']}-{name}.svg"
-        replace_text(path, standalone(svg))
+        write_shared(path, standalone(svg).encode())
         written.append(path)
     return written
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quorumark.consortium.files import replacing
 from quorumark.errors import RecordError, RoundError
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import SeededKey
@@ -281,10 +282,9 @@ class Run:
             "observer": None if self.observer is None else self.observer.saved(),
             "continuity": None if self.continuity is None else self.continuity.saved(),
         }
-        partial = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(body, partial)
-        partial.replace(path)
+        with replacing(path, 0o644) as file:
+            torch.save(body, file)
 
     def export(self, path: Path) -> None:
         """The released model, as a .safetensors file with the network's names."""

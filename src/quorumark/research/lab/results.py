@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quorumark.consortium.files import write_shared
 from quorumark.errors import InputError, RecordError
 from quorumark.research.lab.config import TASKS, Configuration, Settings
 
@@ -32,7 +33,6 @@ __all__ = [
     "read_all",
     "read_attacks",
     "record",
-    "replace_text",
     "scores_of",
     "where_run",
     "write",
@@ -223,19 +223,8 @@ def write_lines(body: dict[str, Any], path: Path) -> None:
             return "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in value) + "\n ]"
         return json.dumps(value, ensure_ascii=False)
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(name)}: {text(value)}" for name, value in body.items()]
-    replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """The whole file, or the old one stays."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_shared(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.files import replacing
 from quorumark.errors import InputError, MissingDependencyError
 
 __all__ = ["Corpus", "Text", "Tokenizer", "blocks", "corpus", "read_text", "texts", "tokens"]
@@ -119,9 +120,8 @@ def tokens(text: Text, tokenizer: Tokenizer, cache: Path, label: str = "text") -
         return kept
     found = tokenizer.encode(text.text)
     cache.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.npy")
-    np.save(partial, found.astype(np.uint16 if found.size == 0 or found.max() < 1 << 16 else np.uint32))
-    partial.replace(path)
+    with replacing(path, 0o644) as file:
+        np.save(file, found.astype(np.uint16 if found.size == 0 or found.max() < 1 << 16 else np.uint32))
     return found
 
 

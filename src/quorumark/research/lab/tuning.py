@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quorumark.consortium.files import replacing
 from quorumark.errors import InputError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.research.known import SeededKey
@@ -192,10 +193,9 @@ class LanguageRun:
             "log": [asdict(entry) for entry in self.log],
             "mark": None if self.mark is None else self.mark.saved(),
         }
-        partial = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(body, partial)
-        partial.replace(path)
+        with replacing(path, 0o644) as file:
+            torch.save(body, file)
 
     def restore(self, path: Path) -> None:
         """Goes on where `save` was."""
