@@ -862,8 +862,8 @@ def test_a_run_whose_server_died_goes_on(world: Consortium, tmp_path: Path) -> N
 
 
 def allow(world: Consortium, x: int) -> None:
-    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 5}
-    write_private(world.home(x)[0].policy_path, canonical(policy))
+    rules = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 5}
+    write_private(world.home(x)[0].rules_path, canonical(rules))
 
 
 def test_a_key_is_made_a_model_trained_and_verified(tmp_path: Path) -> None:
@@ -903,9 +903,9 @@ def test_after_an_audit_a_model_is_verified_with_its_proof(tmp_path: Path) -> No
     owners = make_world(tmp_path, rho=0.35)
     done = audit(owners, owners.suspect, (1, 2, 3))
     proof = done.proof(owners, (1, 2, 3))
-    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 9}
+    rules = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 9}
     for home, _ in owners.homes:
-        write_private(home.policy_path, canonical(policy))
+        write_private(home.rules_path, canonical(rules))
     grid = LocalGrid(
         app_for(tmp_path, find=lambda context: MemberNode(*owners.homes[int(context.node_config["partition-id"])])), 5
     )

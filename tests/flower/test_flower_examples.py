@@ -59,7 +59,7 @@ def test_what_a_run_left_behind_is_not_sent_with_the_app(name: str, tmp_path: Pa
     shutil.copytree(ROOT / "examples" / name, app)
     for folder in ("deployment", "deployment-2") if name == "flower-hospitals" else ("consortium",):
         (app / folder / "member-1").mkdir(parents=True, exist_ok=True)
-        (app / folder / "member-1" / "policy.json").write_text("{}")
+        (app / folder / "member-1" / "rules.json").write_text("{}")
     (app / "kept.json").write_text("{}")
     with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app))) as packed:
         names = packed.namelist()

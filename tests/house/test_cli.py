@@ -355,7 +355,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(environment: dict[str, str]
     assert run(environment, *create, "--out", str(out)).returncode == 0  # once there is space, the same command
 
     avon, copy, backup = tmp_path / "Avon", tmp_path / "copy", tmp_path / "backup.tar"
-    (avon / "policy.json").write_text(" " * 2000)  # what does not fit
+    (avon / "rules.json").write_text(" " * 2000)  # what does not fit
     assert run(environment, "member", "backup", str(backup), "--home", str(avon)).returncode == 0
     restore = ["member", "restore", str(backup), "--home", str(copy)]
     full = _limited(environment, 1000, *restore)

@@ -29,7 +29,8 @@ from quorumark.model.layout import write_safetensors
 from quorumark.model.suspect import read_suspect
 from quorumark.verify.coalition import answer, prepare
 from quorumark.verify.guard import check_query
-from quorumark.verify.ledger import Ledger, Policy
+from quorumark.verify.ledger import Ledger
+from quorumark.verify.rules import AnswerRules
 from tests.kit.consortium import World, make_world, trained_from
 
 LIMIT = 1 << 30
@@ -210,10 +211,10 @@ def test_a_kept_query_that_inflates(world: World) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ledger = Ledger.open(place, world.manifest)
     with pytest.raises(KeystoreError, match="not a whole vector"):
-        check_query(other.query, other.form.x, world.manifest, ledger, Policy(), approved=True)
+        check_query(other.query, other.form.x, world.manifest, ledger, AnswerRules(), approved=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB: the bomb is a GiB
     path.write_bytes(kept)
-    check_query(other.query, other.form.x, world.manifest, ledger, Policy(), approved=True)
+    check_query(other.query, other.form.x, world.manifest, ledger, AnswerRules(), approved=True)
 
 
 # --- sealed files -----------------------------------------------------------------------------------------
@@ -270,19 +271,19 @@ def test_a_backup_is_a_plain_tar_file(backup: Path) -> None:
     "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, tarfile.CONTTYPE]
 )
 def test_a_backup_holds_files_only(backup: Path, kind: bytes) -> None:
-    entry = tarfile.TarInfo("policy.json")
+    entry = tarfile.TarInfo("rules.json")
     entry.type, entry.linkname = kind, "/etc/passwd"
     refused(with_entry(backup, entry))
 
 
-@pytest.mark.parametrize("name", ["/policy.json", "../policy.json", "consortia/../policy.json", "member.json", "x"])
+@pytest.mark.parametrize("name", ["/rules.json", "../rules.json", "consortia/../rules.json", "member.json", "x"])
 def test_a_backup_holds_known_names_once(backup: Path, name: str) -> None:
     refused(with_entry(backup, tarfile.TarInfo(name)))
 
 
 def test_a_sparse_file_in_a_backup(backup: Path) -> None:
     """512 bytes that say that they are 8 GiB, in both of the ways there are."""
-    block = bytearray(tarfile.TarInfo("policy.json").tobuf(tarfile.GNU_FORMAT))
+    block = bytearray(tarfile.TarInfo("rules.json").tobuf(tarfile.GNU_FORMAT))
     block[156:157] = tarfile.GNUTYPE_SPARSE
     block[386:398] = b"%011o\0" % 0
     block[483:495] = b"77777777777\0"
@@ -294,15 +295,15 @@ def test_a_sparse_file_in_a_backup(backup: Path) -> None:
         assert archive.getmembers()[0].size == 8**11 - 1
     refused(backup)
     backup.write_bytes(plain)
-    entry = tarfile.TarInfo("policy.json")
-    entry.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(8 << 30), "GNU.sparse.name": "policy.json"}
+    entry = tarfile.TarInfo("rules.json")
+    entry.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(8 << 30), "GNU.sparse.name": "rules.json"}
     refused(with_entry(backup, entry, form=tarfile.PAX_FORMAT))
 
 
 def test_a_backup_may_not_fill_the_disk(backup: Path) -> None:
     """A record of a GiB, and a share that is larger than the disk, both as holes."""
-    for name, size, text in (("policy.json", 1 << 30, "is not a backup"), ("share-0.sealed", 1 << 42, "no space")):
-        entry = tarfile.TarInfo(name if name == "policy.json" else f"consortia/{'0' * 16}/{name}")
+    for name, size, text in (("rules.json", 1 << 30, "is not a backup"), ("share-0.sealed", 1 << 42, "no space")):
+        entry = tarfile.TarInfo(name if name == "rules.json" else f"consortia/{'0' * 16}/{name}")
         entry.size = size
         plain = backup.read_bytes()
         with backup.open("wb") as file:

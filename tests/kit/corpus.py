@@ -62,8 +62,9 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.guard import check_query
-from quorumark.verify.ledger import Ledger, Policy, read_policy
+from quorumark.verify.ledger import Ledger
 from quorumark.verify.reference import read_chain
+from quorumark.verify.rules import AnswerRules, read_rules
 from tests.kit import checked, secure_sums, suspects
 from tests.kit import liars as shared_keys
 from tests.kit import mutations as m
@@ -249,8 +250,8 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     yield FileKind("groups", lambda p: _groups(p, layout), JSON, data=groups.to_bytes())
     lora = Lora("ab" * 32, (Factors("a.lora_A.weight", "a.lora_B.weight", "a.weight"),))
     yield FileKind("lora", lambda p: _lora(p), JSON, data=lora.to_bytes())
-    yield FileKind("policy", lambda p: _policy(p), JSON, data=canonical({
-        "format": Policy.FORMAT, "approve": "always", "max_queries_per_day": 3, "max_answers": 9,
+    yield FileKind("rules", lambda p: _rules(p), JSON, data=canonical({
+        "format": AnswerRules.FORMAT, "approve": "always", "max_queries_per_day": 3, "max_answers": 9,
         "statistics": [query.statistic],
     }))  # fmt: skip
 
@@ -302,8 +303,8 @@ def _lora(here: Path) -> None:
     read_as(here / "file", "an adapter's description", Lora.from_bytes).digest()
 
 
-def _policy(here: Path) -> None:
-    read_policy(here / "file")
+def _rules(here: Path) -> None:
+    read_rules(here / "file")
 
 
 def _archived(folder: Path, world: World) -> Iterator[Kind]:
@@ -333,7 +334,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
         model = trained_from(world.marked, seed)
         answer(home, unlock, world.reference, model, prepare(world.reference, model).query, approved=True)
     other = prepare(world.reference, trained_from(world.marked, 9))
-    home.policy_path.write_bytes(canonical({"format": Policy.FORMAT, "approve": "ask"}))
+    home.rules_path.write_bytes(canonical({"format": AnswerRules.FORMAT, "approve": "ask"}))
 
     def read(here: Path) -> Any:
         mine = Home(here)
@@ -344,7 +345,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
         root = place.verify_share(unlock).root()
         place.pending()
         ledger = Ledger.open(place, manifest)
-        check_query(other.query, other.form.x, manifest, ledger, read_policy(mine.policy_path), approved=True)
+        check_query(other.query, other.form.x, manifest, ledger, read_rules(mine.rules_path), approved=True)
         return secret, manifest.digest(), root, ledger.entries
 
     place = home.only_consortium()
@@ -353,7 +354,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
         "home terms": (place.path / "terms.json", JSON), "home manifest": (place.manifest_path, JSON),
         "share": (place.share_path(), SEALED), "ledger": (place.ledger_path, _with(m.in_lines, m.in_lines)),
         "ledger head": (place.ledger_head_path, JSON), "signed": (place._signed_path, JSON),
-        "kept query": (next(place.queries_path.iterdir()), PLAIN), "home policy": (home.policy_path, JSON),
+        "kept query": (next(place.queries_path.iterdir()), PLAIN), "home rules": (home.rules_path, JSON),
     }  # fmt: skip
     for name, (path, mutators) in files.items():
         yield FileKind(name, read, mutators, str(path.relative_to(home.path)), beside=home.path)

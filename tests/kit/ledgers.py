@@ -15,7 +15,8 @@ from quorumark.model.statistic import vector_digest
 from quorumark.model.suspect import SuspectFile
 from quorumark.verify.evidence import Query, now
 from quorumark.verify.guard import check_query
-from quorumark.verify.ledger import Ledger, Policy
+from quorumark.verify.ledger import Ledger
+from quorumark.verify.rules import AnswerRules
 from tests.kit.ceremony import identities, make_terms
 
 Vector = NDArray[Any]
@@ -37,7 +38,7 @@ class Member:
         self.manifest = Manifest(agreed, genesis, roots)
         self.home = Home(path)
         self.place = self.home.consortium(agreed)
-        self.policy = Policy()
+        self.rules = AnswerRules()
 
     def ledger(self) -> Ledger:
         return Ledger.open(self.place, self.manifest)
@@ -67,14 +68,14 @@ class Member:
 
     def check(self, x: Vector, /, approved: bool = True, **changes: object) -> str:
         query = self.query(x, **changes)
-        return check_query(query, x, self.manifest, self.ledger(), self.policy, approved)
+        return check_query(query, x, self.manifest, self.ledger(), self.rules, approved)
 
     def answer(self, x: Vector, /, **changes: object) -> None:
         """As the command does it: checked, then on disk."""
         ledger = self.ledger()
         with ledger.exclusive():
             query = self.query(x, **changes)
-            by = check_query(query, x, self.manifest, ledger, self.policy, True)
+            by = check_query(query, x, self.manifest, ledger, self.rules, True)
             ledger.record_answer(query, x, by)
 
 

@@ -273,7 +273,7 @@ def in_tar(rng: random.Random, data: bytes) -> bytes | None:
         return lzma.compress(data, preset=0)
     buffer = io.BytesIO(data)
     names = (
-        "policy.json",
+        "rules.json",
         "/nowhere/outside",
         "../outside",
         "consortia/../../outside",
@@ -288,7 +288,7 @@ def in_tar(rng: random.Random, data: bytes) -> bytes | None:
     entry.linkname = rng.choice(("/etc/passwd", "../outside", "identity.sealed"))
     form = rng.choice((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT))
     if what == 2:
-        entry.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 35), "path": "policy.json"}
+        entry.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 35), "path": "rules.json"}
         form = tarfile.PAX_FORMAT
     content = b"{}" if entry.isreg() else b""
     entry.size = len(content)

@@ -25,8 +25,9 @@ from quorumark.model.statistic import vector_digest
 from quorumark.verify import ledger as ledger_module
 from quorumark.verify.evidence import Partial, now
 from quorumark.verify.guard import budget, check_query, least_effective
-from quorumark.verify.ledger import Policy, read_policy, reconcile
+from quorumark.verify.ledger import reconcile
 from quorumark.verify.null import raised_threshold, z_text
+from quorumark.verify.rules import AnswerRules, read_rules
 from tests.kit.ledgers import LEAF, PEOPLE, Member, Vector, rounded
 
 
@@ -312,11 +313,11 @@ def test_the_ledger_is_in_the_backup_and_works_after_it(tmp_path: Path) -> None:
     home = Home.create(tmp_path / "home", "Avon", Unlock.key_file(tmp_path / "key"))
     member = Member(home.path)
     member.answer(vector(1))
-    home.policy_path.write_text('{"format": "quorumark-policy/v1", "approve": "ask"}')
+    home.rules_path.write_text('{"format": "quorumark-answer-rules/v1", "approve": "ask"}')
     home.backup(tmp_path / "backup.tar")
     restored = Member(Home.restore(tmp_path / "backup.tar", tmp_path / "again").path)
     assert restored.ledger().head == member.ledger().head
-    assert restored.home.policy_path.exists()
+    assert restored.home.rules_path.exists()
     with pytest.raises(GuardError, match="adds 0 coordinates to those answered before"):
         restored.check(-vector(1))
 
@@ -404,54 +405,52 @@ def test_members_together_count_the_worst_that_any_of_them_says() -> None:
         reconcile([])
 
 
-# --- the member's policy -----------------------------------------------------------------------------------
+# --- the member's rules ------------------------------------------------------------------------------------
 
 
-def test_a_policy_is_read_strictly(tmp_path: Path) -> None:
-    path = tmp_path / "policy.json"
-    assert read_policy(path) == Policy("ask")
-    good = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 3, "x-note": "ours"}
+def test_rules_are_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    assert read_rules(path) == AnswerRules("ask")
+    good = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 3, "x-note": "ours"}
     path.write_text(json.dumps({**good, "statistics": ["balanced-anchor/v1"], "max_answers": 5}))
-    assert read_policy(path) == Policy("always", 3, ("balanced-anchor/v1",), 5)
+    assert read_rules(path) == AnswerRules("always", 3, ("balanced-anchor/v1",), 5)
     changes: list[tuple[dict[str, object], str]] = [
-        ({"format": "quorumark-policy/v2"}, "quorumark-policy/v2"),
+        ({"format": "quorumark-answer-rules/v2"}, "quorumark-answer-rules/v2"),
         ({"approve": "never"}, "ask or always"),
         ({"approve": ["ask"]}, "ask or always"),
         ({"max_queries_per_day": 1.5}, "not JSON"),
-        ({"max_queries_per_day": True}, "whole number"),
-        ({"max_queries_per_day": None}, "must have max_queries_per_day"),
-        ({"max_answers": -1}, "whole number"),
-        ({"statistics": "balanced-anchor/v1"}, "list of texts"),
-        ({"statistics": [1]}, "list of texts"),
+        ({"max_queries_per_day": True}, "must be an integer"),
+        ({"max_queries_per_day": None}, "must set max_queries_per_day"),
+        ({"max_answers": -1}, "must be an integer"),
+        ({"statistics": "balanced-anchor/v1"}, "list of strings"),
+        ({"statistics": [1]}, "list of strings"),
         ({"statistic": []}, "unknown critical field 'statistic'"),
     ]
     for change, text in changes:
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(RecordError, match=text):
-            read_policy(path)
-    path.write_text('{"format": "quorumark-policy/v1"}')
-    with pytest.raises(RecordError, match="lacks 'approve'"):
-        read_policy(path)
+            read_rules(path)
+    path.write_text('{"format": "quorumark-answer-rules/v1"}')
+    with pytest.raises(RecordError, match="'approve' is missing"):
+        read_rules(path)
 
 
-def test_somebody_approves_or_the_policy_does_a_few_times_a_day(
-    member: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_approves_or_the_rules_do_a_few_times_a_day(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GuardError, match=r"nobody has approved this query here; .* --approve"):
         member.check(vector(0), approved=False)
     assert member.check(vector(0), approved=True) == "--approve"
-    member.policy = Policy("always", 2)
+    member.rules = AnswerRules("always", 2)
     with monkeypatch.context() as clock:  # two answers of long ago, and one of 23 hours ago, which still counts
         for seed, hours in enumerate((1000, 25, 23)):
             then = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600 * hours))
             clock.setattr(ledger_module, "now", lambda then=then: then)
             member.answer(vector(seed))
-    assert member.check(vector(3), approved=False) == "policy"
+    assert member.check(vector(3), approved=False) == "rules"
     member.answer(vector(3))
-    with pytest.raises(GuardError, match="approves 2 queries in 24 hours, and 2 were answered; wait"):
+    with pytest.raises(GuardError, match="approve 2 queries in 24 hours, and 2 were answered; wait"):
         member.check(vector(5), approved=False)
     assert member.check(vector(5), approved=True) == "--approve"
-    assert member.check(vector(3), approved=False) == "policy", "the same again costs nothing"
+    assert member.check(vector(3), approved=False) == "rules", "the same again costs nothing"
 
 
 # --- the guard, step by step -------------------------------------------------------------------------------
@@ -469,10 +468,10 @@ def test_queries_for_another_manifest_epoch_vector_or_statistic_are_refused(memb
         member.check(x[:-1])
     with pytest.raises(GuardError, match="'other/v1', but 'balanced-anchor/v1' is agreed"):
         member.check(x, statistic="other/v1")
-    member.policy = Policy(statistics=("other/v1",))
+    member.rules = AnswerRules(statistics=("other/v1",))
     with pytest.raises(GuardError, match="does not list the statistic"):
         member.check(x)
-    member.policy = Policy(statistics=("balanced-anchor/v1",))
+    member.rules = AnswerRules(statistics=("balanced-anchor/v1",))
     assert member.check(x) == "--approve"
 
 
@@ -509,9 +508,9 @@ def test_the_budget_is_for_life_and_counts_what_others_answered(member: Member) 
     with pytest.raises(GuardError, match="16 different queries are the budget"):
         member.check(vector(16))
     assert len(member.ledger().answered()) == 11
-    member.policy = Policy(max_answers=11)
+    member.rules = AnswerRules(max_answers=11)
     member.check(vector(3))
-    with pytest.raises(GuardError, match="policy allows 11 answers"):
+    with pytest.raises(GuardError, match="rules allow 11 answers"):
         member.check(vector(13))
 
 
@@ -846,7 +845,7 @@ def test_refusals_are_errors_of_ours_and_are_remembered(member: Member) -> None:
     ledger, x = member.ledger(), np.ones(20_000, np.int8)
     query = replace(member.query(x), epoch=3)
     with pytest.raises(QuorumarkError) as caught:
-        check_query(query, x, member.manifest, ledger, member.policy, True)
+        check_query(query, x, member.manifest, ledger, member.rules, True)
     ledger.record_refusal(query, str(caught.value))
     assert member.ledger().entries[-1]["reason"] == str(caught.value)
     assert member.ledger().known() == {}, "a refused query is not an answered one"

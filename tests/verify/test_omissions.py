@@ -320,7 +320,7 @@ def _passes(world: World, query: Query, partials: Sequence[Partial], alpha: str)
 
 
 def test_the_stage_of_an_engine_takes_proofs(world: World, first: Audited) -> None:
-    """`answer` and `sign`, as Flower's nodes run them; nobody is asked there, the policy answers."""
+    """`answer` and `sign`, as Flower's nodes run them; nobody is asked there, the rules answer."""
     proof = first.proof(world, (1, 2, 4))
     opened = explain(world.reference.chain, [proof])
     suspect = world.save(trained_from(world.marked, 21), "engine.safetensors")
@@ -333,10 +333,10 @@ def test_the_stage_of_an_engine_takes_proofs(world: World, first: Audited) -> No
     arrays = {name: np.frombuffer(path.read_bytes(), np.uint8) for name, path in files.items()}
     with_proof = {**arrays, "audit.0": np.frombuffer(proof.to_bytes(), np.uint8)}
     config = {"name": suspect.name, "query": query.to_bytes()}
-    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 99}
+    rules = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 99}
     partials = []
     for home, unlock in world.homes:
-        write_private(home.policy_path, canonical(policy))
+        write_private(home.rules_path, canonical(rules))
         reply, _ = MemberNode(home, unlock).handle("answer", config, with_proof)
         partials.append(Partial.from_bytes(reply["partial"]))
     certificate = Certificate.of(combine(world.manifest, query, partials, audits=opened))

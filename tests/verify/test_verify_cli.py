@@ -133,7 +133,7 @@ def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:
     assert not Path(desk.path("x.json")).exists()
 
 
-def test_approval_policy_and_ledger(desk: Desk) -> None:
+def test_approval_rules_and_ledger(desk: Desk) -> None:
     suspect = desk.world.save(trained_from(anchor_model(), 78), "another.safetensors")
     query = desk.prepare(suspect, "another.json")
     done = desk(
@@ -142,16 +142,16 @@ def test_approval_policy_and_ledger(desk: Desk) -> None:
     assert "nobody has approved this query here" in done.stderr
     assert not Path(desk.path("no.json")).exists()
     home = desk.world.homes[2][0].path
-    policy = {"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 100}
-    (home / "policy.json").write_text(json.dumps(policy))
+    rules = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 100}
+    (home / "rules.json").write_text(json.dumps(rules))
     try:
         desk.partial(query, suspect, 3)
     finally:
-        (home / "policy.json").unlink()
+        (home / "rules.json").unlink()
     said = json.loads(desk("ledger", "--home", home, "--json").stdout)
     kinds = [entry["kind"] for entry in said["entries"]]
     assert kinds[-2:] == ["refused", "answered"]
-    assert said["entries"][-1]["approved_by"] == "policy"
+    assert said["entries"][-1]["approved_by"] == "rules"
     assert said["budget"] == 16
     assert "of 16 in the consortium's life" in desk("ledger", "--home", home).stdout
     # a ledger that was cut is noticed before anything is answered

@@ -86,7 +86,7 @@ def setup(grid: Grid, _: Context, folder: Path) -> None:
 
 
 def verify(grid: Grid, context: Context, folder: Path) -> None:
-    """Asks the hospitals whether a model is theirs. Each answers under its own policy."""
+    """Asks the hospitals whether a model is theirs. Each answers under its own rules."""
     certificate = verify_model(
         grid,
         Reference.read(folder / "consortium.json"),

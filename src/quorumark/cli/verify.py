@@ -144,7 +144,7 @@ def partial(
     """Answer a query with this member's share: one number, signed, in a small file that can be e-mailed.
 
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
-    too much. Without --approve and without a policy file that allows it, you are asked.
+    too much. Without --approve and without a HOME/rules.json that allows it, you are asked.
     """
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import Home, read_as
@@ -438,12 +438,12 @@ def _points(text: str | None) -> tuple[int, ...]:
 
 
 def _ask(member: Any, json: bool) -> bool:
-    """Asks the person at the terminal, if there is one; a policy may answer instead."""
+    """Asks the person at the terminal, if there is one; HOME/rules.json may answer instead."""
     import sys
 
-    from quorumark.verify.ledger import read_policy
+    from quorumark.verify.rules import read_rules
 
-    if json or not sys.stdin.isatty() or read_policy(member.policy_path).approve == "always":
+    if json or not sys.stdin.isatty() or read_rules(member.rules_path).approve == "always":
         return False
     question = "answer this query? it is written to the ledger, and counts against the budget"
     return answered(lambda: typer.confirm(question))

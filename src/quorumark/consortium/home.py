@@ -2,7 +2,7 @@
 
     HOME/member.json                     the card: public, to be sent to the others
     HOME/identity.sealed                 the private keys
-    HOME/policy.json                     what this member answers without asking a person (written by hand, optional)
+    HOME/rules.json                      what this member answers without asking a person (written by hand, optional)
     HOME/consortia/ID/terms.json         ID: the first 16 digits of the first terms' digest
     HOME/consortia/ID/ceremony.sealed    while a ceremony runs
     HOME/consortia/ID/finished.json      which health check this member finished last, and what it showed
@@ -52,7 +52,7 @@ _SIGNED = "quorumark-signed/v1"
 Record = TypeVar("Record")
 # what a home consists of, and all that a backup may hold
 _KEPT = re.compile(
-    r"member\.json|identity\.sealed|policy\.json|consortia/[0-9a-f]{16}/"
+    r"member\.json|identity\.sealed|rules\.json|consortia/[0-9a-f]{16}/"
     r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|signed\.json|share-[0-9]{1,9}\.sealed|archive\.bin"
     r"|ledger\.jsonl|ledger\.head|queries/[0-9a-f]{64}\.bin)"
 )
@@ -104,7 +104,7 @@ class Home:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.policy_path = self.path / "policy.json"
+        self.rules_path = self.path / "rules.json"
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], name: str, unlock: Unlock) -> Home:

@@ -196,7 +196,7 @@ def _reply(
 
 
 def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> None:
-    """Lets an app's nodes take part in the key ceremony and answer verifications, each under its own policy."""
+    """Lets an app's nodes take part in the key ceremony and answer verifications, each under its own rules."""
     find = member or member_of
 
     @app.query(QUERY)  # type: ignore[untyped-decorator]

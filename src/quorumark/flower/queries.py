@@ -125,7 +125,7 @@ def verify_model(
 ) -> Certificate:
     """Asks the members whether a model (a .safetensors file) is theirs; the certificate, signed by who answered.
 
-    Each answers under its own policy or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
+    Each answers under its own rules or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
     `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far, whose leaves are left
     out; a member that knows of one that is not here refuses.
     """

@@ -12,7 +12,7 @@
     never    a state and a round                                signed: it never answers there
     state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
-    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its policy allows
+    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its rules allow
              proofs of audits (audit.0, audit.1, …)
     sign     a certificate                                      the certificate with this member's signature
 
@@ -436,7 +436,7 @@ class MemberNode:
     # --- verification ---
 
     def _answer(self, config: Config, arrays: Arrays) -> Reply:
-        """This member's partial about a suspect, if its own policy approves; nobody is asked here."""
+        """This member's partial about a suspect, if its own rules approve; nobody is asked here."""
         place = self._journal().place
         with tempfile.TemporaryDirectory(prefix="suspect-", dir=place.path) as folder:
             suspect = Path(folder) / Path(str(config["name"])).name

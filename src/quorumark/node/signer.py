@@ -2,7 +2,7 @@
 
 An engine's node runs code that the server ships, under the node's user. With the share in a folder that this user can
 read, that code could read it too. So another user runs `quorumark member serve`, which holds home and key file and
-answers on a Unix socket: for the manifest that is pinned, each round once, and verifications under the member's policy.
+answers on a Unix socket: for the manifest that is pinned, each round once, and verifications under the member's rules.
 
 A message is a head (its length in 8 bytes, big-endian, then JSON) and the arrays' bytes after it. Bytes in a config
 travel as {"hex": …}. One message and one reply for each connection.

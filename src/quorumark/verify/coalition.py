@@ -41,10 +41,11 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.findings import again, agreed_alignment, check_signed, combine, how_aligned
 from quorumark.verify.guard import check_query
-from quorumark.verify.ledger import Ledger, read_policy
+from quorumark.verify.ledger import Ledger
 from quorumark.verify.null import raised_threshold
 from quorumark.verify.omissions import Audits, Omitted
 from quorumark.verify.reference import Reference
+from quorumark.verify.rules import read_rules
 
 __all__ = ["Prepared", "answer", "answer_with", "check_certificate", "combine", "prepare", "prepare_again", "sign"]
 
@@ -302,7 +303,7 @@ def answer(
         for name, leaves in explain(place.chain(), audits, ledger.audits()).items():
             ledger.record_burnt(leaves, name)
         try:
-            approved_by = check_query(query, prepared.form.x, manifest, ledger, read_policy(home.policy_path), approved)
+            approved_by = check_query(query, prepared.form.x, manifest, ledger, read_rules(home.rules_path), approved)
         except GuardError as error:
             ledger.record_refusal(query, str(error))
             raise

@@ -26,7 +26,7 @@ up a proof, in a partial that it signed. And whoever sets a member's whole folde
 forget; others hold the later heads of its ledger in its partials.
 
     with ledger.exclusive():                                    # nobody else answers between the check and the record
-        approved_by = check_query(query, x, manifest, ledger, policy, approved)
+        approved_by = check_query(query, x, manifest, ledger, rules, approved)
         ledger.record_answer(query, x, approved_by)             # on disk before the answer leaves
 """
 
@@ -48,7 +48,8 @@ from quorumark.errors import GuardError, InputError, KeystoreError
 from quorumark.model.statistic import norms, vector_digest
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
-from quorumark.verify.ledger import Ledger, Numbers, Policy, StoredVector
+from quorumark.verify.ledger import Ledger, Numbers, StoredVector
+from quorumark.verify.rules import AnswerRules
 
 __all__ = ["budget", "check_query", "least_effective"]
 
@@ -91,16 +92,20 @@ def _require(good: bool, text: str) -> None:
         raise GuardError(text)
 
 
-def check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, policy: Policy, approved: bool) -> str:
+def check_query(
+    query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, rules: AnswerRules, approved: bool
+) -> str:
     """Whether this member answers a query with the vector x, which it has computed from the suspect itself.
 
-    A GuardError says why not. Otherwise it returns who approved: "--approve" (a person) or "policy".
+    A GuardError says why not. Otherwise it returns who approved: "--approve" (a person) or "rules".
     """
     with ledger.exclusive():
-        return _check_query(query, x, manifest, ledger, policy, approved)
+        return _check_query(query, x, manifest, ledger, rules, approved)
 
 
-def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, policy: Policy, approved: bool) -> str:
+def _check_query(
+    query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, rules: AnswerRules, approved: bool
+) -> str:
     terms, d = manifest.terms, manifest.terms.coordinates
     again = query.x in ledger.answered()  # the same answer once more tells nobody anything
 
@@ -121,8 +126,8 @@ def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, p
         f"the query uses the statistic {query.statistic!r}, but {terms.statistic!r} is agreed; ask again with that one",
     )
     _require(
-        policy.statistics is None or query.statistic in policy.statistics,
-        f"this member's policy does not list the statistic {query.statistic!r}; its statistics can be changed there",
+        rules.statistics is None or query.statistic in rules.statistics,
+        f"this member's rules do not list the statistic {query.statistic!r}; its statistics can be changed there",
     )
 
     # 3. It leaves out exactly what this member knows to be opened. Signs there are public, so weights there can be made
@@ -155,8 +160,8 @@ def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, p
         )
         answers = len(ledger.answered()) + 1
         _require(
-            policy.max_answers is None or answers <= policy.max_answers,
-            f"this member's policy allows {policy.max_answers} answers, and all are given; raise max_answers there",
+            rules.max_answers is None or answers <= rules.max_answers,
+            f"this member's rules allow {rules.max_answers} answers, and all are given; raise max_answers there",
         )
 
     # 5. x rests on many coordinates: ‖x‖₂⁴/‖x‖₄⁴, from x itself; and so does every remainder of ⟨x, τ⟩ (`breadth`).
@@ -185,20 +190,20 @@ def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, p
     if not again:
         _check_residual(x, ledger, least, [slice(i * terms.leaf, (i + 1) * terms.leaf) for i in burnt])
 
-    # 7. A person approved it, or the member's policy does.
+    # 7. A person approved it, or the member's rules do.
     if approved:
         return "--approve"
     _require(
-        policy.approve == "always",
+        rules.approve == "always",
         "nobody has approved this query here; look at the suspect and its purpose, then answer with --approve",
     )
     today = ledger.answers_since(calendar.timegm(time.gmtime()) - _DAY)
     _require(
-        again or today < (policy.max_queries_per_day or 0),
-        f"this member's policy approves {policy.max_queries_per_day} queries in 24 hours, and {today} were answered; "
+        again or today < (rules.max_queries_per_day or 0),
+        f"this member's rules approve {rules.max_queries_per_day} queries in 24 hours, and {today} were answered; "
         "wait, or answer with --approve",
     )
-    return "policy"
+    return "rules"
 
 
 def _leaves(numbers: Sequence[int]) -> str:

@@ -15,9 +15,8 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.model.statistic import vector_digest
 from quorumark.verify.evidence import Partial, Query, now
 
-__all__ = ["Ledger", "Policy", "StoredVector", "read_policy", "reconcile"]
+__all__ = ["Ledger", "StoredVector", "reconcile"]
 
 FORMAT = "quorumark-ledger/v1"
 HEAD_FORMAT = "quorumark-ledger-head/v1"
@@ -426,57 +425,6 @@ def _hex(name: str, value: str) -> str:
 def _check_outcome(outcome: str, allowed: Sequence[str]) -> None:
     if outcome not in allowed:
         raise InputError("outcome", f"must be one of {', '.join(allowed)}", repr(outcome))
-
-
-# --- the member's own policy -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What a member answers, by its own decision; the file is HOME/policy.json.
-
-    `approve`: "ask" (a person approves each query) or "always" (up to `max_queries_per_day` in 24 hours without a
-    person). `statistics`: only these; None leaves it to the terms. `max_answers`: how many different x this member
-    answers in its life, if fewer than the consortium's budget.
-    """
-
-    FORMAT: ClassVar[str] = "quorumark-policy/v1"
-
-    approve: str = "ask"
-    max_queries_per_day: int | None = None
-    statistics: tuple[str, ...] | None = None
-    max_answers: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.approve not in ("ask", "always"):
-            raise RecordError(f"a policy's approve must be ask or always, not {self.approve!r}")
-        for name in ("max_queries_per_day", "max_answers"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise RecordError(f"a policy's {name} must be a whole number, at least 0")
-        if self.approve == "always" and self.max_queries_per_day is None:
-            raise RecordError("a policy that approves always must have max_queries_per_day")
-        if self.statistics is not None and not all(isinstance(text, str) for text in self.statistics):
-            raise RecordError("a policy's statistics must be a list of texts")
-
-
-def read_policy(path: str | os.PathLike[str]) -> Policy:
-    """A member's policy; without a file, a person is asked."""
-    if not Path(path).exists():
-        return Policy()
-    body = parse(read_file(Path(path), "a policy"), Policy.FORMAT, "a policy")
-    names = ("approve", "max_queries_per_day", "statistics", "max_answers")
-    unknown = [name for name in body if name not in ("format", *names) and not name.startswith("x-")]
-    if unknown:
-        raise RecordError(f"this is not a policy that can be used: it has the unknown critical field {unknown[0]!r}")
-    if "approve" not in body:
-        raise RecordError("this is not a policy that can be used: it lacks 'approve'")
-    values = {name: body[name] for name in names if name in body}
-    if "statistics" in values:
-        if not isinstance(values["statistics"], list):
-            raise RecordError("a policy's statistics must be a list of texts")
-        values["statistics"] = tuple(values["statistics"])
-    return Policy(**values)
 
 
 # --- what the members know together ------------------------------------------------------------------------
