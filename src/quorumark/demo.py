@@ -27,7 +27,9 @@ from quorumark.consortium.files import replacing, write_shared
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.policy import Policy
+from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.strength import Strength
 from quorumark.errors import EvidenceError, InputError, MissingDependencyError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout, write_safetensors
@@ -49,7 +51,7 @@ THRESHOLD = 3
 ROUNDS = 20
 TEST = 360
 # a short run of a small model needs a larger step a round to reach ρ = 0.05 (docs/strength.md)
-STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24", "dither": "3", "continuity": "4"}
+STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24", "continuity": "4"}
 LOSSES = Losses({(4, "train"): [5], (7, "upload"): [2], (10, "unmask"): [1]})
 NAMES = {
     "balanced-anchor/v1": "ours",
@@ -193,10 +195,10 @@ def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str
     roster = tuple(Member(x, person.name, person.ed25519, person.x25519, count) for x, (person, count) in cards)
     anchor = anchor_digest(layout.digest(), layout.encode(initial))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    policy = {**DEFAULT_POLICY, "sums": "checked", "groups": groups.digest()}
     return Terms(
-        "demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH,
-        policy=policy, buffers=layout.beside(initial).hex(),
+        "demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now,
+        strength=Strength.of(STRENGTH, layout.coordinates),
+        policy=Policy(groups=groups.digest()), buffers=layout.beside(initial).hex(),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 from quorumark.align.matching import PROCEDURE, Group, Groups, Slot
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Terms
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, RecordError
@@ -174,10 +175,10 @@ def test_groups_are_the_agreed_ones_for_ever(world: World, tmp_path: Path) -> No
     terms = world.manifest.terms
     for policy in ({"z": "6"}, {**AGREED, "groups": others.digest()}):
         with pytest.raises(RecordError, match="a successor's groups must not change, come or go"):
-            check_terms_follow(replace(terms, policy=policy), terms)
+            check_terms_follow(replace(terms, policy=Policy.of(policy)), terms)
         with pytest.raises(RecordError, match="a successor's groups must not change, come or go"):
-            check_terms_follow(terms, replace(terms, policy=policy))
-    check_terms_follow(replace(terms, policy={**AGREED, "z": "7"}), terms)
+            check_terms_follow(terms, replace(terms, policy=Policy.of(policy)))
+    check_terms_follow(replace(terms, policy=Policy.of({**AGREED, "z": "7"})), terms)
     with pytest.raises(RecordError, match="a successor's groups"):
         propose(terms, policy={"groups": others.digest()})
 
@@ -259,7 +260,7 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     done = run(environment, *create, "--out", str(tmp_path / "terms"), "--groups", out)
     assert done.returncode == 0, done.stderr
     terms = Terms.from_bytes((tmp_path / "terms" / "terms.json").read_bytes())
-    assert terms.policy == {"z": "6", "sums": "checked", "groups": found.digest()}
+    assert terms.policy == Policy(groups=found.digest())
     assert (tmp_path / "terms" / "groups.json").read_bytes() == Path(out).read_bytes()
     shown = run(environment, "consortium", "show", str(tmp_path / "terms" / "terms.json"))
     assert f"groups   {found.digest()}" in shown.stdout

@@ -20,6 +20,7 @@ from quorumark import field
 from quorumark.align.fixed import Fixed, SingularError, inverse, times
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
 from quorumark.align.matching import Group, Groups, Mixing, Slot
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
@@ -787,7 +788,7 @@ def test_it_is_agreed_on_for_ever(world: World, tmp_path: Path) -> None:
     terms = world.manifest.terms
     for policy in ({"z": "6"}, {"z": "6", "lora": others.digest()}):
         with pytest.raises(RecordError, match="a successor's lora must not change, come or go"):
-            check_terms_follow(replace(terms, policy=policy), terms)
+            check_terms_follow(replace(terms, policy=Policy.of(policy)), terms)
     (tmp_path / "other.json").write_bytes(others.to_bytes())
     with pytest.raises(RecordError, match="the consortium agreed on others"):
         Reference.read(world.folder / "consortium.json", lora=tmp_path / "other.json")

@@ -30,7 +30,7 @@ from quorumark.consortium.files import write_private
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import DEFAULT_POLICY, Manifest
+from quorumark.consortium.records import Manifest
 from quorumark.errors import (
     CeremonyError,
     EvidenceError,
@@ -125,7 +125,7 @@ def test_the_model_is_the_one_of_the_federation_in_one_process(world: Consortium
 
 def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path) -> None:
     """With members lost at every stage, and a server that is started again: another run, from the folder's state."""
-    world = Consortium.make(tmp_path, policy={**DEFAULT_POLICY, "sums": "checked"})
+    world = Consortium.make(tmp_path, policy={"sums": "checked"})
     grid = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
     wrapped, _ = run(world, grid, 4, folder=tmp_path / "run")
     again = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
@@ -138,7 +138,7 @@ def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path) 
 
 
 def test_where_sums_are_checked_a_server_optimiser_is_told_why_not(tmp_path: Path) -> None:
-    world = Consortium.make(tmp_path, policy={**DEFAULT_POLICY, "sums": "checked"})
+    world = Consortium.make(tmp_path, policy={"sums": "checked"})
     inner = strategies.FedAdam(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, eta=0.01)
     wrapped = watermarked(inner, world.path, seed=SEED)
     start = {"initial_arrays": records_of(world.model), "num_rounds": 3, "timeout": 60}
@@ -315,7 +315,7 @@ OPTIMISERS = {
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_server_optimisers_work_with_the_average_and_the_mark(tmp_path: Path, name: str) -> None:
     """What they get is the sum that FedAvg gets in the same round, to the bit; the history follows what they make."""
-    strength = {"rule": "relative", "c": "0.02", "alike": "mark"}
+    strength = {"rule": "relative", "c": "0.02", "alike": "mark", "dither": "0"}
     world = Consortium.make(tmp_path, strength=strength)
     kind = getattr(strategies, name)
     got: list[Model] = []
@@ -651,7 +651,6 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
     tells them all the same: a history that never was, and a model most of whose units are dead for inputs that are not
     negative. What did not move shows S ⊙ τ. Two such rounds give the whole key. Where sums are checked nobody
     uploads."""
-    from quorumark.consortium.records import DEFAULT_STRENGTH
     from quorumark.research.known import KnownKey
     from quorumark.round.movement import norm_count
 
@@ -660,8 +659,8 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
         "a.weight": (rng.standard_normal((units, 64)) / 8).astype(np.float32),
         "b.weight": (rng.standard_normal((10, units)) / 8).astype(np.float32),
     }
-    policy = {**DEFAULT_POLICY, "sums": "checked"} if checked else dict(DEFAULT_POLICY)
-    world = Consortium.make(tmp_path, model=true, strength={**DEFAULT_STRENGTH, "dither": "0"}, policy=policy)
+    policy = {"sums": "checked" if checked else "unchecked"}
+    world = Consortium.make(tmp_path, model=true, strength={"dither": "0"}, policy=policy)
     assert world.manifest is not None
     nodes = {x: MemberNode(*world.home(x)) for x in range(1, 6)}
     guess = {name: np.zeros(tensor.shape) for name, tensor in true.items()}
@@ -868,7 +867,7 @@ def allow(world: Consortium, x: int) -> None:
 
 def test_a_key_is_made_a_model_trained_and_verified(tmp_path: Path) -> None:
     """All of it over Flower's messages: three whose policies allow it prove that the model is theirs, two cannot."""
-    strength = {"rule": "rho", "rho": "0.25", "c_max": "0.25", "lr": "constant"}
+    strength = {"rule": "rho", "rho": "0.25", "c_max": "0.25", "lr": "constant", "dither": "0"}
     world = Consortium.agree(tmp_path, strength=strength)
     pinned = world.terms.digest().hex()
     grid = LocalGrid(app_for(tmp_path, pinned=pinned), 5)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import DEFAULT_POLICY
 from quorumark.round.group import Group
 
-CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
+CHECKED = {"sums": "checked"}
 
 
 # --- the key ----------------------------------------------------------------------------------------------

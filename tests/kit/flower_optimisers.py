@@ -23,7 +23,7 @@ from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, records_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "flower-hospitals"))
 ROUNDS = 8
-STRENGTH = {"rule": "rho", "rho": "0.1", "c_max": "0.1"}
+STRENGTH = {"rule": "rho", "rho": "0.1", "c_max": "0.1", "dither": "0"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FedAvg": ("FedAvg", {}),
     "FedAvgM, momentum 0.5": ("FedAvgM", {"server_momentum": 0.5}),

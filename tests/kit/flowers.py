@@ -28,7 +28,7 @@ from quorumark.simulation import Federation, FederationMember, Losses
 
 Model = dict[str, NDArray[Any]]
 SHAPES = {"a.weight": (100, 80), "a.bias": (100,), "b.weight": (40, 100), "c.weight": (12, 5, 3, 3)}
-STRENGTH = {"rule": "rho", "rho": "0.2", "c_max": "0.1", "lr": "cosine:40"}
+STRENGTH = {"rule": "rho", "rho": "0.2", "c_max": "0.1", "lr": "cosine:40", "dither": "0"}
 
 
 def initial() -> Model:

@@ -168,10 +168,10 @@ def train(model: Mapping[str, NDArray[Any]], data: Any, seed: int, rate: float) 
 
 SEED = 3
 MEMBERS, THRESHOLD = 5, 3
-CHECKED = {"z": "6", "sums": "checked"}
-UNCHECKED = {"z": "6"}
-WITHOUT_NETS = {"rule": "rho", "rho": "0.05", "c_max": "0.03"}  # the default when the digests were written
-RHO = {"rule": "rho", "rho": "0.1", "c_max": "0.05", "lr": "cosine:40"}
+CHECKED = {"sums": "checked"}
+UNCHECKED = {"sums": "unchecked"}
+WITHOUT_NETS = {"rule": "rho", "rho": "0.05", "c_max": "0.03", "dither": "0"}
+RHO = {"rule": "rho", "rho": "0.1", "c_max": "0.05", "lr": "cosine:40", "dither": "0"}
 PAPER = {"rule": "paper", "c": "0.025", "lr": "cosine:40"}
 EVENTS = {(2, "train"): [4], (4, "upload"): [2], (5, "unmask"): [1]}  # lost, lost after U is fixed, does not answer
 

@@ -301,7 +301,7 @@ def marked(name: str, rounds: int = 12, rho: str = "0.1", members: int = 1, seed
     key = np.random.default_rng(seed + 100).choice(np.array([-1, 1]), layout.coordinates)
     inputs, labels = data_of(name)
     parts = [(inputs[k::members], labels[k::members]) for k in range(members)]
-    strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}", "alike": "mark"}
+    strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}", "alike": "mark", "dither": "0"}
     rule = Strength.of(strength, layout.coordinates)
     state = MarkState(rule, layout, "rademacher", layout.encode(start))
     checkpoints, own = [start], []

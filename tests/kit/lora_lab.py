@@ -166,7 +166,7 @@ def marked(rounds: int = 10, rho: str = "0.15", members: int = 4, seed: int = 1,
     key = np.random.default_rng(seed + 100).choice(np.array([-1, 1]), layout.coordinates)
     words = sentences(7)[:512]
     parts = [words[k::members] for k in range(members)]
-    strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}"}
+    strength = {"rule": "rho", "rho": rho, "c_max": "0.2", "lr": f"cosine:{rounds + 4}", "dither": "0"}
     rule = Strength.of(strength, layout.coordinates)
     state = MarkState(rule, layout, "rademacher", layout.encode(start))
     now, reached = start, []

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from quorumark import field
-from quorumark.consortium.records import DEFAULT_POLICY
 from quorumark.node.journal import create_memory
 from quorumark.research.known import KnownKey
 from quorumark.setup.amend import propose
@@ -19,7 +18,7 @@ from quorumark.verify.reference import Reference
 from tests.kit.flowers import Consortium, Model, train
 from tests.kit.rounds import Repeating, Run
 
-CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
+CHECKED = {"sums": "checked"}
 
 
 def small(folder: Path, count: int, threshold: int, **changes: Any) -> Consortium:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError
 
 torch = pytest.importorskip("torch")
@@ -34,7 +35,9 @@ def target(marked: lab.Run) -> Target:
     return marked.target(
         layout=marked.layout,
         checkpoints=marked.checkpoints,
-        scales=public_scales(marked.layout, marked.strength, marked.checkpoints),
+        scales=public_scales(
+            marked.layout, Strength.of(marked.strength, marked.layout.coordinates), marked.checkpoints
+        ),
         own=[np.sum(updates[:2], axis=0) for updates in marked.own],  # of the first two members
         other=lab.trained(marked.make, marked.checkpoints[0], lab.data_of("cnn"), 5, 3, 2e-3),
         base=marked.checkpoints[0],

@@ -423,9 +423,9 @@ def test_norms_by_rows_columns_and_taps_are_exact() -> None:
 
 
 SETTINGS = (
-    {"rule": "rho", "rho": "0.05", "c_max": "0.2"},
-    {"rule": "target", "z": "20"},
-    {"rule": "relative", "c": "0.02"},
+    {"rule": "rho", "rho": "0.05", "c_max": "0.2", "dither": "0"},
+    {"rule": "target", "z": "20", "dither": "0"},
+    {"rule": "relative", "c": "0.02", "dither": "0"},
     {"rule": "paper", "c": "0.025"},
 )
 
@@ -479,7 +479,7 @@ def _advanced(
 @pytest.mark.parametrize("rule", ["rho", "paper"])
 def test_a_round_waits_for_the_state_of_the_round_before(rule: str) -> None:
     """What arrives for the worker lies where the last round's did: a slow worker must not find the next round there."""
-    settings = {"rule": "rho", "rho": "0.05"} if rule == "rho" else {"rule": "paper", "c": "0.025"}
+    settings = {"rule": "rho", "rho": "0.05", "dither": "0"} if rule == "rho" else {"rule": "paper", "c": "0.025"}
     settings["warmup_rounds"] = "1"  # the anchor is the first round's model
     module = models.make("cnn", 10, 3, 16, 0)
     layout, shares = ModelLayout.of(module), [Fraction(1, 2), Fraction(1, 2)]
@@ -528,7 +528,9 @@ def test_members_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     states = []
     for together in (5, 2, 0):
         monkeypatch.setattr("quorumark.research.lab.mark._TOGETHER", together * layout.carrier_size)
-        mark = Mark({"rule": "rho", "rho": "0.05"}, layout, start, [SeededKey(layout.coordinates, 0)], "cpu")
+        mark = Mark(
+            {"rule": "rho", "rho": "0.05", "dither": "0"}, layout, start, [SeededKey(layout.coordinates, 0)], "cpu"
+        )
         mark.apply(1, start, weighted_sum(rows, shares), shares, rows.__getitem__)
         states.append(mark.saved()["state"])
         mark.close()

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quorumark.cli import app
+from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, RecordError
 from quorumark.research.attacks import Target, estimate_key, public_scales
 from quorumark.research.attacks.learning import LeastSquares
@@ -100,7 +101,7 @@ def test_the_amplitudes_that_are_observed_are_those_that_anybody_works_out() -> 
     checkpoints = [run.layout.unflatten(model.numpy(), like) for model in kept]
     strength = strength_settings(MINI.strength)
     assert strength is not None
-    worked_out = public_scales(run.layout, strength, checkpoints, norms)
+    worked_out = public_scales(run.layout, Strength.of(strength, run.layout.coordinates), checkpoints, norms)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(seen, worked_out, strict=True))
     assert max(scale.max() for scale in worked_out) > 0
     run.close()

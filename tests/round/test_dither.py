@@ -28,7 +28,7 @@ from tests.kit.rounds import Run
 
 PEOPLE = [Identity.from_secret_bytes(f"Member {i}", bytes([i] * 32 + [i + 50] * 32)) for i in range(1, 6)]
 SHARES = [Fraction(n, 1000) for n in (50, 100, 200, 250, 400)]
-RULE = {"rule": "relative", "c": "0.03"}
+RULE = {"rule": "relative", "c": "0.03", "dither": "0"}
 SHAPE = (60, 500)
 
 
@@ -314,7 +314,7 @@ def test_the_state_carries_the_pace() -> None:
 
 
 def test_settings() -> None:
-    rule = {"rule": "rho", "rho": "0.05"}
+    rule = {"rule": "rho", "rho": "0.05", "dither": "0"}
     none = Strength.of(rule, 1000)
     assert (none.dither, none.continuity) == (0, 0)
     assert Strength.of({**rule, "dither": "0", "continuity": "off"}, 1000) == none
@@ -335,6 +335,6 @@ def test_settings() -> None:
     ],
 )
 def test_bad_settings_are_refused(change: dict[str, str], text: str) -> None:
-    rule = {"rule": "rho", "rho": "0.05"} if "rule" not in change else {}
+    rule = {"rule": "rho", "rho": "0.05", "dither": "0"} if "rule" not in change else {}
     with pytest.raises(InputError, match=text):
         Strength.of({**rule, **change}, 1000)

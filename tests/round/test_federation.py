@@ -68,11 +68,7 @@ class World:
         self.model = initial()
         self.layout = ModelLayout.of(self.model)
         anchor = anchor_digest(self.layout.digest(), self.layout.encode(self.model))
-        plain = {
-            "rule": "rho",
-            "rho": "0.05",
-            "c_max": "0.03",
-        }  # exact sums; test_dither.py has those with noise
+        plain = {"rho": "0.05", "c_max": "0.03", "dither": "0"}  # exact sums; test_dither.py has those with noise
         settings = {"layout": self.layout.digest(), "anchor": anchor, "strength": plain, **changes}
         terms = make_terms(self.people, threshold, self.layout.coordinates, **settings)
         self.manifest, self.shares = make_key(self.people, terms)
@@ -216,7 +212,7 @@ def test_norms_are_uploaded_where_the_mark_needs_them_and_only_there(world: Worl
     size = world.layout.size
     assert {member.length() for member in world.members().values()} == {size + norm_count(world.layout)}
     assert {member.length() for member in world.members(mark=False).values()} == {size}
-    free = World(strength={"rule": "rho", "rho": "0.05", "alike": "mark"})
+    free = World(strength={"rule": "rho", "rho": "0.05", "alike": "mark", "dither": "0"})
     assert {member.length() for member in free.members().values()} == {size}
     run = free.federation()
     assert [run.round().marked for _ in range(3)] == [False, False, True]
@@ -225,7 +221,7 @@ def test_norms_are_uploaded_where_the_mark_needs_them_and_only_there(world: Worl
 @pytest.mark.parametrize("alike", ["skip", "mark"])
 def test_a_row_that_moves_alike_at_all_members_gets_no_mark(alike: str) -> None:
     """By the protocol's own sums, and with members who look at nothing but what is public."""
-    world = World(strength={"rule": "rho", "rho": "0.05", "alike": alike})
+    world = World(strength={"rule": "rho", "rho": "0.05", "alike": alike, "dither": "0"})
 
     def training(model: Model, data: float, seed: int) -> Model:
         """Row 4 gets no gradient: it moves by the sign of its weights, further at members with more data."""
@@ -414,7 +410,7 @@ def test_training_functions_may_do_as_they_like_with_their_tensors(world: World)
 
 
 def test_training_is_told_the_round_and_its_rate() -> None:
-    world = World(strength={"rule": "rho", "rho": "0.05", "lr": "step:2=0.5"})
+    world = World(strength={"rule": "rho", "rho": "0.05", "lr": "step:2=0.5", "dither": "0"})
     told: list[tuple[int, float]] = []
 
     def training(model: Model, data: float, round_no: int, rate: float) -> Model:
@@ -696,7 +692,7 @@ def test_inputs_are_checked(world: World) -> None:
 
 
 def test_a_warm_up_anchor_comes_by_an_amendment_that_redraws_the_signs() -> None:
-    world = World(strength={"rule": "rho", "rho": "0.05", "warmup_rounds": "3"})
+    world = World(strength={"rule": "rho", "rho": "0.05", "warmup_rounds": "3", "dither": "0"})
     run = world.federation()
     reports = [run.round() for _ in range(4)]
     assert not any(report.marked for report in reports)

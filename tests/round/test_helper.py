@@ -32,7 +32,7 @@ from tests.kit.rounds import Run
 INPUTS, UNITS, CLASSES = 40, 128, 6
 WARM = 6  # honest rounds before the attack
 ATTACKED = 12  # units
-NONE = {"rule": "rho", "rho": "0.1", "c_max": "0.03"}
+NONE = {"rule": "rho", "rho": "0.1", "c_max": "0.03", "dither": "0"}
 
 
 # --- a small network --------------------------------------------------------------------------------------

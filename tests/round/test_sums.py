@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from quorumark import field
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import DEFAULT_POLICY
+from quorumark.consortium.policy import Policy
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import P
 from quorumark.node.journal import Journal
@@ -395,9 +395,9 @@ def test_a_strategy_that_does_not_take_the_sum_as_it_is_says_so(world: Consortiu
 
 def test_the_policy_is_checked(made: Consortium) -> None:
     for policy in ({"sums": "yes"}, {"sums": "checked", "cohort": "4"}):
-        with pytest.raises(RecordError, match="the policy's sums must be"):
-            replace(made.terms, policy={**DEFAULT_POLICY, **policy})
-    replace(made.terms, policy={**DEFAULT_POLICY, "sums": "unchecked", "cohort": "4"})
+        with pytest.raises(RecordError, match="policy 'sums' must be"):
+            replace(made.terms, policy=policy)  # type: ignore[arg-type]
+    replace(made.terms, policy=Policy(sums="unchecked", cohort=4))
 
 
 # --- servers that try harder ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from quorumark.consortium.files import only_one, write_private
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header, verify_manifest
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Terms
+from quorumark.consortium.strength import Strength
 from quorumark.errors import MessageError, QuorumarkError
 from quorumark.setup import recover as recover_module
 from tests.kit.ceremony_folder import Consortium
@@ -500,17 +503,18 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     chosen = ["--strength", "lr=cosine:24", "--strength", "rho=0.1", "--policy", "z=7", "--policy", "attempts=5"]
     group.run(*create, str(tmp_path / "one"), *chosen, "--statistic", "global-cosine/v1")
     terms = Terms.from_bytes((tmp_path / "one" / "terms.json").read_bytes())
-    assert terms.strength == {"rule": "rho", "rho": "0.1", "c_max": "0.03", "lr": "cosine:24", "dither": "3"}
-    assert terms.policy == {"z": "7", "attempts": "5", "sums": "checked"}
+    assert terms.strength == Strength.of({"rho": "0.1", "lr": "cosine:24"}, terms.coordinates)
+    assert terms.policy == Policy(z=Decimal(7), attempts=5, sums="checked")
     assert terms.statistic == "global-cosine/v1"
     shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))
     assert "strength c_max=0.03 dither=3 lr=cosine:24 rho=0.1 rule=rho" in shown
     assert "policy   attempts=5 sums=checked z=7" in shown
     group.run(*create, str(tmp_path / "drawn"), "--policy", "cohort=4")
-    assert Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes()).policy == {"z": "6", "cohort": "4"}
+    drawn = Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes())
+    assert drawn.policy == Policy(cohort=4, sums="unchecked")
     group.run(*create, str(tmp_path / "two"), "--strength", "rule=target", "--strength", "z=5")
     terms = Terms.from_bytes((tmp_path / "two" / "terms.json").read_bytes())
-    assert terms.strength == {"rule": "target", "z": "5"}
+    assert terms.strength == Strength.of({"rule": "target", "z": "5", "dither": "3"}, terms.coordinates)
     for arguments, text in [
         (["--strength", "warmup=3"], "under the rule 'rho' has the settings"),
         (["--strength", "rho"], "must be like NAME=VALUE"),

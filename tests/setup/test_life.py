@@ -269,7 +269,7 @@ def test_new_numbers_of_examples(tmp_path: Path) -> None:
     after = group.manifests()
     assert len({m.to_bytes() for m in after}) == 1
     assert after[0].terms.member(2).examples == 250
-    assert after[0].terms.policy["z"] == "7"
+    assert after[0].terms.policy.z == 7
     assert (after[0].predecessor, after[0].roots, after[0].genesis) == (
         before.digest().hex(),
         before.roots,

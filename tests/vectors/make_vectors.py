@@ -264,9 +264,20 @@ def certificate() -> dict[str, Any]:
         "key": "rademacher",
         "setup": "dkg",
         "leaf": 1024,
-        "strength": {"rule": "rho", "rho": "0.05", "c_max": "0.03"},
+        "strength": {
+            "rule": "rho",
+            "rho": "0.05",
+            "c_max": "0.03",
+            "alike": "skip",
+            "dither": "3",
+            "continuity": "off",
+            "warmup_rounds": "0",
+            "lr": "constant",
+            "below_threshold": "refuse",
+        },
         "statistic": "balanced-anchor/v1",
-        "policy": {"z": "6"},
+        "policy": {"z": "6", "sums": "checked", "attempts": "20"},
+        "buffers": "",
     }
     terms_digest = digest("terms", canonical_json({"format": "quorumark-terms/v1", **terms})).hex()
     roots = [label(f"root {x}") for x in range(1, 6)]

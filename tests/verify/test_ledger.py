@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.policy import Policy
 from quorumark.errors import GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
 from quorumark.verify import ledger as ledger_module
@@ -524,7 +525,7 @@ def test_budget_and_coordinates_can_be_agreed_otherwise(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="policy 'budget' must be a whole number"):
         Member(tmp_path / "c", policy={"budget": "1.5"}).check(vector(1))
     assert [least_effective(d) for d in (500, 1024, 20_000, 10**6)] == [500, 1024, 1024, 31_250]
-    assert least_effective(500, {"effective": "600"}) == 500
+    assert least_effective(500, Policy(effective=600)) == 500
 
 
 def test_queries_on_few_coordinates_are_refused_whatever_they_say(member: Member) -> None:

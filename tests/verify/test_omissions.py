@@ -18,6 +18,7 @@ from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.canonical import canonical
 from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.merkle import Opening
+from quorumark.consortium.policy import Policy
 from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordError
 from quorumark.node.member import MemberNode
 from quorumark.setup.exchange import reshare
@@ -441,7 +442,7 @@ def test_how_a_suspect_is_read_is_a_choice_too() -> None:
     """As it is or aligned: √(36 + 2·ln 2), and so on."""
     _, manifest = consortium(5, 3)
     for names, ways in (((), 1), (("groups",), 2), (("lora",), 2), (("groups", "lora"), 3)):
-        terms = replace(manifest.terms, policy={"z": "6", **dict.fromkeys(names, "ab" * 32)})
+        terms = replace(manifest.terms, policy=Policy.of(dict.fromkeys(names, "ab" * 32)))
         plain = Omitted.of(make_query(manifest), terms, {})
         assert float(plain.charged("6")) == pytest.approx(sqrt(36 + 2 * log(ways)), abs=2e-6)
         assert (plain.charged("6") == "6") == (ways == 1)

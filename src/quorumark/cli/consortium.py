@@ -44,7 +44,7 @@ def create(
         list[str] | None,
         typer.Option(
             help="How strong the mark is: NAME=VALUE, like lr=cosine:50 or rho=0.1 (docs/strength.md); may be "
-            "repeated. By default rule=rho, rho=0.05, c_max=0.03."
+            "repeated. By default rule=rho, rho=0.05, c_max=0.03, dither=3."
         ),
     ] = None,
     policy: Annotated[
@@ -67,7 +67,8 @@ def create(
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
-    from quorumark.consortium.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
+    from quorumark.consortium.policy import Policy
+    from quorumark.consortium.records import Member, Terms, anchor_digest
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -91,19 +92,17 @@ def create(
     factors = None if adapted is None else describe_lora(layout, adapted)
     if factors is not None:
         factors.check_anchor(read_suspect(model))
-    asked = _policy(policy)
-    # a cohort's members change from round to round, and could not check what others summed
-    rules = dict(DEFAULT_POLICY) | ({} if "cohort" in asked else {"sums": "checked"}) | asked
+    agreed = _policy(policy)
     if coupled is not None:
         coupled.check(layout if adapted is None else base_layout(adapted))
-        rules["groups"] = coupled.digest()
+        agreed["groups"] = coupled.digest()
     if factors is not None:
-        rules["lora"] = factors.digest()
-    chosen = _pairs("--strength", strength)
-    # the defaults are those of the rule rho; another rule has settings of its own
-    marked = {**(DEFAULT_STRENGTH if chosen.get("rule", "rho") == "rho" else {}), **chosen}
-    Strength.of(marked, layout.coordinates)
-    digests |= {"policy": rules, "strength": marked, "statistic": _statistic(statistic)}
+        agreed["lora"] = factors.digest()
+    digests |= {
+        "policy": Policy.of(agreed),
+        "strength": Strength.of(_pairs("--strength", strength), layout.coordinates),
+        "statistic": _statistic(statistic),
+    }
     terms = Terms(
         name, threshold, tuple(roster), coordinates=layout.coordinates, created=now, key=key, setup=setup, **digests
     )
@@ -136,7 +135,7 @@ def show(
     from rich.table import Table
 
     from quorumark.cli.console import make_console
-    from quorumark.consortium.records import FIXED_POLICY
+    from quorumark.consortium.policy import Policy
 
     terms, manifest = _read(file)
     if json:
@@ -148,11 +147,11 @@ def show(
         f"key {terms.key}, setup {terms.setup}, {terms.coordinates:,} coordinates, statistic {terms.statistic}"
     )
     console.print(f"terms    {terms.digest().hex()}\nlayout   {terms.layout}\nanchor   {terms.anchor}")
-    for what in FIXED_POLICY:
-        if what in terms.policy:
-            console.print(f"{what:<8} {terms.policy[what]}")
-    for title, settings in (("strength", terms.strength), ("policy", terms.policy)):
-        shown = [f"{key}={value}" for key, value in settings.items() if key not in FIXED_POLICY]
+    for what in Policy.FIXED:
+        if (digest := getattr(terms.policy, what)) is not None:
+            console.print(f"{what:<8} {digest}")
+    for title, settings in (("strength", terms.strength.as_dict()), ("policy", terms.policy.as_dict())):
+        shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.FIXED]
         console.print(f"{title:<8} {' '.join(shown)}")
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
@@ -324,25 +323,14 @@ def _pairs(option: str, texts: list[str] | None, name: str = "NAME") -> dict[str
 
 
 def _policy(texts: list[str] | None) -> dict[str, str]:
-    """Settings of a policy, checked: what is misspelt here would be in force, signed by all, and do nothing or harm."""
-    from quorumark.consortium.records import FIXED_POLICY
+    """Settings of a policy as they were typed; `Policy.of` checks them. Digests are not typed: they come from files."""
+    from quorumark.consortium.policy import Policy
     from quorumark.errors import InputError
-    from quorumark.verify.null import decimal_of
 
     found = _pairs("--policy", texts)
-    for name, value in found.items():
-        if name in FIXED_POLICY:
-            raise InputError("--policy", f"must not have {name!r}, which is made of the file that is agreed on", value)
-        if name == "z":
-            if decimal_of("--policy z", value) <= 0:
-                raise InputError("--policy z", "must be above 0", value)
-        elif name == "sums":
-            if value not in ("checked", "unchecked"):
-                raise InputError("--policy sums", "must be checked or unchecked", repr(value))
-        elif name not in ("budget", "effective", "attempts", "cohort"):
-            raise InputError("--policy", "must be z, budget, effective, attempts, cohort or sums", repr(name))
-        elif not (value.isascii() and value.isdecimal() and len(value) <= 18 and int(value) > 0):
-            raise InputError(f"--policy {name}", "must be a whole number, at least 1", repr(value))
+    for name in Policy.FIXED:
+        if name in found:
+            raise InputError("--policy", f"must not set {name!r}: pass the file that is agreed on", found[name])
     return found
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "is_name",
     "is_text",
     "is_time",
+    "plain_decimal",
     "require",
     "take",
 ]
@@ -62,6 +63,13 @@ def is_time(value: object) -> bool:
 
 def is_decimal(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,20}(\.[0-9]{1,18})?", value) is not None
+
+
+def plain_decimal(text: str) -> str:
+    """A decimal number in its one spelling, without needless zeros: 06.50 is 6.5."""
+    whole, _, part = text.partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    return f"{whole}.{part}" if part else whole
 
 
 def field_names(record: type[Any]) -> list[str]:

@@ -7,6 +7,7 @@ fields that it does not know. Numbers are integers; fractions are decimal string
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from quorumark.consortium.canonical import canonical, digest, parse, started
 from quorumark.consortium.checks import field_names, is_count, is_hex, is_name, is_time, require, take
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
-from quorumark.errors import RecordError
+from quorumark.consortium.policy import Policy
+from quorumark.consortium.strength import Strength
+from quorumark.errors import InputError, RecordError
 
 __all__ = [
     "ARCHIVE_KEY",
@@ -96,16 +99,19 @@ class Member:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03", "dither": "3"}
 DEFAULT_STATISTIC = "balanced-anchor/v1"
-DEFAULT_POLICY = {"z": "6"}
-FIXED_POLICY = ("groups", "lora")
-"""Digests of how suspects are read and matched: agreed on with the first terms or never."""
+DEFAULT_STRENGTH = Strength.of({}, coordinates=1)  # the rule `rho`, which does not depend on d
+DEFAULT_POLICY = Policy()
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Everything that is fixed before the key exists. Setup messages are bound to the terms' digest."""
+    """Everything that is fixed before the key exists. Setup messages are bound to the terms' digest.
+
+    Strength and policy may be given as maps of strings, too, as the command line and JSON have them: they are read and
+    checked here, and what is left out has its safe default. Terms that are read from bytes must have every setting in
+    its one spelling, so that nothing that was signed depends on a reader's defaults.
+    """
 
     FORMAT: ClassVar[str] = "quorumark-terms/v1"
 
@@ -119,9 +125,9 @@ class Terms:
     key: str = "rademacher"
     setup: str = "dkg"
     leaf: int = 1024
-    strength: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_STRENGTH))
+    strength: Strength = DEFAULT_STRENGTH
     statistic: str = DEFAULT_STATISTIC
-    policy: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_POLICY))
+    policy: Policy = DEFAULT_POLICY
     buffers: str = ""  # a digest of the initial model's integers and booleans (`ModelLayout.beside`); "": left open
 
     def __post_init__(self) -> None:
@@ -144,17 +150,12 @@ class Terms:
         require(self.setup in SETUP_KINDS, "setup", f"must be one of {', '.join(SETUP_KINDS)}, not {self.setup!r}")
         require(is_name(self.statistic), "statistic", "must be a text")
         require(is_time(self.created), "created", "must be a time in UTC like 2026-01-31T12:00:00Z")
-        for what in ("strength", "policy"):
-            value = getattr(self, what)
-            sound = isinstance(value, Mapping) and all(isinstance(v, str) for pair in value.items() for v in pair)
-            require(sound, what, "must map texts to texts")
-        for what in FIXED_POLICY:
-            found = self.policy.get(what)
-            require(found is None or is_hex(found, 32), f"the policy's {what}", "must be a digest of 32 bytes in hex")
-        checked = self.policy.get("sums", "unchecked")
-        require(checked in ("checked", "unchecked"), "the policy's sums", "must be checked or unchecked")
-        rule = "must be unchecked where cohorts are drawn, whose members change (--policy sums=unchecked)"
-        require(checked == "unchecked" or "cohort" not in self.policy, "the policy's sums", rule)
+        try:
+            object.__setattr__(self, "strength", Strength.of(self.strength, self.coordinates))
+            object.__setattr__(self, "policy", Policy.of(self.policy))
+            self.policy.check_possible(members, self.threshold, self.coordinates)
+        except InputError as error:
+            raise RecordError(f"the terms' {error}") from None
 
     @property
     def members(self) -> int:
@@ -176,9 +177,7 @@ class Terms:
     def as_dict(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
         body["roster"] = [member.as_dict() for member in self.roster]
-        if not self.buffers:  # terms without it are the ones that they were before there was such a field
-            del body["buffers"]
-        return body | {"strength": dict(self.strength), "policy": dict(self.policy)}
+        return body | {"strength": self.strength.as_dict(), "policy": self.policy.as_dict()}
 
     def to_bytes(self) -> bytes:
         return canonical({"format": self.FORMAT, **self.as_dict()})
@@ -189,13 +188,15 @@ class Terms:
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         what = "a consortium's terms"
-        named = [name for name in field_names(cls) if name != "buffers" or (isinstance(body, Mapping) and name in body)]
-        taken = take(body, named, what)
-        require(taken.get("buffers") != "", "the buffers' digest", "must be left out where there is none")
+        taken = take(body, field_names(cls), what)
         require(isinstance(taken["roster"], list), "the roster", "must be a list")
         names = field_names(Member)
         taken["roster"] = tuple(Member(**take(entry, names, "a member's entry")) for entry in taken["roster"])
-        return cls(**taken)
+        terms = cls(**taken)
+        for name, settings in (("strength", terms.strength.as_dict()), ("policy", terms.policy.as_dict())):
+            rule = f"must have every setting in its one spelling: {json.dumps(settings, sort_keys=True)}"
+            require(taken[name] == settings, f"the {name} in a consortium's terms", rule)
+        return terms
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

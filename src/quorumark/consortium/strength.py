@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import isqrt
 
 from quorumark.consortium.canonical import canonical, digest
+from quorumark.consortium.checks import plain_decimal
 from quorumark.errors import InputError
 
 __all__ = ["KEY_BITS", "ONE", "Strength"]
@@ -20,20 +21,24 @@ ONE = 1 << 32
 KEY_BITS = {"rademacher": 0, "gaussian": 8}
 """Fractional bits of a key's values; the amplitudes have the other ones of the 40."""
 
-_RULES = {  # the settings that each rule needs, and those that it may have with what they are otherwise
-    "rho": ({"rho"}, {"c_max": "0.03", "alike": "skip", "dither": "0", "continuity": "off"}),
-    "target": ({"z"}, {"c_max": "0.03", "alike": "skip", "dither": "0", "continuity": "off"}),
-    "relative": ({"c"}, {"alike": "skip", "dither": "0", "continuity": "off"}),
+_NETS = {"alike": "skip", "dither": "3", "continuity": "off"}
+_RULES: dict[str, tuple[set[str], dict[str, str]]] = {
+    # the settings that each rule needs, and those that it may have, with their defaults
+    "rho": (set(), {"rho": "0.05", "c_max": "0.03", **_NETS}),
+    "target": ({"z"}, {"c_max": "0.03", **_NETS}),
+    "relative": ({"c"}, _NETS),
     "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
+_DECIMALS = ("rho", "z", "c", "c_max", "dither", "continuity")
 
 
 @dataclass(frozen=True)
 class Strength:
-    """The consortium's strength rule, from its terms. Ratios are whole numbers of 2^-32, rounded down.
+    """The consortium's strength rule, as its terms have it. Ratios are integers of 2^-32, rounded down.
 
-    `dither` is κ, `continuity` the factor of a jump, both in 2^-32 as well; 0 is none.
+    `dither` is κ, `continuity` the factor of a jump, both in 2^-32 as well; 0 is none. `settings` are all settings as
+    strings, in one spelling: those that were left out have their defaults, and numbers have no needless zeros.
     """
 
     rule: str
@@ -49,14 +54,24 @@ class Strength:
     settings: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, settings: Mapping[str, str], coordinates: int) -> Strength:
-        """Reads `terms.strength`. Anything unknown is refused: a rule that is half understood marks half right."""
-        if not isinstance(settings, Mapping) or settings.get("rule") not in _RULES:
-            received = settings.get("rule") if isinstance(settings, Mapping) else type(settings).__name__
-            raise InputError("strength", f"must name a rule: {', '.join(_RULES)}", repr(received))
-        rule = settings["rule"]
+    def of(cls, settings: Mapping[str, str] | Strength, coordinates: int) -> Strength:
+        """Reads settings; what is left out has its default, and the rule is `rho` if none is named.
+
+        Anything unknown is refused: a rule that is half understood marks half right. `coordinates` is d, which the
+        rule `target` needs: ρ = z/√d.
+        """
+        if isinstance(settings, Strength):
+            settings = settings.as_dict()
+        if not isinstance(settings, Mapping):
+            raise InputError("strength", "must map names to strings", type(settings).__name__)
+        for name, text in settings.items():
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise InputError(f"strength {name!r}", "must be a string", repr(text))
+        rule = settings.get("rule", "rho")
+        if rule not in _RULES:
+            raise InputError("strength", f"must name a rule: {', '.join(_RULES)}", repr(rule))
         needed, defaults = _RULES[rule]
-        known = {**defaults, **_COMMON, **settings}
+        known = {"rule": rule, **defaults, **_COMMON, **settings}
         missing, unknown = needed - known.keys(), known.keys() - needed - defaults.keys() - _COMMON.keys() - {"rule"}
         if missing or unknown:
             wanted = ", ".join(sorted(needed | defaults.keys() | _COMMON.keys()))
@@ -72,7 +87,7 @@ class Strength:
         limit = ratio_of("strength 'c'", known["c"], Fraction(1, 4)) if "c" in known else 0
         c_max = ratio_of("strength 'c_max'", known["c_max"], Fraction(1, 4)) if "c_max" in known else limit
         if not re.fullmatch("0|[1-9][0-9]{0,5}", known["warmup_rounds"]):
-            raise InputError("strength 'warmup_rounds'", "must be a whole number", repr(known["warmup_rounds"]))
+            raise InputError("strength 'warmup_rounds'", "must be an integer, at least 0", repr(known["warmup_rounds"]))
         choices = {"below_threshold": ("refuse", "skip"), "per": ("model", "tensor"), "alike": ("skip", "mark")}
         for name, allowed in choices.items():
             if known.get(name, allowed[0]) not in allowed:
@@ -84,14 +99,18 @@ class Strength:
             rho,
             c_max,
             int(known["warmup_rounds"]),
-            known["lr"],
+            _spelled(known)["lr"],
             known["below_threshold"],
             known.get("per", "model"),
             known.get("alike", "mark"),
             dither,
             continuity,
-            tuple(sorted(known.items())),
+            tuple(sorted(_spelled(known).items())),
         )
+
+    def as_dict(self) -> dict[str, str]:
+        """All settings as strings, each in its one spelling."""
+        return dict(self.settings)
 
     @property
     def needs_norms(self) -> bool:
@@ -105,7 +124,7 @@ class Strength:
 
     def digest(self) -> bytes:
         """Of all settings, those that were left out included."""
-        return digest("strength", canonical(dict(self.settings)))
+        return digest("strength", canonical(self.as_dict()))
 
     def rate(self, round_no: int) -> Fraction:
         """The learning rate of a round, in units of the first one's: what members must train with."""
@@ -115,6 +134,12 @@ class Strength:
         if kind == "cosine":
             return Fraction(_cosine(round_no - 1, int(numbers[0][0])), ONE)
         return next((rate for start, rate in reversed(numbers) if round_no >= start), Fraction(1))
+
+
+def _spelled(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings that were read, with numbers in their one spelling."""
+    rates = re.sub(r"[0-9.]+", lambda number: plain_decimal(number.group()), settings["lr"])
+    return {n: plain_decimal(text) if n in _DECIMALS else text for n, text in settings.items()} | {"lr": rates}
 
 
 def _rates(text: str) -> tuple[str, list[tuple[int, Fraction]]]:
@@ -171,7 +196,7 @@ def _nets(known: Mapping[str, str], c_max: int) -> tuple[int, int]:
     kappa = _fraction("strength 'dither'", known.get("dither", "0"))
     if kappa * c_max * 2 > ONE:
         rule = "times c_max must be at most 1/2: the noise must stay small beside what members learn"
-        raise InputError("strength 'dither'", rule, f"{known['dither']} times {c_max / ONE:.3g}")
+        raise InputError("strength 'dither'", rule, f"{known['dither']} times {c_max / ONE:.3g}: choose smaller ones")
     text = known.get("continuity", "off")
     factor = Fraction(0) if text == "off" else _fraction("strength 'continuity'", text)
     if text != "off" and not 2 <= factor <= 1000:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quorumark.consortium.checks import require
-from quorumark.consortium.records import FIXED_POLICY, Manifest, Terms
+from quorumark.consortium.policy import Policy
+from quorumark.consortium.records import Manifest, Terms
 
 __all__ = ["check_follows", "check_terms_follow", "is_warm_up", "quorum", "unchanged"]
 
@@ -35,8 +36,7 @@ def is_warm_up(terms: Terms, before: Terms) -> bool:
 
 
 def _check_warm_up(terms: Terms, before: Terms) -> None:
-    rounds = before.strength.get("warmup_rounds", "0")
-    require(rounds not in ("", "0"), "a successor's anchor", "must not change: the terms know no warm-up rounds")
+    require(before.strength.warmup_rounds > 0, "a successor's anchor", "must not change: there are no warm-up rounds")
     same = replace(terms, anchor=before.anchor, created=before.created) == before
     require(same, "an amendment that names the warm-up anchor", "must change nothing else")
 
@@ -54,9 +54,9 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
             "must not change: the key hangs on it",
         )
     # who may choose, once a suspect is known, how it is read and matched has many tries, and the null does not hold
-    for what in FIXED_POLICY:
+    for what in Policy.FIXED:
         require(
-            terms.policy.get(what) == before.policy.get(what),
+            getattr(terms.policy, what) == getattr(before.policy, what),
             f"a successor's {what}",
             "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
         )

@@ -372,7 +372,7 @@ class Journal:
         """How many rounds are accepted where a run begins: none, or the warm-up rounds, once their model is named."""
         terms = self.manifest.terms
         warming = self.manifest.genesis.terms == terms.digest().hex()
-        return 0 if warming else int(terms.strength.get("warmup_rounds", "0"))
+        return 0 if warming else terms.strength.warmup_rounds
 
     def _check_buffers(self, layout: ModelLayout, model: Mapping[str, Any]) -> None:
         """Integers and booleans, which are in no sum, must be those that were agreed on."""

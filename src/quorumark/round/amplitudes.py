@@ -5,7 +5,7 @@ norms), in integers only, so that every member derives the same ones; weights th
 all members, get nothing. A member adds S ⊙ σ ⊙ λ_k·s_k to its weighted model (`round.mark`), and over the members U who
 take part this is S ⊙ τ, exactly.
 
-    strength = Strength.of(terms.strength, terms.coordinates)
+    strength = terms.strength
     state = MarkState(strength, layout, terms.key, E(θ_0))
     each round:
         amplitudes = state.amplitudes(round)

@@ -157,8 +157,4 @@ def group_of(manifest: Manifest) -> Group:
     who are drawn for each round (all). More attempts cost no secrecy: the quorum depends on K, t and the cohort's size.
     """
     policy = manifest.terms.policy
-    for name in ("attempts", "cohort"):
-        if name in policy and not (policy[name].isascii() and policy[name].isdecimal()):
-            raise InputError(f"policy {name!r}", "must be a whole number", repr(policy[name]))
-    cohort = int(policy["cohort"]) if "cohort" in policy else None
-    return Group.of_manifest(manifest, attempts=int(policy.get("attempts", DEFAULT_ATTEMPTS)), cohort_size=cohort)
+    return Group.of_manifest(manifest, attempts=policy.attempts, cohort_size=policy.cohort)

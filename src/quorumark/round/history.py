@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from quorumark import codec, field
 from quorumark.consortium.canonical import canonical, digest
 from quorumark.consortium.records import Manifest, anchor_digest
-from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
@@ -25,7 +24,7 @@ __all__ = ["History", "Settled", "checks_sums", "research_seed"]
 
 def checks_sums(manifest: Manifest) -> bool:
     """Whether the members check what a server announces as a sum (policy `sums`; docs/secagg.md, "Checked sums")."""
-    return manifest.terms.policy.get("sums") == "checked"
+    return manifest.terms.policy.checks_sums
 
 
 def research_seed(seed: int, round_no: int, point: int) -> int:
@@ -63,7 +62,7 @@ class History:
         terms = manifest.terms
         if layout.digest() != terms.layout:
             raise InputError("layout", "must be the one that the manifest names", layout.digest()[:16])
-        self.strength = Strength.of(terms.strength, terms.coordinates)
+        self.strength = terms.strength
         # until an amendment names the model after the warm-up rounds as the anchor nothing is marked: signs will change
         self.warming = bool(self.strength.warmup_rounds) and manifest.genesis.terms == terms.digest().hex()
         if anchor_digest(layout.digest(), encoded) != terms.anchor:
@@ -95,7 +94,7 @@ class History:
         """The same under another manifest of this consortium, whose strength may be another."""
         if manifest.digest() == self.manifest.digest():
             return self.amplitudes(halvings)
-        own, self.mark.strength = self.mark.strength, Strength.of(manifest.terms.strength, manifest.terms.coordinates)
+        own, self.mark.strength = self.mark.strength, manifest.terms.strength
         try:
             return self.mark.amplitudes(self.round, halvings)
         finally:

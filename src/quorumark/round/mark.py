@@ -97,7 +97,7 @@ def check_round(
     terms, layout, round_no = manifest.terms, amplitudes.layout, amplitudes.round
     if (layout.digest(), layout.coordinates, amplitudes.key) != (terms.layout, terms.coordinates, terms.key):
         raise RoundError("the model's layout or kind of key is not the manifest's")
-    if strength != Strength.of(terms.strength, terms.coordinates):
+    if strength != terms.strength:
         raise RoundError("the strength is not the manifest's")
     if len(set(members)) != len(members) or not all(x in range(1, terms.members + 1) for x in members):
         raise RoundError(f"the members of a round must be of the roster, each once, but are {list(members)}")

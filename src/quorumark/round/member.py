@@ -24,7 +24,6 @@ from quorumark import codec, field
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile, ShareInfo
-from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
@@ -65,7 +64,7 @@ class RoundMember:
         self.manifest, self.layout = manifest, layout
         self.group = group_of(manifest)
         self.marks = mark
-        self.strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
+        self.strength = manifest.terms.strength
         self.secagg = SecAggMember(identity, self.group, memory or self.fresh_memory())
         self.point = self.secagg.point
         if mark and (share is None) == (own_key is None):

@@ -20,6 +20,7 @@ from quorumark.consortium.files import only_one, write_shared
 from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, read_file
 from quorumark.consortium.identity import verify, verify_card, verify_chain
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Card, Manifest, Member, Terms
 from quorumark.consortium.succession import check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError
@@ -57,7 +58,7 @@ def propose(
         before,
         threshold=before.threshold if threshold is None else threshold,
         roster=tuple(replace(member, point=point) for point, member in enumerate(roster, 1)),
-        policy={**before.policy, **(policy or {})},
+        policy=Policy.of({**before.policy.as_dict(), **(policy or {})}),
         anchor=before.anchor if anchor is None else anchor,
         created=now,
     )
@@ -93,8 +94,10 @@ def changes(terms: Terms, before: Terms) -> list[str]:
             f"the anchor is the model after the warm-up rounds, {terms.anchor[:16]}…; the signs are drawn anew"
         )
     for what in ("strength", "policy"):
-        if getattr(terms, what) != getattr(before, what):
-            found.append(f"{what}: {getattr(before, what)} → {getattr(terms, what)}")
+        old, new = getattr(before, what).as_dict(), getattr(terms, what).as_dict()
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                found.append(f"{what} {name}: {old.get(name, 'not set')} → {new.get(name, 'not set')}")
     return found
 
 

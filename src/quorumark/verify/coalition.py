@@ -145,7 +145,7 @@ class _Read:
 def _read_weights(reference: Reference, opened: Suspect, align: bool, progress: Progress | None) -> _Read:
     """A suspect whose tensors are the layout's own."""
     layout = reference.layout
-    if align and "lora" in reference.manifest.terms.policy:
+    if align and reference.manifest.terms.policy.lora is not None:
         raise RecordError("the consortium's groups are the base model's: align a whole model, with --lora")
     match = match_layout(opened, layout, _agreed_groups(reference).resizable() if align else None)
     _require_coverage(layout, match.coverage[0], _LEAST_COVERAGE, match)
@@ -188,7 +188,7 @@ def _require_coverage(layout: ModelLayout, covered: int, least: int, match: Matc
 def _agreed_groups(reference: Reference) -> Groups:
     """The groups to align with: nobody chooses them now."""
     if reference.groups is None:
-        if "groups" in reference.manifest.terms.policy:
+        if reference.manifest.terms.policy.groups is not None:
             raise RecordError("the consortium's groups are not here: put groups.json beside the manifest, or name it")
         raise RecordError("this consortium agreed on no groups when it was made, so that nothing can be aligned")
     return reference.groups
@@ -197,7 +197,7 @@ def _agreed_groups(reference: Reference) -> Groups:
 def _agreed_factors(reference: Reference) -> Lora:
     """The factors of an adapter: nobody chooses them now."""
     if reference.lora is None:
-        if "lora" in reference.manifest.terms.policy:
+        if reference.manifest.terms.policy.lora is not None:
             raise RecordError("the consortium's lora.json is not here: put it beside the manifest, or name it")
         raise RecordError("this consortium agreed on no adapter when it was made: leave out --lora")
     return reference.lora

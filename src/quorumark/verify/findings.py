@@ -34,8 +34,8 @@ _FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
 
 def agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
     """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
-    used = [] if procedure is None else [f"{procedure}:{terms.policy['groups']}"]
-    used += [f"{gauge.PROCEDURE}:{terms.policy['lora']}"] if lora else []
+    used = [] if procedure is None else [f"{procedure}:{terms.policy.groups}"]
+    used += [f"{gauge.PROCEDURE}:{terms.policy.lora}"] if lora else []
     return "+".join(used) or NO_ALIGNMENT
 
 
@@ -45,8 +45,8 @@ def how_aligned(terms: Terms, text: str) -> dict[str, bool]:
     Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
     others.
     """
-    procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
-    for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):
+    procedures = (None, *alignment.PROCEDURES) if terms.policy.groups else (None,)
+    for procedure, lora in itertools.product(procedures, (False, True) if terms.policy.lora else (False,)):
         if text == agreed_alignment(terms, procedure, lora=lora):
             return {"align": procedure is not None, "lora": lora}
     raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
@@ -122,9 +122,9 @@ def combine(
     # 8. choices that whoever asked had are paid for: what was left out, and how the suspect is read
     omitted = Omitted.of(query, terms, audits or {})
     # 9. z, and what it means
-    policy = terms.policy.get("z", "6")
+    policy = terms.policy.as_dict()["z"]
     agreed = null.threshold_for(alpha) if alpha else policy
-    if Decimal(agreed) < null.decimal_of("policy 'z'", policy):
+    if Decimal(agreed) < terms.policy.z:
         # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
         raise InputError(
             "alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha

@@ -36,15 +36,16 @@ import calendar
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Manifest
-from quorumark.errors import GuardError, InputError, KeystoreError
+from quorumark.errors import GuardError, KeystoreError
 from quorumark.model.statistic import norms, vector_digest
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
@@ -60,31 +61,24 @@ _FLOATS = 1 << 22  # float64 numbers in memory while residuals are computed: 32 
 _SHOWN = 5  # leaves in a sentence
 
 
-def _agreed(policy: Mapping[str, str] | None, name: str, default: int) -> int:
-    text = (policy or {}).get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise InputError(f"policy {name!r}", "must be a whole number", repr(text))
-    return int(text)
-
-
-def budget(coordinates: int, policy: Mapping[str, str] | None = None) -> int:
+def budget(coordinates: int, policy: Policy | None = None) -> int:
     """How many different x are answered in a consortium's life: max(16, ⌊d/10⁴⌋), or `budget` in the terms' policy.
 
     n answers give a vector of cosine √(n/d) with the key: 1 % at this bound, from d = 160,000 on.
     """
-    return _agreed(policy, "budget", max(16, coordinates // 10_000))
+    agreed = None if policy is None else policy.budget
+    return max(16, coordinates // 10_000) if agreed is None else agreed
 
 
-def least_effective(coordinates: int, policy: Mapping[str, str] | None = None) -> int:
+def least_effective(coordinates: int, policy: Policy | None = None) -> int:
     """On how many coordinates a query must rest, at least: max(1024, ⌊d/32⌋), or `effective` in the terms' policy;
     never more than d.
 
     Weights that spread like a normal distribution rest on d/3 coordinates, so models of d < 3,072 need an agreed
     `effective` to be verified at all.
     """
-    return min(coordinates, _agreed(policy, "effective", max(1024, coordinates // 32)))
+    agreed = None if policy is None else policy.effective
+    return min(coordinates, max(1024, coordinates // 32) if agreed is None else agreed)
 
 
 def _require(good: bool, text: str) -> None:

@@ -138,7 +138,7 @@ class Omitted:
 def _variants(terms: Terms) -> int:
     """As it is; aligned, where the terms name groups; as an adapter, where they name its factors (with groups: aligned
     or not, and never aligned as it is)."""
-    return 1 + ("groups" in terms.policy) + ("lora" in terms.policy)
+    return 1 + (terms.policy.groups is not None) + (terms.policy.lora is not None)
 
 
 def _any_leaves(total: int, count: int) -> Decimal:

@@ -117,11 +117,11 @@ class Reference:
                 "the anchor is not the model that the manifest names: take the public initial model, or the warm-up "
                 "model if the consortium has one"
             )
-        if groups is not None and groups.digest() != terms.policy.get("groups"):
-            agreed = "agreed on others" if "groups" in terms.policy else "agreed on none when it was made"
+        if groups is not None and groups.digest() != terms.policy.groups:
+            agreed = "agreed on others" if terms.policy.groups is not None else "agreed on none when it was made"
             raise RecordError(f"the groups are not the ones that the manifest names: the consortium {agreed}")
-        if lora is not None and lora.digest() != terms.policy.get("lora"):
-            agreed = "agreed on others" if "lora" in terms.policy else "agreed on none when it was made"
+        if lora is not None and lora.digest() != terms.policy.lora:
+            agreed = "agreed on others" if terms.policy.lora is not None else "agreed on none when it was made"
             raise RecordError(f"the factors are not the ones that the manifest names: the consortium {agreed}")
         if lora is not None:
             lora.check(layout)
@@ -153,10 +153,10 @@ class Reference:
                 )
         chain = read_chain(manifest)
         shape = read_as(layout_path, "a layout", ModelLayout.from_bytes)
-        if groups is None and "groups" in chain[-1].terms.policy and (folder / GROUPS).exists():
+        if groups is None and chain[-1].terms.policy.groups is not None and (folder / GROUPS).exists():
             groups = folder / GROUPS
         found = None if groups is None else read_as(Path(groups), "a model's groups", Groups.from_bytes)
-        if lora is None and "lora" in chain[-1].terms.policy and (folder / LORA).exists():
+        if lora is None and chain[-1].terms.policy.lora is not None and (folder / LORA).exists():
             lora = folder / LORA
         factors = None if lora is None else read_as(Path(lora), "an adapter's description", Lora.from_bytes)
         if base is None and factors is not None:

@@ -225,7 +225,7 @@ def _generalised(
 
 def public_scales(
     layout: ModelLayout,
-    strength: Mapping[str, str],
+    strength: Strength,
     checkpoints: Sequence[Mapping[str, Any]],
     norms: Sequence[Vector] | None = None,
 ) -> list[NDArray[np.float64]]:
@@ -234,7 +234,7 @@ def public_scales(
     With the strength setting `alike` = `skip` it also takes the sums of norms that each round opened.
     """
     encoded = [layout.encode(model) for model in checkpoints]
-    state = MarkState(Strength.of(strength, layout.coordinates), layout, "rademacher", encoded[0])
+    state = MarkState(strength, layout, "rademacher", encoded[0])
     found = []
     for number, model in enumerate(encoded[1:], 1):
         amplitudes = state.amplitudes(number)

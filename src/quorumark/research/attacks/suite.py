@@ -66,7 +66,7 @@ class Subject:
 
     @property
     def threshold(self) -> float:
-        return float(self.reference.manifest.terms.policy.get("z", "6"))
+        return float(self.reference.manifest.terms.policy.z)
 
     def digest(self) -> str:
         """Of the model and the manifest: results of another are not gone on with."""

@@ -206,6 +206,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     from quorumark.consortium.home import Home
     from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.records import Member, Terms, anchor_digest
+    from quorumark.consortium.strength import Strength
     from quorumark.model.layout import ModelLayout
     from quorumark.node.journal import create_memory
     from quorumark.setup.dealer import accept, deal
@@ -222,7 +223,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
         anchor_digest(layout.digest(), layout.encode(model)), created="2026-01-31T12:00:00Z",
-        setup="dealer", strength={"rule": "relative", "c": "0.03"},
+        setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
     )  # fmt: skip
     deal(terms, folder / "dealing")
     for _ in range(2):  # all sign, then all take the manifest

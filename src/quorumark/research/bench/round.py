@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quorumark import field
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Member, Terms, anchor_digest
+from quorumark.consortium.strength import Strength
 from quorumark.model.layout import ModelLayout
 from quorumark.research.bench import Row
 from quorumark.round.mark import weights
@@ -43,7 +44,7 @@ def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
         anchor_digest(layout.digest(), layout.encode(initial)), created="2026-01-31T12:00:00Z",
-        setup="dealer", strength={"rule": "relative", "c": "0.03"},
+        setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
     )  # fmt: skip
     manifest, shares = deal_key(people, terms)
     results: dict[int, NDArray[np.float32]] = {}

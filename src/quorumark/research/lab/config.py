@@ -155,7 +155,9 @@ def strength_settings(text: str) -> dict[str, str] | None:
             raise ValueError
     except ValueError:
         raise InputError("strength", f"must have a number above 0 after {rule}:", repr(text)) from None
-    return {"rule": same.get(rule, rule), names[rule]: number}
+    found = {"rule": same.get(rule, rule), names[rule]: number}
+    # noise is a setting of its own here (`Settings.dither`), which the lab adds itself
+    return found if names[rule] == "c" and rule != "relative" else {**found, "dither": "0"}
 
 
 TASKS: dict[str, type[Settings]] = {"vision": Settings, "language": LanguageSettings}

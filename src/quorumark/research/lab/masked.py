@@ -15,6 +15,7 @@ import torch
 from quorumark import field, shamir
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, RoundError
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import data
@@ -85,7 +86,7 @@ def _federation(run: Run) -> tuple[Federation, Manifest, dict[int, Any]]:
     size, created = layout.coordinates, "2026-01-31T12:00:00Z"
     terms = Terms("lab", threshold, roster, layout.digest(), size, anchor, created=created, setup="dealer")
     if strength is not None:
-        terms = replace(terms, strength=strength)
+        terms = replace(terms, strength=Strength.of(strength, size))
     manifest, shares = deal_key(people, terms)
 
     def train(_model: Any, k: int) -> Any:

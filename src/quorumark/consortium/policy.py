@@ -1,0 +1,125 @@
+"""What members agree on besides the key and the mark: thresholds, budgets, how rounds run (docs/format.md, "Policy").
+
+A policy is read and checked where terms are made: what is misspelt would be signed by all, and do nothing or harm. In
+terms it is a map of strings, in one spelling: every setting that has a default is written out, the others only where
+the members agreed on them, and numbers have no needless zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from quorumark.consortium.checks import is_count, is_hex, plain_decimal
+from quorumark.errors import InputError
+
+__all__ = ["Policy"]
+
+_LARGEST = 10**18
+_RULE = f"must be an integer, at least 1 and below {_LARGEST}"
+_INTEGERS = ("attempts", "budget", "effective", "cohort")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The agreed settings; `Policy()` has the safe defaults.
+
+    z:          the threshold z* of a verification, above 0.
+    sums:       "checked": members check the sums that a server announces. "unchecked" where cohorts are drawn, whose
+                members change from round to round and cannot check what others summed; "" is the default of the two.
+    attempts:   how often a round is tried.
+    budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
+    effective:  on how many coordinates a query must rest; None: `guard.least_effective`.
+    cohort:     how many members are drawn for each round; None: all take part.
+    groups:     digest of the agreed groups of channels; None: nothing is aligned.
+    lora:       digest of the agreed factors of an adapter; None: the model is no adapter.
+    """
+
+    FIXED: ClassVar[tuple[str, ...]] = ("groups", "lora")
+    """How suspects are read and matched: agreed on with the first terms or never."""
+
+    z: Decimal = Decimal(6)
+    sums: str = ""
+    attempts: int = 20
+    budget: int | None = None
+    effective: int | None = None
+    cohort: int | None = None
+    groups: str | None = None
+    lora: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.z, Decimal) or not _is_decimal(format(self.z, "f")) or self.z <= 0:
+            raise InputError("policy 'z'", "must be a decimal number above 0, such as 6 or 6.5", repr(self.z))
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            agreed = value is not None or name == "attempts"
+            if agreed and not (is_count(value, 1) and value < _LARGEST):
+                raise InputError(f"policy {name!r}", _RULE, repr(value))
+        for name in self.FIXED:
+            value = getattr(self, name)
+            if value is not None and not is_hex(value, 32):
+                raise InputError(f"policy {name!r}", "must be a digest of 32 bytes in hex", repr(value))
+        if self.sums == "":
+            object.__setattr__(self, "sums", "checked" if self.cohort is None else "unchecked")
+        if self.sums not in ("checked", "unchecked"):
+            raise InputError("policy 'sums'", "must be checked or unchecked", repr(self.sums))
+        if self.sums == "checked" and self.cohort is not None:
+            rule = "must be unchecked where cohorts are drawn, since their members change: set sums=unchecked"
+            raise InputError("policy 'sums'", rule, repr(self.sums))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, str] | Policy) -> Policy:
+        """Reads settings as strings; what is left out has its default. Anything unknown is refused."""
+        if isinstance(settings, Policy):
+            return settings
+        if not isinstance(settings, Mapping):
+            raise InputError("policy", "must map names to strings", type(settings).__name__)
+        names = [f.name for f in fields(cls)]
+        for name, text in settings.items():
+            if name not in names:
+                raise InputError("policy", f"has the settings {', '.join(names)} and no other", repr(name))
+            if not isinstance(text, str) or not text:
+                raise InputError(f"policy {name!r}", "must be a string that is not empty", repr(text))
+        values: dict[str, Any] = dict(settings)
+        return cls(**values | {name: read(name, values[name]) for name, read in _READ.items() if name in values})
+
+    @property
+    def checks_sums(self) -> bool:
+        """Whether members check what a server announces as a sum (docs/secagg.md, "Checked sums")."""
+        return self.sums == "checked"
+
+    def as_dict(self) -> dict[str, str]:
+        """The settings in force as strings, each in its one spelling."""
+        agreed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return {name: str(value) for name, value in agreed.items()} | {"z": plain_decimal(format(self.z, "f"))}
+
+    def check_possible(self, members: int, threshold: int, coordinates: int) -> None:
+        """Whether a consortium of this size can keep to it at all."""
+        least = max(3, threshold)  # of two members, each learns the other's vector from the sum
+        if self.cohort is not None and not least <= self.cohort <= members:
+            rule = f"must be from {least} to {members}: the threshold is {threshold}, and there are {members} members"
+            raise InputError("policy 'cohort'", rule, self.cohort)
+        if self.effective is not None and self.effective > coordinates:
+            raise InputError("policy 'effective'", f"must not exceed the {coordinates} coordinates", self.effective)
+
+
+def _is_decimal(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,18})?", text) is not None
+
+
+def _decimal(name: str, text: str) -> Decimal:
+    if not _is_decimal(text):
+        raise InputError(f"policy {name!r}", "must be a decimal number above 0, such as 6 or 6.5", repr(text))
+    return Decimal(text)
+
+
+def _integer(name: str, text: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise InputError(f"policy {name!r}", _RULE, repr(text))
+    return int(text)
+
+
+_READ: dict[str, Callable[[str, str], Any]] = {"z": _decimal, **dict.fromkeys(_INTEGERS, _integer)}
