@@ -75,7 +75,8 @@ class Consortium:
             home = Home.create(folder / f"member-{x}", f"Hospital {x}", Unlock.key_file(folder / f"member-{x}.key"))
             card = home.card()
             roster.append(Member(x, card.name, card.ed25519, card.x25519, 100 + x))
-        settings: dict[str, Any] = {"created": "2026-01-31T12:00:00Z", "leaf": 64, "strength": STRENGTH, **changes}
+        settings: dict[str, Any] = {"created": "2026-01-31T12:00:00Z", "leaf": 64, "strength": STRENGTH}
+        settings |= {"policy": {"sums": "unchecked"}, **changes}  # for any strategy; tests of checked sums ask for them
         anchor = anchor_digest(layout.digest(), layout.encode(model))
         terms = Terms("flower", threshold, tuple(roster), layout.digest(), layout.coordinates, anchor, **settings)
         write_shared(folder / "layout.json", layout.to_bytes())

@@ -232,7 +232,7 @@ def _envelope(**changes: Any) -> bytes:
     return json.dumps(json.loads(SIGNED.to_bytes()) | changes).encode()
 
 
-ENTRY = json.loads(SIGNED.to_bytes())["signatures"][0]
+ENTRY = next(entry for entry in json.loads(SIGNED.to_bytes())["signatures"] if {"/", "+"} & set(entry["sig"]))
 TEXT = json.loads(SIGNED.to_bytes())["payload"]
 STRAY = ENTRY["sig"][:-3] + chr(ord(ENTRY["sig"][-3]) + 1) + "=="
 assert base64.b64decode(STRAY) == base64.b64decode(ENTRY["sig"])
