@@ -712,7 +712,7 @@ def test_a_warm_up_anchor_comes_by_an_amendment_that_redraws_the_signs() -> None
         propose(world.manifest.terms, anchor="11" * 32, examples={1: 9})
     with pytest.raises(RecordError, match="before any other change, and once"):
         successor(later, propose(later.terms, anchor="11" * 32))
-    with pytest.raises(RecordError, match="know no warm-up rounds"):
+    with pytest.raises(RecordError, match="there are no warm-up rounds"):
         propose(World(3, 2).manifest.terms, anchor="11" * 32)
     with pytest.raises(RecordError, match="genesis must not change"):
         check_follows(replace(later, genesis=replace(later.genesis, session="22" * 32)), world.manifest)
