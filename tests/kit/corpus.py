@@ -29,7 +29,6 @@ from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
 from quorumark.consortium.records import Card, Manifest, Terms
-from quorumark.consortium.strength import Strength
 from quorumark.errors import RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
@@ -233,7 +232,6 @@ def _card(here: Path) -> bytes:
 def _terms(here: Path) -> None:
     terms = read_as(here / "file", "terms", Terms.from_bytes)
     check_terms(terms)
-    Strength.of(terms.strength, terms.coordinates)
 
 
 def _records(folder: Path, _: Path) -> Iterator[Kind]:
@@ -690,7 +688,7 @@ def _servers(folder: Path, world: Consortium, run: _Recorded) -> Iterator[Kind]:
             yield FileKind(f"run {path.name}", resumed, kind.get(path.suffix, PLAIN), path.name, beside=folder / "run")
     _, _, told, _ = [call for call in run.calls if call[0] == "join"][-1]
     vectors = world.layout.encode(named(told, MODEL)), told["anchor"]
-    strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
+    strength = manifest.terms.strength
 
     def marked(data: bytes) -> None:
         MarkState.from_bytes(data, strength, world.layout, manifest.terms.key, *vectors)

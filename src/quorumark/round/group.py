@@ -18,7 +18,6 @@ __all__ = ["Group", "check_round_number", "group_of", "word"]
 _SMALLEST_SET = 3  # of two members, each learns the other's vector from the sum
 LARGEST_ROUND = 1 << 53
 FAR = 1 << 32  # a round's number that is so much later than the last is nobody's: it would use up those between
-DEFAULT_ATTEMPTS = 20
 
 
 def word(number: int) -> bytes:

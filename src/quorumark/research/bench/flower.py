@@ -205,6 +205,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import Home
     from quorumark.consortium.keystore import Unlock
+    from quorumark.consortium.policy import Policy
     from quorumark.consortium.records import Member, Terms, anchor_digest
     from quorumark.consortium.strength import Strength
     from quorumark.model.layout import ModelLayout
@@ -224,6 +225,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
         "bench", threshold, roster, layout.digest(), layout.coordinates,
         anchor_digest(layout.digest(), layout.encode(model)), created="2026-01-31T12:00:00Z",
         setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
+        policy=Policy(sums="unchecked"),  # the round itself, as it was always measured
     )  # fmt: skip
     deal(terms, folder / "dealing")
     for _ in range(2):  # all sign, then all take the manifest

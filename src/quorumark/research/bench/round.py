@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quorumark import field
 from quorumark.consortium.identity import Identity
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Member, Terms, anchor_digest
 from quorumark.consortium.strength import Strength
 from quorumark.model.layout import ModelLayout
@@ -45,6 +46,7 @@ def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
         "bench", threshold, roster, layout.digest(), layout.coordinates,
         anchor_digest(layout.digest(), layout.encode(initial)), created="2026-01-31T12:00:00Z",
         setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
+        policy=Policy(sums="unchecked"),  # the round itself, as it was always measured
     )  # fmt: skip
     manifest, shares = deal_key(people, terms)
     results: dict[int, NDArray[np.float32]] = {}

@@ -14,6 +14,7 @@ import torch
 
 from quorumark import field, shamir
 from quorumark.consortium.identity import Identity
+from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
 from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, RoundError
@@ -84,7 +85,8 @@ def _federation(run: Run) -> tuple[Federation, Manifest, dict[int, Any]]:
     strength = strength_settings(settings.strength)
     threshold = max(2, settings.members // 2 + 1)
     size, created = layout.coordinates, "2026-01-31T12:00:00Z"
-    terms = Terms("lab", threshold, roster, layout.digest(), size, anchor, created=created, setup="dealer")
+    policy = Policy(sums="unchecked")  # what the members add up is compared, not what they check of it
+    terms = Terms("lab", threshold, roster, layout.digest(), size, anchor, created, setup="dealer", policy=policy)
     if strength is not None:
         terms = replace(terms, strength=Strength.of(strength, size))
     manifest, shares = deal_key(people, terms)
