@@ -24,7 +24,7 @@ from rich.table import Table
 
 from quorumark.align.matching import Groups
 from quorumark.consortium.files import replacing, write_shared
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.policy import Policy
@@ -41,8 +41,9 @@ from quorumark.round.amplitudes import Amplitudes
 from quorumark.setup.inprocess import found, make_key
 from quorumark.simulation import Federation, FederationMember, Losses, watch
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
+from quorumark.verify.coalition import answer, check_certificate, prepare, sign
 from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference, read_chain
 
 HOSPITALS = ("Avon", "Birch", "Cedar", "Delta", "Elm")
@@ -206,7 +207,7 @@ def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str
 class _Hospitals:
     """The consortium: every member's home and what opens it, and what is public."""
 
-    homes: tuple[tuple[Home, Unlock], ...]
+    homes: tuple[tuple[HomeFolder, Unlock], ...]
     people: tuple[Identity, ...]
     reference: Reference
     shares: dict[int, Vector]
@@ -224,7 +225,7 @@ class _Hospitals:
         for name in HOSPITALS:
             Unlock.new_key_file(members / f"{name}.key")
             unlock = Unlock.key_file(members / f"{name}.key")
-            homes.append((Home.create(members / name, name, unlock), unlock))
+            homes.append((HomeFolder.create(members / name, name, unlock), unlock))
         people = tuple(home.identity(unlock) for home, unlock in homes)
         manifest = found(homes, _terms(people, layout, initial, groups), folder / "ceremony")
         shutil.rmtree(folder / "ceremony")

@@ -28,7 +28,8 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.coalition import answer, check_certificate, prepare
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference, describe_lora
 from tests.kit.ceremony import identities, make_terms
 from tests.kit.commands import run

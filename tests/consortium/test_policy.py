@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from quorumark.checks import plain_decimal
 from quorumark.cli import app
-from quorumark.consortium.checks import plain_decimal
 from quorumark.consortium.files import write_shared
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Terms

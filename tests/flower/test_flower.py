@@ -25,9 +25,9 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
-from quorumark.consortium.canonical import canonical
+from quorumark.canonical import canonical
 from quorumark.consortium.files import write_private
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Manifest
@@ -44,8 +44,8 @@ from quorumark.field import P
 from quorumark.flower import make_key, verify_model, watermarked
 from quorumark.flower.wire import exchange, records
 from quorumark.model.layout import read_safetensors, write_safetensors
-from quorumark.node.journal import create_memory
-from quorumark.node.member import MODEL, RESULT, MemberNode
+from quorumark.node.journal import MODEL, create_memory
+from quorumark.node.member import RESULT, MemberNode
 from quorumark.node.signer import SignerClient, SignerServer
 from quorumark.round.server import RoundServer
 from quorumark.setup.amend import propose
@@ -1381,6 +1381,6 @@ def test_a_node_config_names_the_member(world: Consortium) -> None:
     assert isinstance(
         member_of(SimpleNamespace(node_config={"quorumark-socket": "/run/q.sock"}, run_config={})), SignerClient
     )
-    pinned = MemberNode(Home(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
+    pinned = MemberNode(HomeFolder(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
     with pytest.raises(RecordError, match="its operator pinned"):
         pinned.handle("unmask", {"request": b""}, {})

@@ -11,15 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.consortium.files import write_shared
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.setup.inprocess import found
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, combine, prepare, sign
+from quorumark.verify.coalition import answer, prepare, sign
 from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference
 
 NAMES = ("Avon", "Birch", "Cedar", "Delta", "Elm", "Fir", "Gorse")
@@ -49,7 +50,7 @@ class World:
     """What a test of verification needs."""
 
     folder: Path
-    homes: list[tuple[Home, Unlock]]
+    homes: list[tuple[HomeFolder, Unlock]]
     reference: Reference
     known: KnownKey
     suspect: Path
@@ -97,7 +98,7 @@ def make_world(
     for name in NAMES[:members]:
         Unlock.new_key_file(folder / f"{name}.key")
         unlock = Unlock.key_file(folder / f"{name}.key")
-        homes.append((Home.create(folder / name, name, unlock), unlock))
+        homes.append((HomeFolder.create(folder / name, name, unlock), unlock))
     roster = tuple(
         Member(x, card.name, card.ed25519, card.x25519, 100 * x)
         for x, card in enumerate((home.card() for home, _ in homes), 1)

@@ -22,9 +22,9 @@ import numpy as np
 
 from quorumark.align.lora import Factors, Lora
 from quorumark.align.matching import Group, Groups, Slot
+from quorumark.canonical import canonical
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
-from quorumark.consortium.canonical import canonical
-from quorumark.consortium.home import _KEPT, Home, read_as, read_file
+from quorumark.consortium.home import _KEPT, HomeFolder, read_as, read_file
 from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
@@ -33,7 +33,8 @@ from quorumark.errors import RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
 from quorumark.node.ceremony import CeremonyServer
-from quorumark.node.member import MODEL, MemberNode, named
+from quorumark.node.journal import MODEL
+from quorumark.node.member import MemberNode, named
 from quorumark.node.signer import _receive, _send
 from quorumark.report import certificate_page
 from quorumark.research.attacks import suite
@@ -56,12 +57,15 @@ from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import advance
 from quorumark.setup.recover import help_recover, request
 from quorumark.simulation import Federation, FederationMember
-from quorumark.verify.audit import Challenge, KeyOpening, challenge, check_audit
+from quorumark.verify.audit import check_audit
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.challenge import Challenge, challenge
+from quorumark.verify.coalition import answer, check_certificate, prepare
 from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger
+from quorumark.verify.openings import KeyOpening
 from quorumark.verify.reference import read_chain
 from quorumark.verify.rules import AnswerRules, read_rules
 from tests.kit import checked, secure_sums, suspects
@@ -259,7 +263,7 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
 
     def answered(here: Path) -> Any:
         asked = Query.from_bytes(read_file(here / "query", "a query"))
-        home, unlock = Home(here / "home"), world.homes[0][1]
+        home, unlock = HomeFolder(here / "home"), world.homes[0][1]
         partial = answer(home, unlock, world.reference, world.suspect, asked, approved=True)
         # when it was asked and what it leaves out is the asker's to say, and all else follows from the suspect
         return partial.suspect, asked.files, asked.statistic, asked.alignment, asked.manifest
@@ -335,7 +339,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home.rules_path.write_bytes(canonical({"format": AnswerRules.FORMAT, "approve": "ask"}))
 
     def read(here: Path) -> Any:
-        mine = Home(here)
+        mine = HomeFolder(here)
         place = mine.only_consortium()
         mine.card()
         secret = mine.identity(unlock).to_secret_bytes()
@@ -359,7 +363,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home.backup(folder / "backup.tar")
 
     def restore(here: Path) -> None:
-        restored = Home.restore(here / "file", here / "restored")
+        restored = HomeFolder.restore(here / "file", here / "restored")
         for path in restored.path.rglob("*"):
             relative = path.relative_to(restored.path).as_posix()
             if path.is_symlink() or (path.is_file() and not _KEPT.fullmatch(relative)):
@@ -368,10 +372,10 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
 
     yield FileKind("backup", restore, _with(m.in_tar, m.in_tar), data=(folder / "backup.tar").read_bytes(), weight=3)
     phrase = Unlock.passphrase("correct horse battery")
-    Home.create(folder / "phrase", "Avon", phrase)
+    HomeFolder.create(folder / "phrase", "Avon", phrase)
 
     def passphrase(here: Path) -> bytes:
-        return Home(here).identity(phrase).to_secret_bytes()
+        return HomeFolder(here).identity(phrase).to_secret_bytes()
 
     # every one of these takes scrypt's half second: one case in a hundred
     yield FileKind("passphrase", passphrase, SEALED, "identity.sealed", beside=folder / "phrase", weight=0)
@@ -427,7 +431,7 @@ def _ceremonies(folder: Path, _: Path) -> Iterator[Kind]:
     exchange, unlock = folder / "exchange", homes[0][1]
 
     def turn(here: Path) -> None:
-        advance(Home(here / "home"), unlock, group.terms, here / "exchange")
+        advance(HomeFolder(here / "home"), unlock, group.terms, here / "exchange")
 
     for number in range(20):
         if exchange.exists():
@@ -467,7 +471,7 @@ def _amended(folder: Path, group: Consortium) -> Iterator[Kind]:
     after = successor(before, terms).digest()
 
     def signed(here: Path) -> Any:
-        home = Home(here / "home")
+        home = HomeFolder(here / "home")
         told = read_as(here / "folder" / "terms.json", "terms", Terms.from_bytes)
         made, missing = sign_amendment(home, group.home(1)[1], told, here / "folder", home.only_consortium())
         return after if missing else made.digest()  # it comes into force as it was signed, or not at all
@@ -488,7 +492,7 @@ def _dealt(folder: Path) -> Iterator[Kind]:
     whole = read_as(begun / "folder" / "dealing.json", "a dealing", Manifest.from_bytes).digest()
 
     def accepted(here: Path) -> Any:
-        made = accept(Home(here / "home"), unlock, here / "folder", group.terms)
+        made = accept(HomeFolder(here / "home"), unlock, here / "folder", group.terms)
         return whole if made is None else made.digest()  # a signature that is not there is waited for
 
     for name, mutators in (("dealing.json", JSON), ("share-1.sealed", SEALED), ("signature-2.hex", PLAIN)):
@@ -505,7 +509,7 @@ def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
     shutil.copytree(helper.path, begun / "home")
 
     def helped(here: Path) -> None:
-        home = Home(here / "home")
+        home = HomeFolder(here / "home")
         help_recover(home, home.only_consortium(), helper_key, here / "folder")
 
     headed = m.Wrap(lambda d: m.HEADED.out(d[2:]), lambda d, inner: d[:2] + m.HEADED.back(d[2:], inner))
@@ -652,7 +656,7 @@ def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     unlock = world.home(1)[1]
 
     def node(home: Path) -> MemberNode:
-        return MemberNode(Home(home), unlock)
+        return MemberNode(HomeFolder(home), unlock)
 
     for number, (stage, config, arrays, home) in enumerate(run.calls):
         yield CallKind(f"engine {stage} {number // 4 + 1}", stage, config, arrays, home, node)
@@ -762,7 +766,7 @@ def _setup_stage(folder: Path) -> Iterator[Kind]:
     server = CeremonyServer(group.terms, "1")
 
     def node(home: Path) -> MemberNode:
-        return MemberNode(Home(home), group.home(1)[1], terms=pinned)
+        return MemberNode(HomeFolder(home), group.home(1)[1], terms=pinned)
 
     for turn in range(3):
         for x in (1, 2, 3):

@@ -13,10 +13,12 @@ from quorumark import field, shamir
 from quorumark.consortium.merkle import Opening, Tree, levels_of, new_salt, path_of, salt_seed
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.field import Vector
+from quorumark.model.statistic import vector_digest
 from quorumark.model.suspect import SuspectFile
-from quorumark.verify.audit import Challenge, ShareOpening
-from quorumark.verify.evidence import Query, vector_digest
+from quorumark.verify.challenge import Challenge
+from quorumark.verify.evidence import Query
 from quorumark.verify.null import z_text
+from quorumark.verify.openings import ShareOpening
 from tests.kit.ceremony import identities, make_terms
 
 D, LEAF, Z = 60_000, 64, 100.0

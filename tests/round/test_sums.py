@@ -21,8 +21,8 @@ from quorumark.consortium.identity import Identity
 from quorumark.consortium.policy import Policy
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import P
-from quorumark.node.journal import Journal
-from quorumark.node.member import MODEL, RESULT
+from quorumark.node.journal import MODEL, Journal
+from quorumark.node.member import RESULT
 from quorumark.round import checked_sums
 from quorumark.round.group import Group
 from quorumark.round.memory import State

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark.canonical import canonical
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.canonical import canonical
 from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.merkle import Opening
 from quorumark.consortium.policy import Policy
@@ -23,11 +23,12 @@ from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordEr
 from quorumark.node.member import MemberNode
 from quorumark.setup.exchange import reshare
 from quorumark.verify import openings
-from quorumark.verify.audit import Challenge, challenge
 from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
+from quorumark.verify.challenge import Challenge, challenge
+from quorumark.verify.coalition import answer, check_certificate, prepare, sign
 from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.null import z_text
 from quorumark.verify.omissions import Omitted, left_out

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quorumark import shamir
-from quorumark.consortium.canonical import canonical
+from quorumark.canonical import canonical
 from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo, ShareWriter
 from quorumark.errors import (
@@ -33,8 +33,9 @@ from quorumark.model.statistic import inner_product
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
+from quorumark.verify.coalition import answer, answer_with, check_certificate, prepare, sign, whitened
 from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.reference import Reference, read_chain
 from tests.kit.answers import through

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from quorumark.model.layout import write_safetensors
-from quorumark.verify.audit import Challenge
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer_with, combine, sign
+from quorumark.verify.challenge import Challenge
+from quorumark.verify.coalition import answer_with, sign
+from quorumark.verify.findings import combine
 from quorumark.verify.ledger import Ledger
 from tests.kit.answers import through
 from tests.kit.commands import run

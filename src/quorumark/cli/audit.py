@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quorumark.consortium.records import Manifest
-    from quorumark.verify.audit import Challenge
+    from quorumark.verify.challenge import Challenge
     from quorumark.verify.evidence import Finding
     from quorumark.verify.omissions import Audits
 
@@ -57,8 +57,8 @@ def challenge(
     """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
     from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError
-    from quorumark.verify.audit import LIFE
-    from quorumark.verify.audit import challenge as draw
+    from quorumark.verify.challenge import challenge as draw
+    from quorumark.verify.openings import LIFE
     from quorumark.verify.reference import read_chain
 
     finding = read_certificate(certificate).finding
@@ -101,12 +101,13 @@ def open_(
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
     from quorumark.consortium.files import write_shared
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.errors import EvidenceError
-    from quorumark.verify.audit import Challenge, open_leaves
+    from quorumark.verify.challenge import Challenge
     from quorumark.verify.ledger import Ledger
+    from quorumark.verify.openings import open_leaves
 
-    member = Home(home)
+    member = HomeFolder(home)
     place = member.only_consortium(consortium)
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
     ledger = Ledger.open(place, place.manifest())
@@ -142,11 +143,11 @@ def record(
     What t members opened is public, and this member answers no query about it any more. A proof holds the certificate,
     the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
     """
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.verify.audited import explain
     from quorumark.verify.ledger import Ledger
 
-    place = Home(home).only_consortium(consortium)
+    place = HomeFolder(home).only_consortium(consortium)
     ledger = Ledger.open(place, place.manifest())
     with ledger.exclusive():
         before = set(ledger.burnt())
@@ -194,8 +195,9 @@ def check(
     """
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import read_as, read_file
-    from quorumark.verify.audit import Challenge, check_audit
+    from quorumark.verify.audit import check_audit
     from quorumark.verify.audited import LARGEST, Audit, explain
+    from quorumark.verify.challenge import Challenge
     from quorumark.verify.coalition import prepare_again
     from quorumark.verify.reference import Reference
 

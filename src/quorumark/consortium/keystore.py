@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
-from quorumark.consortium.canonical import canonical, parse
+from quorumark.canonical import canonical, parse
 from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.identity import Identity, exchange
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError

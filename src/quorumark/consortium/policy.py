@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from quorumark.consortium.checks import is_count, is_hex, plain_decimal
+from quorumark.checks import is_count, is_hex, plain_decimal
 from quorumark.errors import InputError
 
 __all__ = ["Policy"]

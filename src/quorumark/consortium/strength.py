@@ -9,8 +9,8 @@ from fractions import Fraction
 from itertools import pairwise
 from math import isqrt
 
-from quorumark.consortium.canonical import canonical, digest
-from quorumark.consortium.checks import plain_decimal
+from quorumark.canonical import canonical, digest
+from quorumark.checks import plain_decimal
 from quorumark.errors import InputError
 
 __all__ = ["KEY_BITS", "ONE", "Strength"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quorumark.consortium.checks import require
+from quorumark.checks import require
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Manifest, Terms
 

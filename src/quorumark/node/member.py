@@ -35,10 +35,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.canonical import digest
-from quorumark.consortium.checks import is_hex
+from quorumark.canonical import digest
+from quorumark.checks import is_hex
 from quorumark.consortium.files import only_one, write_private
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
@@ -128,7 +128,7 @@ class MemberNode:
 
     def __init__(
         self,
-        home: Home,
+        home: HomeFolder,
         unlock: Unlock,
         *,
         terms: str | None = None,

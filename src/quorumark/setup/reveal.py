@@ -11,7 +11,7 @@ import numpy as np
 
 from quorumark import field, shamir
 from quorumark.consortium.files import write_private
-from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, ShareError
@@ -21,7 +21,7 @@ __all__ = ["reconstruct_key"]
 
 
 def reconstruct_key(
-    home: Home,
+    home: HomeFolder,
     place: ConsortiumFolder,
     unlock: Unlock,
     handed_over: Sequence[str | os.PathLike[str]],

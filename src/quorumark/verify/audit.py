@@ -42,12 +42,13 @@ from numpy.typing import NDArray
 
 from quorumark import field as arithmetic
 from quorumark import shamir
+from quorumark.checks import require
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.checks import require
 from quorumark.consortium.identity import verify_chain
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import InputError, ShareError
 from quorumark.field import Vector
+from quorumark.model.statistic import vector_digest
 from quorumark.verify.challenge import (
     PROOF,
     Challenge,
@@ -57,7 +58,7 @@ from quorumark.verify.challenge import (
     leaves_needed,
     spread,
 )
-from quorumark.verify.evidence import VERDICTS, Query, vector_digest
+from quorumark.verify.evidence import VERDICTS, Query
 from quorumark.verify.null import decimal_of, log10_bound, z_text
 from quorumark.verify.omissions import MOST_SEEDS
 from quorumark.verify.openings import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from quorumark.consortium.canonical import parse
-from quorumark.consortium.checks import field_names, is_count
+from quorumark.canonical import parse
+from quorumark.checks import field_names, is_count
 from quorumark.consortium.home import read_file
 from quorumark.errors import RecordError
 

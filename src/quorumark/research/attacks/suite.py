@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.consortium.files import write_shared
-from quorumark.consortium.home import Home, read_file
+from quorumark.consortium.home import HomeFolder, read_file
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
@@ -30,7 +30,8 @@ from quorumark.research.attacks import chain, public_scales
 from quorumark.research.attacks.base import Target, _torch
 from quorumark.research.attacks.plan import Job, Plan, known_only
 from quorumark.research.known import KnownKey
-from quorumark.research.page import ORIGINAL, Row, read_rows, write_rows
+from quorumark.research.page import Row, read_rows, write_rows
+from quorumark.research.rows import ORIGINAL
 from quorumark.verify.coalition import prepare
 from quorumark.verify.reference import Reference
 
@@ -109,7 +110,7 @@ def key_of_members(reference: Reference, homes: Mapping[Path, Path]) -> KnownKey
     """The key, put together from members' homes and the key files that open them: research only."""
     terms, shares = reference.manifest.terms, dict[int, Vector]()
     for home, key_file in homes.items():
-        member, unlock = Home(home), Unlock.key_file(key_file)
+        member, unlock = HomeFolder(home), Unlock.key_file(key_file)
         shares[terms.point_of(member.identity(unlock).ed25519)] = member.only_consortium().share(unlock).vector()
     if len(shares) < terms.threshold:
         raise InputError("members", f"must be at least {terms.threshold}, to put the key together", len(shares))
