@@ -183,6 +183,6 @@ def test_a_merged_model_with_its_channels_moved(marked: lab.Run, lora: Lora, tur
     prepared = prepare(reference, hidden, lora=True, align=True)
     assert abs(plain) < 4
     assert marked.known.z_of(prepared.form) > 0.7 * marked.known.z(marked.released)
-    expected = f"{groups.procedure}:{groups.digest()}+anchor-gauge/v1:{lora.digest()}"
+    expected = f"anchor-assignment/v1:{groups.digest()}+anchor-gauge/v1:{lora.digest()}"
     assert prepared.query.alignment == expected
     assert any(text.startswith("aligned to the anchor") for text in prepared.query.matching)

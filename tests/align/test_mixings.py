@@ -166,9 +166,8 @@ def test_the_bytes_are_pinned() -> None:
     groups.check(layout)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
-    assert groups.digest() == "717e3be4e5787d054aa60585b1d1d6d277cb0580d5f363c5e15affa50e3d0df5"
+    assert groups.digest() == "f6e0416c98f3144a15265e5a0ce816f0925522af722d99c6f8212bc6142ddf58"
     assert found.digest() == "d88db980309901546bf288c90af73a63fc51a7a59251159f52d5d7f4f32c9b5a"
-    assert found.as_dict()["procedure"] == "anchor-assignment/v2"
     assert set(found.unmixed) == {"o", "q"}  # the rows of v are as near as noise comes
     by = np.array([[1, 2, 0], [0, 1, 3], [2, 0, 1]], np.float32)  # sums of three products of 16 bits and 2 are exact
     suspect = {name: tensor + suspect[name] / np.float32(16) for name, tensor in anchor.items()}
@@ -294,10 +293,8 @@ def test_what_was_found() -> None:
         *[(4, True, 3)] * 8,  # two heads of queries and one of keys: four pairs
         *[(8, False, 3)] * 8,  # one of values, and two that read it
     ]
-    assert gpt2.procedure == "anchor-assignment/v2"
-    assert llama.procedure == "anchor-assignment/v3"  # it has a stream, too
+    assert [found.stream is None for found in (gpt2, llama, cnn)] == [True, False, True]
     assert not cnn.mixings
-    assert cnn.procedure == "anchor-assignment/v1"
 
 
 class Chain(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -336,20 +333,16 @@ def test_queries_that_are_normed_cannot_be_turned() -> None:
     assert not derive_groups(model, {"input_ids": torch.arange(6)[None]}).mixings  # its heads are not recognised at all
 
 
-def test_groups_with_mixings_travel_and_old_ones_stay() -> None:
+def test_groups_with_mixings_are_written_and_read() -> None:
     groups = derive_groups(lab.llama(), example_of("llama"))
     again = Groups.from_bytes(groups.to_bytes())
     assert again == groups
     again.check(ModelLayout.of(lab.llama()))
-    mixed = Groups(groups.groups, groups.mixings)  # as written before there were streams
-    assert json.loads(mixed.to_bytes())["format"] == "quorumark-groups/v2"
-    assert "stream" not in json.loads(mixed.to_bytes())
-    assert Groups.from_bytes(mixed.to_bytes()) == mixed
-    old = Groups(groups.groups)
-    assert json.loads(old.to_bytes())["format"] == "quorumark-groups/v1"
-    assert "mixings" not in json.loads(old.to_bytes())
-    assert Groups.from_bytes(old.to_bytes()) == old
-    assert old.digest() != groups.digest()
+    fewer = [groups, Groups(groups.groups, groups.mixings), Groups(groups.groups)]
+    assert len({some.digest() for some in fewer}) == 3
+    for some in fewer:
+        assert set(json.loads(some.to_bytes())) == {"format", "groups", "mixings", "stream"}
+        assert Groups.from_bytes(some.to_bytes()) == some
 
 
 def test_damaged_mixings_are_refused() -> None:
@@ -362,9 +355,8 @@ def test_damaged_mixings_are_refused() -> None:
         with pytest.raises(RecordError, match=match):
             Groups.from_bytes(json.dumps(damaged).encode())
 
-    refused(lambda b: b.update(mixings=[]), "must have mixings")
+    refused(lambda b: b.pop("mixings"), "mixings")
     refused(lambda b: b.update(mixings=3), "must be a list")
-    refused(lambda b: b.update(format="quorumark-groups/v1"), "unknown critical field")
     refused(lambda b: b["mixings"][0].update(size=0), "must have channels")
     refused(lambda b: b["mixings"][0].update(slots=[]), "must have channels")
     refused(lambda b: b["mixings"][0]["slots"][0].pop(), "wrong shape")
@@ -530,5 +522,4 @@ def test_a_certificate_says_how_many_blocks_were_put_back() -> None:
     marked = lab.marked("gpt2")
     told = marked.align(chain(marked.target(), [TURN], seed=SEED).weights).as_dict()
     assert json.loads(json.dumps(told)) == told
-    assert told["procedure"] == "anchor-assignment/v2"
     assert 24 <= told["blocks"] <= 32  # queries, keys, values and outputs of eight heads, but for some that look alike

@@ -175,7 +175,7 @@ def test_the_bytes_are_pinned() -> None:
 
     I − v·vᵀ/12 in 8 bits: products with it are exact, so that suspects are the same everywhere.
     """
-    assert GROUPS.digest() == "16bebf61e89c96862b001e70c577a3123dff3b6e29a689f3c216bf7ab4918bf5"
+    assert GROUPS.digest() == "3d6306ec23673aa54f9a65783dd9aa4ffc5837c0df5cdb5813e945c5eee20371"
     v = np.sign(numbers("v", WIDTH)).astype(np.float64)
     by = np.rint(256 * (np.eye(WIDTH) - np.outer(v, v) / 12)) / 256
     for label, digest in (
@@ -185,7 +185,7 @@ def test_the_bytes_are_pinned() -> None:
         suspect = turned(small(label), by)
         found = aligned(suspect)
         assert found.turn is not None
-        assert (found.digest(), found.as_dict()["procedure"]) == (digest, "anchor-assignment/v3")
+        assert found.digest() == digest
 
 
 def test_other_kernels_and_threads_give_the_same_bytes() -> None:
@@ -474,14 +474,12 @@ def test_tensors_that_are_missing() -> None:
 # --- as a file --------------------------------------------------------------------------------------------
 
 
-def test_groups_with_a_stream_travel_and_old_ones_stay() -> None:
+def test_groups_with_a_stream_are_written_and_read() -> None:
     assert Groups.from_bytes(GROUPS.to_bytes()) == GROUPS
     GROUPS.check(LAYOUT)
-    assert json.loads(GROUPS.to_bytes())["format"] == "quorumark-groups/v3"
-    old = Groups(GROUPS.groups)
-    assert json.loads(old.to_bytes())["format"] == "quorumark-groups/v1"
-    assert (old.procedure, GROUPS.procedure) == ("anchor-assignment/v1", "anchor-assignment/v3")
-    assert len({old.digest(), GROUPS.digest()}) == 2
+    without = Groups(GROUPS.groups)
+    assert json.loads(without.to_bytes())["stream"] is None
+    assert without.digest() != GROUPS.digest()
 
 
 def test_damaged_streams_are_refused() -> None:
@@ -493,9 +491,9 @@ def test_damaged_streams_are_refused() -> None:
         with pytest.raises(RecordError, match=match):
             Groups.from_bytes(json.dumps(damaged).encode())
 
-    refused(lambda b: b.update(stream=None), "a stream")
-    refused(lambda b: b.update(format=["quorumark-groups/v3"]), "format")
-    refused(lambda b: b.update(format="quorumark-groups/v1"), "unknown critical field")
+    refused(lambda b: b.pop("stream"), "stream")
+    refused(lambda b: b.update(stream=3), "a stream")
+    refused(lambda b: b.update(format=["quorumark-groups/v1"]), "format")
     refused(lambda b: b["stream"].update(size=1), "two channels or more")
     refused(lambda b: b["stream"].update(writers=[]), "writers and norms")
     refused(lambda b: b["stream"].update(norms=[]), "writers and norms")
@@ -540,7 +538,7 @@ def test_a_certificate_for_a_stream_that_was_turned(world: World) -> None:
     as_it_is, found = asked(hidden, align=False), asked(hidden, align=True)
     assert (as_it_is.verdict, found.verdict) == ("FAILED", "PASSED")
     assert float(found.z) > 0.9 * world.known.z(world.marked)
-    assert found.query.alignment == f"anchor-assignment/v3:{GROUPS.digest()}"
+    assert found.query.alignment == f"anchor-assignment/v1:{GROUPS.digest()}"
     assert "its residual stream had been turned" in " ".join(found.query.matching)
     innocent = asked(turned(trained(small(), 77), orthogonal(WIDTH, 5)), align=True)
     assert innocent.verdict == "FAILED"
@@ -591,7 +589,6 @@ def derived(kind: str, **more: Any) -> Groups:
 def test_the_stream_is_found(kind: str, tied: bool) -> None:
     found = derived(kind, tie_word_embeddings=tied)
     assert found.stream is not None
-    assert found.procedure == "anchor-assignment/v3"
     assert Groups.from_bytes(found.to_bytes()) == found
     written = {name.split(".")[-2] for name, _ in found.stream.writers}
     assert written == {"embed_tokens", "o_proj", "down_proj"}
@@ -681,7 +678,6 @@ def test_a_llama_is_turned_back(lab: Any, steps: list[tuple[str, dict[str, Any]]
     assert abs(marked.z(weights)) < 4
     without = replace(marked.groups, stream=None)
     found = align(TensorsInMemory(weights), marked.anchor, marked.layout, without)
-    assert found.procedure == "anchor-assignment/v2"
     assert marked.known.z(found.model(TensorsInMemory(weights))) < 0.2 * original
     assert marked.z_aligned(weights) >= 0.9 * original
 

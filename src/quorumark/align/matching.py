@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from quorumark.align import mixing, stream
 from quorumark.align.stream import Agreement, Cut, Likeness, Turn, in_blocks, read
 from quorumark.consortium.checks import is_count, require, take
-from quorumark.consortium.records import canonical, digest, parse, read_json
+from quorumark.consortium.records import canonical, digest, parse
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels, statistic
 from quorumark.model.layout import ModelLayout, TensorSpec
@@ -47,9 +47,6 @@ from quorumark.model.statistic import BLOCK, Model
 __all__ = ["PROCEDURE", "AlignedModel", "Alignment", "Group", "Groups", "Mixing", "Slot", "Stream", "align", "assign"]
 
 PROCEDURE = "anchor-assignment/v1"
-MIXING_PROCEDURE = "anchor-assignment/v2"  # of groups with mixings; those without any are aligned as before
-STREAM_PROCEDURE = "anchor-assignment/v3"  # of groups with a stream, with or without mixings
-PROCEDURES = (PROCEDURE, MIXING_PROCEDURE, STREAM_PROCEDURE)
 _SWEEPS = 20  # a suspect that is the model in disguise needs 2 or 3
 _GROWTH = 8  # a suspect with more than so many times the channels is not matched: the work grows with them
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
@@ -195,7 +192,7 @@ class Stream:
         }
 
     @classmethod
-    def read(cls, entry: Any) -> Self:
+    def from_dict(cls, entry: Any) -> Self:
         what = "a stream"
         taken = take(entry, ["size", "writers", "norms"], what)
         norms = [take(norm, ["gain", "readers"], "a norm of a stream") for norm in _listed(taken["norms"], what)]
@@ -220,14 +217,9 @@ def _axes(value: Any) -> tuple[Axis, ...]:
 
 @dataclass(frozen=True)
 class Groups:
-    """All coupled groups of a model; a group comes before the groups within it. And what may be mixed or turned.
-
-    Without a stream and without mixings it is written as before there were any, and has the same digest.
-    """
+    """The coupled groups of a model, its mixings and its stream. A group comes before the groups within it."""
 
     FORMAT: ClassVar[str] = "quorumark-groups/v1"
-    MIXED_FORMAT: ClassVar[str] = "quorumark-groups/v2"
-    STREAM_FORMAT: ClassVar[str] = "quorumark-groups/v3"
 
     groups: tuple[Group, ...]
     mixings: tuple[Mixing, ...] = ()
@@ -323,67 +315,25 @@ class Groups:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
-        body = [
-            {
-                "size": g.size,
-                "slots": [[s.tensor, s.axis, s.offset, s.stride, s.count, s.step] for s in g.slots],
-                "within": None if g.within is None else list(g.within),
-            }
+        groups = [
+            {"size": g.size, "slots": _written(g.slots), "within": None if g.within is None else list(g.within)}
             for g in self.groups
         ]
-        if not self.mixings and self.stream is None:
-            return canonical({"format": self.FORMAT, "groups": body})
-        mixed = [
-            {
-                "size": m.size,
-                "slots": [[s.tensor, s.axis, s.offset, s.stride, s.count, s.step] for s in m.slots],
-                "against": [[s.tensor, s.axis, s.offset, s.stride, s.count, s.step] for s in m.against],
-            }
-            for m in self.mixings
-        ]
-        if self.stream is None:
-            return canonical({"format": self.MIXED_FORMAT, "groups": body, "mixings": mixed})
-        told = {"format": self.STREAM_FORMAT, "groups": body, "mixings": mixed, "stream": self.stream.as_dict()}
-        return canonical(told)
+        mixings = [{"size": m.size, "slots": _written(m.slots), "against": _written(m.against)} for m in self.mixings]
+        stream = None if self.stream is None else self.stream.as_dict()
+        return canonical({"format": self.FORMAT, "groups": groups, "mixings": mixings, "stream": stream})
 
     def digest(self) -> str:
         return digest("groups", self.to_bytes()).hex()
 
-    @property
-    def procedure(self) -> str:
-        """How a suspect is aligned with these groups."""
-        if self.stream is not None:
-            return STREAM_PROCEDURE
-        return MIXING_PROCEDURE if self.mixings else PROCEDURE
-
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         what = "a model's groups"
-        more = {cls.MIXED_FORMAT: ["mixings"], cls.STREAM_FORMAT: ["mixings", "stream"]}
-        kind = _format(data, what)
-        kind = kind if kind is not None and kind in more else cls.FORMAT
-        fields = take(parse(data, kind, what), ["groups", *more.get(kind, [])], what)
-        listed = fields["groups"]
-        require(isinstance(listed, list), what, "must be a list")
-        mixings = [_read_mixing(entry) for entry in _listed(fields.get("mixings", []), "a model's mixings")]
-        require(bool(mixings) or kind != cls.MIXED_FORMAT, what, "must have mixings in format v2")
-        turning = Stream.read(fields["stream"]) if kind == cls.STREAM_FORMAT else None
-        groups = []
-        for entry in listed:
-            taken = take(entry, ["size", "slots", "within"], "a group")
-            slots, within = taken["slots"], taken["within"]
-            sound = isinstance(slots, list) and all(isinstance(s, list) and len(s) == 6 for s in slots)
-            require(sound and (within is None or isinstance(within, list)), "a group", "has the wrong shape")
-            groups.append(
-                Group(taken["size"], tuple(Slot(*s) for s in slots), None if within is None else tuple(within))
-            )
-        return cls(tuple(groups), tuple(mixings), turning)
-
-
-def _format(data: bytes, what: str) -> str | None:
-    body = read_json(data, what)
-    found = body.get("format") if isinstance(body, dict) else None
-    return found if isinstance(found, str) else None
+        fields = take(parse(data, cls.FORMAT, what), ["groups", "mixings", "stream"], what)
+        groups = [_read_group(entry) for entry in _listed(fields["groups"], what)]
+        mixings = [_read_mixing(entry) for entry in _listed(fields["mixings"], "a model's mixings")]
+        stream = None if fields["stream"] is None else Stream.from_dict(fields["stream"])
+        return cls(tuple(groups), tuple(mixings), stream)
 
 
 def _listed(value: Any, what: str) -> list[Any]:
@@ -392,13 +342,26 @@ def _listed(value: Any, what: str) -> list[Any]:
     return value
 
 
+def _written(slots: Sequence[Slot]) -> list[list[Any]]:
+    return [[s.tensor, s.axis, s.offset, s.stride, s.count, s.step] for s in slots]
+
+
+def _read_slots(value: Any, what: str) -> tuple[Slot, ...]:
+    listed = _listed(value, f"the slots of {what}")
+    require(all(isinstance(slot, list) and len(slot) == 6 for slot in listed), what, "has the wrong shape")
+    return tuple(Slot(*slot) for slot in listed)
+
+
+def _read_group(entry: Any) -> Group:
+    taken = take(entry, ["size", "slots", "within"], "a group")
+    within = taken["within"]
+    require(within is None or isinstance(within, list), "a group", "has the wrong shape")
+    return Group(taken["size"], _read_slots(taken["slots"], "a group"), None if within is None else tuple(within))
+
+
 def _read_mixing(entry: Any) -> Mixing:
     taken = take(entry, ["size", "slots", "against"], "a mixing")
-    sides = [_listed(taken[name], "the slots of a mixing") for name in ("slots", "against")]
-    sound = all(isinstance(slot, list) and len(slot) == 6 for side in sides for slot in side)
-    require(sound, "a mixing", "has the wrong shape")
-    slots, against = (tuple(Slot(*slot) for slot in side) for side in sides)
-    return Mixing(taken["size"], slots, against)
+    return Mixing(taken["size"], *(_read_slots(taken[side], "a mixing") for side in ("slots", "against")))
 
 
 def _is_slot(slot: Slot) -> bool:
@@ -509,7 +472,6 @@ class Alignment:
         signs: for axes on which the suspect has weights of the other sign, ±1 for each place.
     """
 
-    procedure: str
     groups: str
     sizes: tuple[tuple[int, int, int], ...]
     moved: tuple[int, ...]
@@ -542,11 +504,8 @@ class Alignment:
 
     def as_dict(self) -> dict[str, Any]:
         """What a certificate says about it."""
-        more: dict[str, Any] = {} if self.procedure == PROCEDURE else {"blocks": self.blocks}
-        if self.procedure == STREAM_PROCEDURE:
-            more["turned"] = None if self.turn is None else len(self.turn.matrix)
         return {
-            "procedure": self.procedure,
+            "procedure": PROCEDURE,
             "groups": self.groups,
             "sizes": [list(sizes) for sizes in self.sizes],
             "moved": list(self.moved),
@@ -554,7 +513,8 @@ class Alignment:
             "sweeps": self.sweeps,
             "stable": self.stable,
             "places": self.digest(),
-            **more,
+            "blocks": self.blocks,
+            "turned": None if self.turn is None else len(self.turn.matrix),
         }
 
     def model(self, suspect: Model, names: Mapping[str, str] | None = None) -> AlignedModel:
@@ -1419,5 +1379,4 @@ class _Matching:
         )
         moved = tuple(int(((f >= 0) & (f != np.arange(f.size))).sum()) for f in self.found)
         signs = {axis: signs for axis, signs in self.signs.items() if (signs < 0).any()}
-        digest = self.all.digest()
-        return Alignment(self.all.procedure, digest, sizes, moved, sweeps, stable, self.places, signs=signs)
+        return Alignment(self.all.digest(), sizes, moved, sweeps, stable, self.places, signs=signs)

@@ -99,7 +99,7 @@ def prepare(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
         statistic=manifest.terms.statistic,
-        alignment=agreed_alignment(manifest.terms, read.procedure, lora=lora),
+        alignment=agreed_alignment(manifest.terms, align=align, lora=lora),
         suspect=opened.digest(),
         files=opened.files,
         x=form.digest,
@@ -134,10 +134,6 @@ class _Read:
     def surplus(self) -> int:
         """The suspect's channels that no place was found for."""
         return 0 if self.found is None else self.found.surplus
-
-    @property
-    def procedure(self) -> str | None:
-        return None if self.found is None else self.found.procedure
 
 
 def _read_weights(reference: Reference, opened: Suspect, align: bool, progress: Progress | None) -> _Read:

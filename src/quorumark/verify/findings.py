@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from quorumark import shamir
 from quorumark.align import lora as gauge
-from quorumark.align import matching as alignment
+from quorumark.align.matching import PROCEDURE
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P
@@ -32,23 +32,19 @@ _FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
 # --- how the suspect was matched --------------------------------------------------------------------------
 
 
-def agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
+def agreed_alignment(terms: Terms, *, align: bool, lora: bool) -> str:
     """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
-    used = [] if procedure is None else [f"{procedure}:{terms.policy['groups']}"]
+    used = [f"{PROCEDURE}:{terms.policy['groups']}"] if align else []
     used += [f"{gauge.PROCEDURE}:{terms.policy['lora']}"] if lora else []
     return "+".join(used) or NO_ALIGNMENT
 
 
 def how_aligned(terms: Terms, text: str) -> dict[str, bool]:
-    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
-
-    Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
-    others.
-    """
-    procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
-    for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):
-        if text == agreed_alignment(terms, procedure, lora=lora):
-            return {"align": procedure is not None, "lora": lora}
+    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name."""
+    choices = ((False, True) if name in terms.policy else (False,) for name in ("groups", "lora"))
+    for align, lora in itertools.product(*choices):
+        if text == agreed_alignment(terms, align=align, lora=lora):
+            return {"align": align, "lora": lora}
     raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
 
 
