@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from quorumark.align.matching import Groups
+from quorumark.align.groups import Groups
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock, replacing, write_shared

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quorumark.align.matching import PROCEDURE, Group, Groups, Slot
+from quorumark.align.alignment import PROCEDURE
+from quorumark.align.groups import Group, Groups, Slot
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms, check_terms_follow

@@ -18,8 +18,8 @@ from scipy import stats
 
 from quorumark import field
 from quorumark.align.fixed import Fixed, SingularError, inverse, times
+from quorumark.align.groups import Group, Groups, Mixing, Slot
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
-from quorumark.align.matching import Group, Groups, Mixing, Slot
 from quorumark.consortium.records import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from quorumark.align.groups import Group, Groups, Slot
 from quorumark.align.lora import Factors, Lora
-from quorumark.align.matching import Group, Groups, Slot
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
 from quorumark.consortium.home import _KEPT, Home, read_as, read_file
 from quorumark.consortium.identity import verify_card

@@ -22,8 +22,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.align.alignment import Alignment
 from quorumark.align.fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
-from quorumark.align.matching import Alignment, Groups, align
+from quorumark.align.groups import Groups
+from quorumark.align.procedure import align
 from quorumark.consortium.checks import is_hex, is_text, require, take
 from quorumark.consortium.records import canonical, digest, parse
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
@@ -414,7 +416,7 @@ class Gauged:
             if spec.name in self._of:
                 layer = self._of[spec.name]
                 axis = int(spec.name == layer.down)  # A has the weight's inputs, B its outputs
-                places = {} if self.alignment is None else self.alignment.places
+                places = {} if self.alignment is None else self.alignment.indices
                 found = places.get((layer.weight, axis ^ layer.turned))
                 total += spec.size if found is None else spec.size // spec.shape[axis] * int((found >= 0).sum())
         return total

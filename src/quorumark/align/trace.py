@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.align.matching import Group, Groups, Mixing, Slot, Stream
+from quorumark.align.groups import Group, Groups, Mixing, Slot, Stream
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 
 __all__ = ["Knob", "Scaling", "derive_groups", "derive_scalings", "derive_signs"]
@@ -938,7 +938,7 @@ def _group(members: list[dict[Axis, list[int]]], within: tuple[int, int] | None)
             offset, stride = int(part[0, 0]), int(part[1, 0] - part[0, 0])
             step = int(part[0, 1] - part[0, 0]) if stop - start > 1 else 1
             slot = Slot(tensor, axis, offset, stride, stop - start, step)
-            if not np.array_equal(slot.places(len(members)), part):
+            if not np.array_equal(slot.indices(len(members)), part):
                 return None
             slots.append(slot)
             start = stop
@@ -1011,7 +1011,7 @@ def _mixed(state: dict[str, Any], mixings: Sequence[Mixing], rng: np.random.Gene
     import torch
 
     for mixing in mixings:
-        if mixing.turns:
+        if mixing.rotates:
             angles = rng.uniform(0, 2 * np.pi, mixing.size)
             by = np.zeros((mixing.size, 2, mixing.size, 2))
             each = np.arange(mixing.size)
@@ -1025,7 +1025,7 @@ def _mixed(state: dict[str, Any], mixings: Sequence[Mixing], rng: np.random.Gene
         for slots, matrix in ((mixing.slots, forward), (mixing.against, np.linalg.inv(forward).T)):
             for slot in slots:
                 values = state[slot.tensor].movedim(slot.axis, 0)  # a view: written in place
-                places = torch.from_numpy(slot.places(mixing.size).reshape(-1))
+                places = torch.from_numpy(slot.indices(mixing.size).reshape(-1))
                 rows = values[places]
                 mixed = torch.from_numpy(matrix).to(rows) @ rows.reshape(len(matrix), -1)
                 values[places] = mixed.view(rows.shape)
@@ -1130,7 +1130,7 @@ def _shuffled(state: dict[str, Any], groups: Groups, rng: np.random.Generator) -
     import torch
 
     orders = [rng.permutation(group.size) for group in groups.groups]
-    moved = groups.places({name: tuple(t.shape) for name, t in state.items()}, orders)
+    moved = groups.axis_orders({name: tuple(t.shape) for name, t in state.items()}, orders)
     for (name, axis), order in moved.items():
         state[name] = state[name].index_select(axis, torch.from_numpy(order))
     return state

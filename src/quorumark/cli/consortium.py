@@ -62,8 +62,8 @@ def create(
     """
     import datetime
 
+    from quorumark.align.groups import Groups
     from quorumark.align.lora import base_layout
-    from quorumark.align.matching import Groups
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
     from quorumark.consortium.keystore import write_shared

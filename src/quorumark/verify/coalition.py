@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import shamir
-from quorumark.align import matching as alignment
+from quorumark.align.alignment import Alignment
+from quorumark.align.groups import Groups
 from quorumark.align.lora import Lora, gauge_suspect, is_whole
-from quorumark.align.matching import Alignment, Groups
+from quorumark.align.procedure import align as align_suspect
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
@@ -147,7 +148,7 @@ def _read_weights(reference: Reference, opened: Suspect, align: bool, progress: 
     if not align:
         return _Read(counted, match.names, match, match.coverage[0], counted)
     every = {**match.plain, **match.names}
-    found = alignment.align(counted, reference.anchor, layout, _agreed_groups(reference), every, progress=progress)
+    found = align_suspect(counted, reference.anchor, layout, _agreed_groups(reference), every, progress=progress)
     covered = _covered(layout, match, found)
     _require_coverage(layout, covered, _LEAST_ALIGNED)
     names = {carrier: carrier for carrier in match.names}
@@ -202,7 +203,7 @@ def _covered(layout: ModelLayout, match: Match, found: Alignment) -> int:
     total = 0
     for spec, _ in layout.spans("carrier"):
         if spec.name in match.names:
-            places = [found.places.get((spec.name, axis)) for axis in range(len(spec.shape))]
+            places = [found.indices.get((spec.name, axis)) for axis in range(len(spec.shape))]
             total += prod(n if at is None else int((at >= 0).sum()) for n, at in zip(spec.shape, places, strict=True))
     return total
 
@@ -215,9 +216,9 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
         f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
         f"than in the anchor; {found.sweeps} sweeps, {settled}"
     ]
-    if found.turn is not None and not found.turn.mixes:
+    if found.rotation is not None and not found.rotation.mixes:
         texts.append("gains of its residual stream had other signs; they were taken into what reads them")
-    elif found.turn is not None:
+    elif found.rotation is not None:
         texts.append("its residual stream had been turned; it was turned back to the anchor's")
     if found.signs:
         changed = sum(int((signs < 0).sum()) for signs in found.signs.values())
@@ -227,7 +228,7 @@ def _aligned(match: Match, found: Alignment) -> list[str]:
     if match.resized:
         texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
     if found.surplus:
-        theirs += 0 if found.turn is None else found.turn.surplus
+        theirs += 0 if found.rotation is None else found.rotation.surplus
         texts.append(f"{found.surplus:,} of the suspect's {theirs:,} channels are left over")
     return texts
 

@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from quorumark import shamir
 from quorumark.align import lora as gauge
-from quorumark.align.matching import PROCEDURE
+from quorumark.align.alignment import PROCEDURE
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P

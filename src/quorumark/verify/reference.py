@@ -15,8 +15,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quorumark import codec
+from quorumark.align.groups import Groups
 from quorumark.align.lora import Base, Lora, base_layout, find_factors
-from quorumark.align.matching import Groups
 from quorumark.consortium.home import follow_back, read_as
 from quorumark.consortium.records import Manifest, streamed_anchor_digest
 from quorumark.errors import LayoutError, RecordError
