@@ -510,7 +510,7 @@ def test_halves_that_are_used_differently() -> None:
 
 
 def test_operations_that_are_not_understood_are_named() -> None:
-    with pytest.raises(LayoutError, match=r"operation 'cumsum' of this model is not understood.*works without groups"):
+    with pytest.raises(LayoutError, match=r"operation 'cumsum' of this model is not understood.*do without groups"):
         derive_groups(Odd(lambda x: x.cumsum(1)), torch.randn(2, 6))
     with pytest.raises(InputError, match="model must be a torch module"):
         derive_groups({}, torch.randn(2, 6))
