@@ -264,7 +264,7 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     shown = run(environment, "consortium", "show", str(tmp_path / "terms" / "terms.json"))
     assert f"groups   {found.digest()}" in shown.stdout
     done = run(environment, *create, "--out", str(tmp_path / "others"), "--groups", words)
-    assert "the groups go beyond tensor '0.weight'" in done.stderr
+    assert "a group goes beyond the end of tensor '0.weight'" in done.stderr
     assert not (tmp_path / "others").exists()
 
 

@@ -778,7 +778,7 @@ def test_an_anchor_that_fixes_no_gauge_is_refused_at_the_beginning(
         str(tmp_path / "c"),
     )  # fmt: skip
     assert done.returncode != 0
-    assert "fixes no gauge: begin with a random A" in done.stderr
+    assert "fixes no gauge: start from a random A" in done.stderr
     assert not (tmp_path / "c").exists()
 
 

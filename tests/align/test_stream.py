@@ -234,7 +234,7 @@ def test_what_was_turned_is_as_it_was(order: str) -> None:
     suspect = turned(suspect, orthogonal(WIDTH, 3))
     suspect = moved(suspect, 6) if order.endswith("moved") else suspect
     found = aligned(suspect)
-    assert (found.surplus, found.as_dict()["turned"]) == (0, WIDTH)
+    assert (found.surplus, found.as_dict()["rotated"]) == (0, WIDTH)
     model = found.model(TensorsInMemory(suspect))
     for name, w in small().items():
         got = model.tensor(name)
@@ -257,7 +257,7 @@ def test_a_mark_is_found_again() -> None:
     for honest in (model, shuffled(model, np.random.default_rng(1).permutation(WIDTH))):
         found = aligned(honest)
         assert found.rotation is None
-        assert found.as_dict()["turned"] is None
+        assert found.as_dict()["rotated"] is None
         assert found.digest() == aligned(honest, Groups(GROUPS.groups)).digest()
         assert z_aligned(honest, key) > 0.99 * as_it_is
 
@@ -347,7 +347,7 @@ def test_a_stream_of_another_width(width: int) -> None:
     by = orthogonal(max(width, WIDTH), 3)[:width, :WIDTH]
     suspect = turned(model, by)
     found = aligned(suspect)
-    assert (found.surplus, found.as_dict()["turned"]) == (max(0, width - WIDTH), width)
+    assert (found.surplus, found.as_dict()["rotated"]) == (max(0, width - WIDTH), width)
     least = 0.9 if width > WIDTH else 0.4
     assert z_aligned(suspect, key) > least * z(TensorsInMemory(model), key)
     assert found.digest() == aligned(suspect).digest()
