@@ -38,8 +38,9 @@ from quorumark.round.amplitudes import Amplitudes
 from quorumark.setup.inprocess import found, make_key
 from quorumark.simulation import Federation, FederationMember, Losses, watch
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
+from quorumark.verify.coalition import answer, check_certificate, prepare, sign
 from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference, read_chain
 
 HOSPITALS = ("Avon", "Birch", "Cedar", "Delta", "Elm")

@@ -49,7 +49,7 @@ from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.round.history import History, research_seed
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.server import RoundServer
 
 __all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "watch"]

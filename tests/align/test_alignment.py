@@ -13,15 +13,17 @@ from quorumark.align.alignment import PROCEDURE
 from quorumark.align.groups import Group, Groups, Slot
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Terms, check_terms_follow
+from quorumark.consortium.records import Terms
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.setup.amend import propose
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.coalition import answer, check_certificate, prepare
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference
-from tests.house.test_cli import run
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, anchor_model, make_world, trained_from
-from tests.verify.test_verify_cli import Desk
+from tests.kit.desk import Desk
 
 # the model of tests/kit/consortium.py: 60 channels of the convolution, of which fc reads two places each
 CHANNELS = Group(60, (Slot("conv.weight", 0, 0, 1, 1, 1), Slot("fc.weight", 1, 0, 2, 2, 1)))

@@ -20,17 +20,18 @@ from quorumark import field
 from quorumark.align.fixed import Fixed, SingularError, inverse, times
 from quorumark.align.groups import Group, Groups, Mixing, Slot
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
-from quorumark.consortium.records import check_terms_follow
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.coalition import answer, check_certificate, prepare
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference, describe_lora
-from tests.house.test_cli import run
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
 
 RANK = 8

@@ -31,7 +31,7 @@ from quorumark.consortium.keystore import Unlock, read_sealed
 from quorumark.consortium.records import Manifest
 from quorumark.model.layout import ModelLayout, read_safetensors
 from quorumark.round.memory import FolderState
-from quorumark.round.secagg import _private
+from quorumark.round.secagg.masks import private_key
 from quorumark.verify.certificate import Certificate
 from tests.kit.overheard import Listener, Words, samples, search, texts, together, windows
 
@@ -220,8 +220,8 @@ class Secrets:
                 if entry["secret"] not in seen:
                     seen.add(entry["secret"])
                     yield bytes.fromhex(entry["secret"])
-                    yield _private(entry).private_bytes_raw()
-                    public = _private(entry).public_key().public_bytes_raw()
+                    yield private_key(entry).private_bytes_raw()
+                    public = private_key(entry).public_key().public_bytes_raw()
                     self._keys.append(windows(np.frombuffer(public, np.uint8)))
 
     def _signs(self, shares: dict[int, NDArray[Any]]) -> None:

@@ -25,10 +25,11 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.keystore import Unlock, write_private
-from quorumark.consortium.records import DEFAULT_POLICY, Manifest, canonical
+from quorumark.consortium.records import DEFAULT_POLICY, Manifest
 from quorumark.errors import (
     CeremonyError,
     EvidenceError,
@@ -42,8 +43,8 @@ from quorumark.field import P
 from quorumark.flower import make_key, verify_model, watermarked
 from quorumark.flower.wire import exchange, records
 from quorumark.model.layout import read_safetensors, write_safetensors
-from quorumark.node.journal import create_memory
-from quorumark.node.member import MODEL, RESULT, MemberNode
+from quorumark.node.journal import MODEL, create_memory
+from quorumark.node.member import RESULT, MemberNode
 from quorumark.node.signer import SignerClient, SignerServer
 from quorumark.round.server import RoundServer
 from quorumark.setup.amend import propose
@@ -53,9 +54,9 @@ from quorumark.simulation import Losses
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
+from tests.kit.audits import audit
 from tests.kit.consortium import make_world
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
-from tests.verify.test_omissions import audit
 
 SEED = 3
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -15,11 +15,7 @@ import numpy as np
 import pytest
 
 from quorumark.model.layout import ModelLayout, write_safetensors
-
-
-def run(environment: dict[str, str], *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+from tests.kit.commands import run
 
 
 def test_demo_tells_its_story(environment: dict[str, str], tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quorumark.consortium.canonical import canonical, digest
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import canonical, digest
 from quorumark.errors import EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.model.suspect import read_suspect

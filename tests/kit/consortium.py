@@ -17,8 +17,9 @@ from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.setup.inprocess import found
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, combine, prepare, sign
+from quorumark.verify.coalition import answer, prepare, sign
 from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference
 
 NAMES = ("Avon", "Birch", "Cedar", "Delta", "Elm", "Fir", "Gorse")

@@ -23,17 +23,19 @@ import numpy as np
 from quorumark.align.groups import Group, Groups, Slot
 from quorumark.align.lora import Factors, Lora
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import _KEPT, Home, read_as, read_file
 from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
-from quorumark.consortium.records import Card, Manifest, Terms, canonical
+from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.strength import Strength
 from quorumark.errors import RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
 from quorumark.node.ceremony import CeremonyServer
-from quorumark.node.member import MODEL, MemberNode, named
+from quorumark.node.journal import MODEL
+from quorumark.node.member import MemberNode, named
 from quorumark.node.signer import _receive, _send
 from quorumark.report import certificate_page
 from quorumark.research.attacks import suite
@@ -42,10 +44,11 @@ from quorumark.research.lab import attacked as lab_attacked
 from quorumark.research.lab import config as lab_config
 from quorumark.research.lab import results as lab_results
 from quorumark.research.rows import parsed_rows
-from quorumark.round import sums
+from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.memory import MemoryState
-from quorumark.round.secagg import SecAggMember, Upload, pack, unpack
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Upload, pack, unpack
 from quorumark.round.server import RoundServer
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose, successor
@@ -55,20 +58,22 @@ from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import advance
 from quorumark.setup.recover import help_recover, request
 from quorumark.simulation import Federation, FederationMember
-from quorumark.verify.audit import Challenge, KeyOpening, challenge, check_audit
+from quorumark.verify.audit import check_audit
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.challenge import Challenge, challenge
+from quorumark.verify.coalition import answer, check_certificate, prepare
 from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.findings import combine
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger, Policy, read_policy
+from quorumark.verify.openings import KeyOpening
 from quorumark.verify.reference import read_chain
+from tests.kit import checked, secure_sums, suspects
+from tests.kit import liars as shared_keys
 from tests.kit import mutations as m
 from tests.kit.consortium import World, make_world, trained_from
 from tests.kit.flowers import Consortium, train
 from tests.kit.rounds import SEED, Run
-from tests.model import test_suspect
-from tests.round import test_secagg, test_sums
-from tests.verify import test_audit
 
 Mutators = tuple[m.Mutator, ...]
 
@@ -384,11 +389,11 @@ def _audits(_: Path, __: Path) -> Iterator[Kind]:
     rng = np.random.default_rng(3)
     size = 12_000
     raw = rng.choice(np.array([-1, 1]), size)
-    liars = test_audit.Liars(test_audit.shared(raw))
-    key = raw * test_audit.signs(liars.manifest.genesis, size)
-    x = test_audit.vector(rng, key, 60.0, size)
-    query = test_audit.query_of(x, liars.manifest)
-    asked = challenge(query, liars.manifest, test_audit.score(x, key), test_audit.SEED)
+    liars = shared_keys.Liars(shared_keys.shared(raw))
+    key = raw * shared_keys.signs(liars.manifest.genesis, size)
+    x = shared_keys.vector(rng, key, 60.0, size)
+    query = shared_keys.query_of(x, liars.manifest)
+    asked = challenge(query, liars.manifest, shared_keys.score(x, key), shared_keys.SEED)
     openings = liars.openings(asked)
 
     def audited(here: Path) -> Any:
@@ -516,8 +521,8 @@ def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
 
 
 def _sums(_: Path, __: Path) -> Iterator[Kind]:
-    net = test_secagg.Net(3, 2)
-    readies = {x: net.members[x].ready(1, test_secagg.BINDING, net.length) for x in net.members}
+    net = secure_sums.Net(3, 2)
+    readies = {x: net.members[x].ready(1, secure_sums.BINDING, net.length) for x in net.members}
     for x, ready in readies.items():
         net.server.take_ready(x, ready)
     announcement = net.server.announce()
@@ -534,7 +539,7 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     def member(memory: bytes) -> SecAggMember:
         state = MemoryState(net.group)
         state._save(memory)
-        return SecAggMember(test_secagg._PEOPLE[0], net.group, state)
+        return SecAggMember(secure_sums.PEOPLE[0], net.group, state)
 
     def serve(ready: bytes, upload: bytes | None = None, reply: bytes | None = None) -> Any:
         server = net.serve(1)
@@ -572,26 +577,26 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     yield _bytes_kind("secagg upload", packed, one, uploads[1])
     yield _bytes_kind("secagg request", asked, one, requests[1])
     yield _bytes_kind("secagg answer", lambda d: serve(readies[1], uploads[1], d), one, answers[1])
-    people, group = test_sums._people(3)
-    boxes = {x: sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
+    people, group = checked.five_people(3)
+    boxes = {x: checked_sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
 
     def key(data: bytes) -> bytes:
-        sums.check_said(group, 4, bytes(32), 2, data, b"")
-        each = [sums.box_for(b, 1) for b in (boxes[1], data, boxes[3])]
-        return sums.round_key(people[0], group, 4, bytes(32), (1, 2, 3), each)
+        checked_sums.check_said(group, 4, bytes(32), 2, data, b"")
+        each = [checked_sums.box_for(b, 1) for b in (boxes[1], data, boxes[3])]
+        return checked_sums.round_key(people[0], group, 4, bytes(32), (1, 2, 3), each)
 
     def vouched(data: bytes) -> Any:
-        return sums.vouchers(group, 4, bytes(32), {2: data}) or (2,)  # nobody needs to vouch
+        return checked_sums.vouchers(group, 4, bytes(32), {2: data}) or (2,)  # nobody needs to vouch
 
     yield _bytes_kind("sums boxes", lambda d: _same_box(d, boxes[2], key), PLAIN, boxes[2])
-    yield _bytes_kind("sums voucher", vouched, one, sums.vouch(people[1], group, 4, bytes(32)))
+    yield _bytes_kind("sums voucher", vouched, one, checked_sums.vouch(people[1], group, 4, bytes(32)))
     yield _bytes_kind("packed list", lambda d: unpack(d, "list") and None, one, pack([b"one", b"", b"three"]))
 
 
 def _same_box(data: bytes, sound: bytes, key: Callable[[bytes], bytes]) -> bytes:
     """The key of a sum from boxes of which one's own is the only one that is looked at."""
     found = key(data)
-    if sums.box_for(data, 1) != sums.box_for(sound, 1):
+    if checked_sums.box_for(data, 1) != checked_sums.box_for(sound, 1):
         raise WrongError("a box was opened that nobody sealed")
     return found
 
@@ -636,7 +641,7 @@ class _Recorded(Run):
 def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     (folder / "made").mkdir()
     model = {"a.weight": np.random.default_rng(1).standard_normal((40, 50)).astype(np.float32), "steps": np.array(7)}
-    world = Consortium.make(folder / "made", 3, 2, model=model, policy=test_sums.CHECKED)
+    world = Consortium.make(folder / "made", 3, 2, model=model, policy=checked.CHECKED)
     run = _Recorded(world, folder / "calls", folder=folder / "run")
     for _round in range(2):
         run.round()
@@ -790,14 +795,14 @@ def _suspects(folder: Path, marker: Path) -> Iterator[Kind]:
     for name, mutators in kinds.items():
         place = folder / name
         place.mkdir()
-        source: Path = getattr(test_suspect, name)(place)
+        source: Path = getattr(suspects, name)(place)
         below = source.relative_to(place)
         paths = sorted(place.iterdir())
         chosen = source if source.is_file() else paths[0]
 
         def read(here: Path, below: Path = below) -> None:
             suspect = read_suspect(here / below)
-            match = match_layout(suspect, test_suspect.LAYOUT)
+            match = match_layout(suspect, suspects.LAYOUT)
             suspect.digest()
             for tensor in match.names.values():
                 for _ in suspect.blocks(tensor):

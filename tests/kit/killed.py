@@ -25,7 +25,7 @@ import numpy as np
 from quorumark import field
 from quorumark.consortium import archive, keystore
 from quorumark.consortium.home import Home
-from tests.setup.test_ceremony_cli import Consortium
+from tests.kit.ceremony_folder import Consortium
 
 
 def in_a_process(group: Consortium, command: list[str], kill_at: int = 1 << 30, late: bool = False) -> tuple[str, int]:

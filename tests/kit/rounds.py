@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quorumark.errors import QuorumarkError, RoundError
-from quorumark.node.member import MODEL, RESULT, MemberNode
+from quorumark.node.journal import MODEL
+from quorumark.node.member import RESULT, MemberNode
 from quorumark.round.server import RoundServer
 from tests.kit.flowers import Consortium, Model, train
 

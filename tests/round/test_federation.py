@@ -18,10 +18,12 @@ from rich.console import Console
 
 from quorumark import codec, field, shamir
 from quorumark import simulation as federation_module
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import anchor_digest, canonical, check_follows
+from quorumark.consortium.records import anchor_digest
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
+from quorumark.consortium.succession import check_follows
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout, read_safetensors
@@ -33,7 +35,7 @@ from quorumark.round.history import History
 from quorumark.round.mark import ideal_mark, weights
 from quorumark.round.memory import FolderState
 from quorumark.round.movement import ideal_norms, norm_count
-from quorumark.round.secagg import SecAggServer
+from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.inprocess import deal_key, make_key
@@ -606,7 +608,7 @@ def test_weights_that_hide_nobody_are_refused_without_a_mark_too() -> None:
 def test_two_colluders_subtract_themselves_and_see_who_is_left(defended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """t = 3 of 4, 1000, 1000, 1000 and 1 examples: without the rule the sum, less the two, is one member's model."""
     if not defended:
-        monkeypatch.setattr("quorumark.round.strength.exposed", lambda *_: "")
+        monkeypatch.setattr("quorumark.round.mark.exposed", lambda *_: "")
     people, model = identities(4), initial()
     layout = ModelLayout.of(model)
     anchor = anchor_digest(layout.digest(), layout.encode(model))

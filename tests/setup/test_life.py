@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from quorumark import field, shamir
 from quorumark.cli import app
 from quorumark.consortium.archive import Archive, key_place, leaf_count
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.identity import verify_chain
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
-from quorumark.consortium.records import Manifest, canonical
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from quorumark.errors import CeremonyError, KeystoreError, QuorumarkError, RecordError, ShareError
 from quorumark.model.layout import write_safetensors
@@ -28,8 +29,8 @@ from quorumark.setup.amend import propose, successor
 from quorumark.setup.check import CheckMember
 from quorumark.setup.recover import _mask
 from tests.kit.ceremony import NAMES
+from tests.kit.ceremony_folder import Consortium
 from tests.kit.evidence import consortium
-from tests.setup.test_ceremony_cli import Consortium
 
 
 def place(home: Path) -> ConsortiumFolder:

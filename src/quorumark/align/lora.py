@@ -26,14 +26,14 @@ from quorumark.align.alignment import Alignment
 from quorumark.align.fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
 from quorumark.align.groups import Groups
 from quorumark.align.procedure import align
+from quorumark.consortium.canonical import canonical, digest, parse
 from quorumark.consortium.checks import is_hex, is_text, require, take
-from quorumark.consortium.records import canonical, digest, parse
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order
 from quorumark.model.statistic import KEPT, Model, bits_of, median_exponent, scales_of
-from quorumark.model.suspect import Match, Suspect, TensorInfo, match_layout, peeled
-from quorumark.model.tensors import spans
+from quorumark.model.suspect import Match, Suspect, match_layout, peeled
+from quorumark.model.tensors import TensorInfo, spans
 
 __all__ = [
     "PROCEDURE",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quorumark.consortium.records import Manifest
-    from quorumark.verify.audit import Challenge
+    from quorumark.verify.challenge import Challenge
     from quorumark.verify.evidence import Finding
     from quorumark.verify.omissions import Audits
 
@@ -57,8 +57,8 @@ def challenge(
     """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InputError
-    from quorumark.verify.audit import LIFE
-    from quorumark.verify.audit import challenge as draw
+    from quorumark.verify.challenge import challenge as draw
+    from quorumark.verify.openings import LIFE
     from quorumark.verify.reference import read_chain
 
     finding = read_certificate(certificate).finding
@@ -103,8 +103,9 @@ def open_(
     from quorumark.consortium.home import Home, read_as
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError
-    from quorumark.verify.audit import Challenge, open_leaves
+    from quorumark.verify.challenge import Challenge
     from quorumark.verify.ledger import Ledger
+    from quorumark.verify.openings import open_leaves
 
     member = Home(home)
     place = member.only_consortium(consortium)
@@ -194,8 +195,9 @@ def check(
     """
     from quorumark.consortium.home import read_as, read_file
     from quorumark.consortium.keystore import write_shared
-    from quorumark.verify.audit import Challenge, check_audit
+    from quorumark.verify.audit import check_audit
     from quorumark.verify.audited import LARGEST, Audit, explain
+    from quorumark.verify.challenge import Challenge
     from quorumark.verify.coalition import prepare_again
     from quorumark.verify.reference import Reference
 

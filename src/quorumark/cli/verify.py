@@ -207,8 +207,8 @@ def combine(
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError, InputError, QuorumarkError
     from quorumark.verify.certificate import Certificate
-    from quorumark.verify.coalition import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
+    from quorumark.verify.findings import combine as combine_partials
 
     if _is_signed(out):
         raise InputError("--out", "must not be a certificate that somebody has signed: name another file", str(out))

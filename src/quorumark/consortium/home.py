@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.canonical import canonical, parse
 from quorumark.consortium.checks import DAMAGED
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import (
@@ -42,7 +43,7 @@ from quorumark.consortium.keystore import (
     write_sealed,
     write_shared,
 )
-from quorumark.consortium.records import Card, Manifest, Terms, canonical, parse
+from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 

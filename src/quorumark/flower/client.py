@@ -34,7 +34,8 @@ from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
-from quorumark.node.member import MODEL, RESULT, Config, MemberNode, refusal
+from quorumark.node.journal import MODEL
+from quorumark.node.member import RESULT, Config, MemberNode, refusal
 from quorumark.node.signer import SignerClient
 
 __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]

@@ -22,8 +22,9 @@ from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
 from quorumark.node.ceremony import CeremonyServer
 from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import combine, prepare
+from quorumark.verify.coalition import prepare
 from quorumark.verify.evidence import Partial
+from quorumark.verify.findings import combine
 from quorumark.verify.reference import Reference
 
 __all__ = ["make_key", "verify_model"]

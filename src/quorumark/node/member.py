@@ -35,17 +35,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.consortium.canonical import digest
 from quorumark.consortium.checks import is_hex
 from quorumark.consortium.home import Home
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock, only_one, write_private
-from quorumark.consortium.records import Terms, digest
+from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
-from quorumark.round.secagg import SecAggMember, unpack
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import unpack
 from quorumark.round.statements import Turn
 from quorumark.setup.exchange import advance, expected_messages
 from quorumark.verify.audited import Audit

@@ -19,7 +19,8 @@ from pathlib import Path
 from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, read_file
 from quorumark.consortium.identity import verify, verify_card, verify_chain
 from quorumark.consortium.keystore import Unlock, only_one, write_shared
-from quorumark.consortium.records import Card, Manifest, Member, Terms, check_follows, check_terms_follow, unchanged
+from quorumark.consortium.records import Card, Manifest, Member, Terms
+from quorumark.consortium.succession import check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError
 from quorumark.setup.chain import chain_for_newcomer, show_chain
 

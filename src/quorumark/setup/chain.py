@@ -11,7 +11,8 @@ from pathlib import Path
 
 from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_exchanged
 from quorumark.consortium.keystore import write_exchanged
-from quorumark.consortium.records import Manifest, Terms, check_terms_follow
+from quorumark.consortium.records import Manifest, Terms
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, RecordError
 
 __all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]

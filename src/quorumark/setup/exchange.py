@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from quorumark.consortium.archive import leaf_count, write_archive
+from quorumark.consortium.canonical import canonical, digest, parse
 from quorumark.consortium.home import UNDER_WAY, ConsortiumFolder, Home, read_exchanged, read_file
 from quorumark.consortium.identity import Header, Identity, open_message
 from quorumark.consortium.keystore import (
@@ -39,8 +40,9 @@ from quorumark.consortium.keystore import (
     write_sealed,
     write_shared,
 )
-from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms, canonical, check_terms_follow, digest, parse
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, MessageError, RecordError
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from

@@ -25,11 +25,12 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
+from quorumark.consortium.canonical import canonical, parse
 from quorumark.consortium.home import ConsortiumFolder, Home, read_file
 from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
 from quorumark.consortium.keystore import Unlock, only_one, read_sealed, write_sealed, write_shared
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import Manifest, canonical, parse
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key

@@ -48,6 +48,7 @@ from quorumark.consortium.identity import verify_chain
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import InputError, ShareError
 from quorumark.field import Vector
+from quorumark.model.statistic import vector_digest
 from quorumark.verify.challenge import (
     PROOF,
     Challenge,
@@ -57,7 +58,7 @@ from quorumark.verify.challenge import (
     leaves_needed,
     spread,
 )
-from quorumark.verify.evidence import VERDICTS, Query, vector_digest
+from quorumark.verify.evidence import VERDICTS, Query
 from quorumark.verify.null import decimal_of, log10_bound, z_text
 from quorumark.verify.omissions import MOST_SEEDS
 from quorumark.verify.openings import (

@@ -25,11 +25,12 @@ from quorumark.align.alignment import Alignment
 from quorumark.align.groups import Groups
 from quorumark.align.lora import Lora, gauge_suspect, is_whole
 from quorumark.align.procedure import align as align_suspect
+from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Tree, salt_seed
-from quorumark.consortium.records import Manifest, canonical
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError, RecordError
 from quorumark.field import P, derive_key

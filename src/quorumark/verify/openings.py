@@ -21,11 +21,12 @@ import numpy as np
 from quorumark import field as arithmetic
 from quorumark import shamir
 from quorumark.consortium.archive import Archive, key_place, leaf_count
+from quorumark.consortium.canonical import parse
 from quorumark.consortium.checks import field_names, is_count, is_hex, require, take
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Opening, Tree, levels_of, path_of, root_from, salt_seed
-from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms, parse
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import DecodingError, QuorumarkError, RecordError
 from quorumark.field import P, Stream, Vector

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from quorumark.consortium.canonical import digest
 from quorumark.consortium.home import Home, read_file
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import digest
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
 from quorumark.model.layout import read_safetensors
@@ -29,7 +29,8 @@ from quorumark.research.attacks import chain, public_scales
 from quorumark.research.attacks.base import Target, _torch
 from quorumark.research.attacks.plan import Job, Plan, known_only
 from quorumark.research.known import KnownKey
-from quorumark.research.page import ORIGINAL, Row, read_rows, write_rows
+from quorumark.research.page import Row, read_rows, write_rows
+from quorumark.research.rows import ORIGINAL
 from quorumark.verify.coalition import prepare
 from quorumark.verify.reference import Reference
 
