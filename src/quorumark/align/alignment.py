@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quorumark.align.arrays import gathered, in_blocks, read, with_signs
 from quorumark.align.groups import Axis, Indices, Signs
 from quorumark.align.stream import Rotation, Trimmed
-from quorumark.consortium.canonical import canonical, digest
+from quorumark.canonical import canonical, digest
 from quorumark.model.statistic import BLOCK, Model
 
 __all__ = ["PROCEDURE", "AlignedModel", "Alignment"]

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.canonical import canonical, digest, parse
-from quorumark.consortium.checks import is_count, require, take
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_count, require, take
 from quorumark.errors import LayoutError, RecordError
 from quorumark.model.layout import ModelLayout
 

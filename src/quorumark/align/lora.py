@@ -26,8 +26,8 @@ from quorumark.align.alignment import Alignment
 from quorumark.align.fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
 from quorumark.align.groups import Groups
 from quorumark.align.procedure import align
-from quorumark.consortium.canonical import canonical, digest, parse
-from quorumark.consortium.checks import is_hex, is_text, require, take
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_hex, is_text, require, take
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order
