@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quorumark.align.matching import Groups
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock, replacing, write_shared
 from quorumark.consortium.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
@@ -203,7 +203,7 @@ def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str
 class _Hospitals:
     """The consortium: every member's home and what opens it, and what is public."""
 
-    homes: tuple[tuple[Home, Unlock], ...]
+    homes: tuple[tuple[HomeFolder, Unlock], ...]
     people: tuple[Identity, ...]
     reference: Reference
     shares: dict[int, Vector]
@@ -221,7 +221,7 @@ class _Hospitals:
         for name in HOSPITALS:
             Unlock.new_key_file(members / f"{name}.key")
             unlock = Unlock.key_file(members / f"{name}.key")
-            homes.append((Home.create(members / name, name, unlock), unlock))
+            homes.append((HomeFolder.create(members / name, name, unlock), unlock))
         people = tuple(home.identity(unlock) for home, unlock in homes)
         manifest = found(homes, _terms(people, layout, initial, groups), folder / "ceremony")
         shutil.rmtree(folder / "ceremony")

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from quorumark.consortium.checks import DAMAGED
+from quorumark.checks import DAMAGED
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import write_shared
 from quorumark.consortium.records import Manifest

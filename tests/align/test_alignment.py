@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quorumark.align.matching import PROCEDURE, Group, Groups, Slot
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.consortium.succession import check_terms_follow
@@ -249,7 +249,7 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     cards = []
     for name in ("Avon", "Birch", "Cedar"):
         Unlock.new_key_file(tmp_path / f"{name}.key")
-        home = Home.create(tmp_path / name, name, Unlock.key_file(tmp_path / f"{name}.key"))
+        home = HomeFolder.create(tmp_path / name, name, Unlock.key_file(tmp_path / f"{name}.key"))
         cards += ["--member", str(home.path / "member.json")]
     model = tmp_path / "model.safetensors"
     rng = np.random.default_rng(0)

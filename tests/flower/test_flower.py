@@ -25,8 +25,8 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
-from quorumark.consortium.canonical import canonical
-from quorumark.consortium.home import Home
+from quorumark.canonical import canonical
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.keystore import Unlock, write_private
 from quorumark.consortium.records import DEFAULT_POLICY, Manifest
@@ -1381,6 +1381,6 @@ def test_a_node_config_names_the_member(world: Consortium) -> None:
     assert isinstance(
         member_of(SimpleNamespace(node_config={"quorumark-socket": "/run/q.sock"}, run_config={})), SignerClient
     )
-    pinned = MemberNode(Home(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
+    pinned = MemberNode(HomeFolder(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
     with pytest.raises(RecordError, match="its operator pinned"):
         pinned.handle("unmask", {"request": b""}, {})

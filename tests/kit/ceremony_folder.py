@@ -9,7 +9,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from quorumark.cli import app
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.records import Manifest
 from quorumark.model.layout import write_safetensors
 from tests.kit.ceremony import NAMES
@@ -64,7 +64,7 @@ class Consortium:
         raise AssertionError("the ceremony does not end")
 
     def manifests(self) -> list[Manifest]:
-        return [Home(home).only_consortium().manifest() for home in self.homes]
+        return [HomeFolder(home).only_consortium().manifest() for home in self.homes]
 
     def key(self, points: tuple[int, ...] = (0, 1, 2)) -> np.ndarray[Any, Any]:
         """Through the commands: hand over, reconstruct."""

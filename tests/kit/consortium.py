@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock, write_shared
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
 from quorumark.model.layout import ModelLayout, write_safetensors
@@ -48,7 +48,7 @@ class World:
     """What a test of verification needs."""
 
     folder: Path
-    homes: list[tuple[Home, Unlock]]
+    homes: list[tuple[HomeFolder, Unlock]]
     reference: Reference
     known: KnownKey
     suspect: Path
@@ -96,7 +96,7 @@ def make_world(
     for name in NAMES[:members]:
         Unlock.new_key_file(folder / f"{name}.key")
         unlock = Unlock.key_file(folder / f"{name}.key")
-        homes.append((Home.create(folder / name, name, unlock), unlock))
+        homes.append((HomeFolder.create(folder / name, name, unlock), unlock))
     roster = tuple(
         Member(x, card.name, card.ed25519, card.x25519, 100 * x)
         for x, card in enumerate((home.card() for home, _ in homes), 1)

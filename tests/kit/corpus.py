@@ -22,9 +22,9 @@ import numpy as np
 
 from quorumark.align.lora import Factors, Lora
 from quorumark.align.matching import Group, Groups, Slot
+from quorumark.canonical import canonical
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
-from quorumark.consortium.canonical import canonical
-from quorumark.consortium.home import _KEPT, Home, read_as, read_file
+from quorumark.consortium.home import _KEPT, HomeFolder, read_as, read_file
 from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
@@ -260,7 +260,7 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
 
     def answered(here: Path) -> Any:
         asked = Query.from_bytes(read_file(here / "query", "a query"))
-        home, unlock = Home(here / "home"), world.homes[0][1]
+        home, unlock = HomeFolder(here / "home"), world.homes[0][1]
         partial = answer(home, unlock, world.reference, world.suspect, asked, approved=True)
         # when it was asked and what it leaves out is the asker's to say, and all else follows from the suspect
         return partial.suspect, asked.files, asked.statistic, asked.alignment, asked.manifest
@@ -336,7 +336,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home.policy_path.write_bytes(canonical({"format": Policy.FORMAT, "approve": "ask"}))
 
     def read(here: Path) -> Any:
-        mine = Home(here)
+        mine = HomeFolder(here)
         place = mine.only_consortium()
         mine.card()
         secret = mine.identity(unlock).to_secret_bytes()
@@ -360,7 +360,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home.backup(folder / "backup.tar")
 
     def restore(here: Path) -> None:
-        restored = Home.restore(here / "file", here / "restored")
+        restored = HomeFolder.restore(here / "file", here / "restored")
         for path in restored.path.rglob("*"):
             relative = path.relative_to(restored.path).as_posix()
             if path.is_symlink() or (path.is_file() and not _KEPT.fullmatch(relative)):
@@ -369,10 +369,10 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
 
     yield FileKind("backup", restore, _with(m.in_tar, m.in_tar), data=(folder / "backup.tar").read_bytes(), weight=3)
     phrase = Unlock.passphrase("correct horse battery")
-    Home.create(folder / "phrase", "Avon", phrase)
+    HomeFolder.create(folder / "phrase", "Avon", phrase)
 
     def passphrase(here: Path) -> bytes:
-        return Home(here).identity(phrase).to_secret_bytes()
+        return HomeFolder(here).identity(phrase).to_secret_bytes()
 
     # every one of these takes scrypt's half second: one case in a hundred
     yield FileKind("passphrase", passphrase, SEALED, "identity.sealed", beside=folder / "phrase", weight=0)
@@ -428,7 +428,7 @@ def _ceremonies(folder: Path, _: Path) -> Iterator[Kind]:
     exchange, unlock = folder / "exchange", homes[0][1]
 
     def turn(here: Path) -> None:
-        advance(Home(here / "home"), unlock, group.terms, here / "exchange")
+        advance(HomeFolder(here / "home"), unlock, group.terms, here / "exchange")
 
     for number in range(20):
         if exchange.exists():
@@ -468,7 +468,7 @@ def _amended(folder: Path, group: Consortium) -> Iterator[Kind]:
     after = successor(before, terms).digest()
 
     def signed(here: Path) -> Any:
-        home = Home(here / "home")
+        home = HomeFolder(here / "home")
         told = read_as(here / "folder" / "terms.json", "terms", Terms.from_bytes)
         made, missing = sign_amendment(home, group.home(1)[1], told, here / "folder", home.only_consortium())
         return after if missing else made.digest()  # it comes into force as it was signed, or not at all
@@ -489,7 +489,7 @@ def _dealt(folder: Path) -> Iterator[Kind]:
     whole = read_as(begun / "folder" / "dealing.json", "a dealing", Manifest.from_bytes).digest()
 
     def accepted(here: Path) -> Any:
-        made = accept(Home(here / "home"), unlock, here / "folder", group.terms)
+        made = accept(HomeFolder(here / "home"), unlock, here / "folder", group.terms)
         return whole if made is None else made.digest()  # a signature that is not there is waited for
 
     for name, mutators in (("dealing.json", JSON), ("share-1.sealed", SEALED), ("signature-2.hex", PLAIN)):
@@ -506,7 +506,7 @@ def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
     shutil.copytree(helper.path, begun / "home")
 
     def helped(here: Path) -> None:
-        home = Home(here / "home")
+        home = HomeFolder(here / "home")
         help_recover(home, home.only_consortium(), helper_key, here / "folder")
 
     headed = m.Wrap(lambda d: m.HEADED.out(d[2:]), lambda d, inner: d[:2] + m.HEADED.back(d[2:], inner))
@@ -653,7 +653,7 @@ def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     unlock = world.home(1)[1]
 
     def node(home: Path) -> MemberNode:
-        return MemberNode(Home(home), unlock)
+        return MemberNode(HomeFolder(home), unlock)
 
     for number, (stage, config, arrays, home) in enumerate(run.calls):
         yield CallKind(f"engine {stage} {number // 4 + 1}", stage, config, arrays, home, node)
@@ -763,7 +763,7 @@ def _setup_stage(folder: Path) -> Iterator[Kind]:
     server = CeremonyServer(group.terms, "1")
 
     def node(home: Path) -> MemberNode:
-        return MemberNode(Home(home), group.home(1)[1], terms=pinned)
+        return MemberNode(HomeFolder(home), group.home(1)[1], terms=pinned)
 
     for turn in range(3):
         for x in (1, 2, 3):

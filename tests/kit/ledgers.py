@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.model.statistic import vector_digest
@@ -35,7 +35,7 @@ class Member:
         roots = ("11" * 32, "22" * 32, "33" * 32)
         genesis = Genesis(agreed.digest().hex(), agreed.layout, agreed.anchor, agreed.statistic, "ab" * 32, roots)
         self.manifest = Manifest(agreed, genesis, roots)
-        self.home = Home(path)
+        self.home = HomeFolder(path)
         self.place = self.home.consortium(agreed)
         self.policy = Policy()
 

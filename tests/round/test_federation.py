@@ -18,7 +18,7 @@ from rich.console import Console
 
 from quorumark import codec, field, shamir
 from quorumark import simulation as federation_module
-from quorumark.consortium.canonical import canonical
+from quorumark.canonical import canonical
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import Unlock, write_shared
 from quorumark.consortium.records import anchor_digest

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quorumark.consortium.canonical import canonical
+from quorumark.canonical import canonical
 from quorumark.errors import QuorumarkError, RoundError
 from quorumark.node.journal import Journal
 from quorumark.node.member import RESULT

@@ -19,7 +19,7 @@ from quorumark import field, shamir
 from quorumark.cli import app
 from quorumark.consortium import home as home_module
 from quorumark.consortium import keystore
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, verify_manifest
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
@@ -43,7 +43,7 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
         assert f"point {i + 1} is whole" in five.run("share", "verify", *secrets)
         info = json.loads(five.run("share", "inspect", "--home", str(home), "--json"))
         assert (info["point"], info["threshold"], info["length"]) == (i + 1, 3, 280)
-        place = Home(home).only_consortium()
+        place = HomeFolder(home).only_consortium()
         kept = [".lock", "manifest.json", "share-0.sealed", "signed.json", "terms.json"]
         assert sorted(p.name for p in place.path.iterdir()) == kept
         assert place.share_path().stat().st_mode & 0o777 == 0o600
@@ -53,7 +53,7 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
     key = five.key()
     assert set(np.unique(key)) == {-1, 1}
     assert (five.key((4, 3, 1)) == key).all()
-    manifest = Home(five.homes[0]).only_consortium().manifest_path
+    manifest = HomeFolder(five.homes[0]).only_consortium().manifest_path
     assert "signed by all 5 members" in five.run("consortium", "check", str(manifest))
     assert "Delta" in five.run("consortium", "show", str(manifest))
     assert "finished" in five.step(0)  # and again changes nothing
@@ -112,7 +112,7 @@ def test_before_the_setup_is_finished_commands_say_so(five: Consortium) -> None:
 
 def test_what_a_killed_process_was_writing_is_removed(five: Consortium) -> None:
     five.step(0)
-    place = Home(five.homes[0]).only_consortium().path
+    place = HomeFolder(five.homes[0]).only_consortium().path
     # as a process leaves it that is killed between writing and renaming: the seed of the ceremony, sealed
     left = place / ".ceremony.sealed.0123456789ab.partial"
     shutil.copy(place / "ceremony.sealed", left)
@@ -126,7 +126,7 @@ def test_what_was_used_must_not_change(five: Consortium) -> None:
         for i in range(5):
             five.step(i)
     # Birch loses its state after all have used its messages, and starts anew: its commitment is another one
-    place = Home(five.homes[1]).only_consortium()
+    place = HomeFolder(five.homes[1]).only_consortium()
     place.ceremony_path.unlink()
     arguments = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder)]
     said = five.run(*arguments, *five.secrets(five.homes[1]), fails=QuorumarkError)
@@ -143,8 +143,8 @@ def test_after_a_fault_nothing_is_opened_again_until_all_start_anew(five: Consor
         for i in range(5):
             five.step(i)
     # Elm confirms squares that nobody else saw: it must have been told something else
-    elm = Home(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
-    terms = Home(five.homes[4]).only_consortium().terms()
+    elm = HomeFolder(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
+    terms = HomeFolder(five.homes[4]).only_consortium().terms()
     path = five.folder / "5-confirm" / "5.msg"
     session = json.loads(path.read_bytes()[4 : 4 + int.from_bytes(path.read_bytes()[:4], "big")])["session"]
     path.write_bytes(elm.write(Header(terms.digest().hex(), session, "dkg/confirm", 5), bytes(32)))
@@ -161,7 +161,7 @@ def test_after_a_fault_nothing_is_opened_again_until_all_start_anew(five: Consor
 
 def test_two_visits_at_once_are_refused(five: Consortium) -> None:
     five.step(0)
-    place = Home(five.homes[0]).only_consortium()
+    place = HomeFolder(five.homes[0]).only_consortium()
     step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
     with keystore.only_one(place.path):
         assert "another command is working" in five.run(*step, fails=QuorumarkError)
@@ -270,7 +270,7 @@ def test_a_dealer(tmp_path: Path, key: str) -> None:
         assert "finished" in group.run(*arguments, *group.secrets(home))
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
-    sizes = [Home(home).only_consortium().share_path().stat().st_size for home in group.homes]
+    sizes = [HomeFolder(home).only_consortium().share_path().stat().st_size for home in group.homes]
     assert max(sizes) < 0.7 * 8 * 140_000  # compressed: (K−t+1)/K of a vector each, about
     found = group.key((4, 0, 2))
     assert (group.key((1, 2, 3)) == found).all()
@@ -356,7 +356,7 @@ def test_backup_and_restore(five: Consortium) -> None:
 def test_a_request_under_another_manifest_says_what_to_do(five: Consortium) -> None:
     five.finish()
     folder = five.base / "recovery"
-    Home(five.homes[1]).only_consortium().share_path().unlink()
+    HomeFolder(five.homes[1]).only_consortium().share_path().unlink()
     five.run("share", "recover", "--helpers", "1,3,4", "--folder", str(folder), *five.secrets(five.homes[1]))
     request = folder / "request.msg"
     ours = five.manifests()[0].digest().hex().encode()
@@ -383,13 +383,13 @@ def test_what_was_sent_for_a_recovery_cannot_be_read_with_keys_that_are_stolen_l
     """The whole folder is kept, and after the recovery everybody's lasting keys are stolen: nothing opens."""
     five.finish()
     birch, folder = five.homes[1], five.base / "recovery"
-    Home(birch).only_consortium().share_path().unlink()
+    HomeFolder(birch).only_consortium().share_path().unlink()
     five.run("share", "recover", "--folder", str(folder), *five.secrets(birch), "--helpers", "1,3,5")
     for _ in range(2):
         for i in (0, 2, 4):
             five.run("share", "help", "--folder", str(folder), *five.secrets(five.homes[i]))
     assert "recovered" in five.run("share", "recover", "--folder", str(folder), *five.secrets(birch))
-    stolen = Home(birch).identity(Unlock.key_file(birch.with_suffix(".key")))
+    stolen = HomeFolder(birch).identity(Unlock.key_file(birch.with_suffix(".key")))
     manifest = five.manifests()[0]
     request = stolen.read(
         (folder / "request.msg").read_bytes()[2:], manifest.terms, recover_module._header(manifest, "request", 2)
@@ -399,14 +399,14 @@ def test_what_was_sent_for_a_recovery_cannot_be_read_with_keys_that_are_stolen_l
         stolen.read((folder / "answer-1.msg").read_bytes(), manifest.terms, head)
     for home in five.homes:  # and the keys that were made for it are gone
         assert not [
-            p for p in Home(home).only_consortium().path.iterdir() if p.name in ("help.sealed", "recovery.sealed")
+            p for p in HomeFolder(home).only_consortium().path.iterdir() if p.name in ("help.sealed", "recovery.sealed")
         ]
 
 
 def test_dealings_cannot_be_read_with_keys_that_are_stolen_later(five: Consortium) -> None:
     """A dealing is sealed under the session's keys, which die with it, not to the member's lasting key."""
     five.finish()
-    elm = Home(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
+    elm = HomeFolder(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
     manifest = five.manifests()[0]
     data = (five.folder / "3-deal" / "1-to-5.msg").read_bytes()
     header = Header(manifest.terms.digest().hex(), manifest.genesis.session, "dkg/deal", 1, 5)
@@ -419,12 +419,12 @@ def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypat
     five = Consortium(tmp_path, size=400)
     five.finish()
     # a share may be larger than any record may be: the limit on records must not stop it
-    manifest = Home(five.homes[0]).only_consortium().manifest_path
+    manifest = HomeFolder(five.homes[0]).only_consortium().manifest_path
     assert manifest.stat().st_size < 8 * 2800
     monkeypatch.setattr(home_module, "_LARGEST_RECORD", manifest.stat().st_size + 1)
     key, folder = five.key(), five.base / "recovery"
-    lost = Home(five.homes[1]).only_consortium().share_path()
-    original = Home(five.homes[1]).only_consortium().share(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    lost = HomeFolder(five.homes[1]).only_consortium().share_path()
+    original = HomeFolder(five.homes[1]).only_consortium().share(Unlock.key_file(five.homes[1].with_suffix(".key")))
     values, salts = original.vector(), original.others_salts
     recover = ["share", "recover", "--folder", str(folder), *five.secrets(five.homes[1])]
     assert "still there" in five.run(*recover, "--helpers", "1,3,5", fails=QuorumarkError)
@@ -441,9 +441,11 @@ def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypat
     for i in (4, 0, 2, 0):  # and once more changes nothing
         assert "Birch can now read its own share" in five.run(*help_birch, *five.secrets(five.homes[i]))
     # one answer alone is no share: masked, and unrelated to the helper's own
-    birch = Home(five.homes[1]).identity(Unlock.key_file(five.homes[1].with_suffix(".key")))
-    avon = Home(five.homes[0]).only_consortium().share(Unlock.key_file(five.homes[0].with_suffix(".key"))).vector()
-    place = Home(five.homes[1]).only_consortium()
+    birch = HomeFolder(five.homes[1]).identity(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    avon = (
+        HomeFolder(five.homes[0]).only_consortium().share(Unlock.key_file(five.homes[0].with_suffix(".key"))).vector()
+    )
+    place = HomeFolder(five.homes[1]).only_consortium()
     body = json.loads(
         keystore.read_sealed(
             place.path / "recovery.sealed", Unlock.key_file(five.homes[1].with_suffix(".key")), "recovery"
@@ -478,7 +480,7 @@ def test_passphrases_and_errors(tmp_path: Path) -> None:
     result = runner.invoke(app, [*init, "--passphrase-file", str(file)])
     assert result.exit_code == 0
     assert secret not in result.output
-    assert Home(tmp_path / "home").identity(Unlock.passphrase(secret)).name == "Avon"
+    assert HomeFolder(tmp_path / "home").identity(Unlock.passphrase(secret)).name == "Avon"
     for path in (tmp_path / "home").rglob("*"):
         if path.is_file():
             assert secret.encode() not in path.read_bytes()

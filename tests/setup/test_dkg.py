@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Header, exchange, open_message, verify_manifest
 from quorumark.errors import CeremonyError, InputError, MessageError, SignatureError
 from quorumark.field import P, Vector

@@ -22,9 +22,9 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.archive import key_place, leaf_count, write_archive
-from quorumark.consortium.canonical import canonical, digest
-from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Opening, Tree, new_salt, salt_seed
@@ -70,7 +70,7 @@ class Consortium:
 
     def __init__(self, base: Path, count: int = 5, threshold: int = 3) -> None:
         self.base = base
-        self.homes: dict[str, Home] = {}
+        self.homes: dict[str, HomeFolder] = {}
         for name in NAMES[:count]:
             self.add(name)
         people = [self.identity(name) for name in NAMES[:count]]
@@ -84,7 +84,7 @@ class Consortium:
 
     def add(self, name: str) -> Identity:
         Unlock.new_key_file(self.base / f"{name}.key")
-        self.homes[name] = Home.create(self.base / name, name, self.unlock(name))
+        self.homes[name] = HomeFolder.create(self.base / name, name, self.unlock(name))
         return self.identity(name)
 
     def unlock(self, name: str) -> Unlock:
@@ -569,7 +569,7 @@ def test_a_dealers_share_is_opened_without_its_seed(tmp_path: Path, leaf: int) -
     homes = []
     for name in NAMES[:3]:
         Unlock.new_key_file(tmp_path / f"{name}.key")
-        homes.append(Home.create(tmp_path / name, name, Unlock.key_file(tmp_path / f"{name}.key")))
+        homes.append(HomeFolder.create(tmp_path / name, name, Unlock.key_file(tmp_path / f"{name}.key")))
     unlocks = [Unlock.key_file(tmp_path / f"{name}.key") for name in NAMES[:3]]
     people = [home.identity(unlock) for home, unlock in zip(homes, unlocks, strict=True)]
     terms = make_terms(people, 2, D, leaf=leaf, setup="dealer")

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quorumark.consortium.canonical import canonical
-from quorumark.consortium.home import Home
+from quorumark.canonical import canonical
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
@@ -309,12 +309,12 @@ def test_two_commands_at_once_wait_for_each_other(member: Member, tmp_path: Path
 
 def test_the_ledger_is_in_the_backup_and_works_after_it(tmp_path: Path) -> None:
     Unlock.new_key_file(tmp_path / "key")
-    home = Home.create(tmp_path / "home", "Avon", Unlock.key_file(tmp_path / "key"))
+    home = HomeFolder.create(tmp_path / "home", "Avon", Unlock.key_file(tmp_path / "key"))
     member = Member(home.path)
     member.answer(vector(1))
     home.policy_path.write_text('{"format": "quorumark-policy/v1", "approve": "ask"}')
     home.backup(tmp_path / "backup.tar")
-    restored = Member(Home.restore(tmp_path / "backup.tar", tmp_path / "again").path)
+    restored = Member(HomeFolder.restore(tmp_path / "backup.tar", tmp_path / "again").path)
     assert restored.ledger().head == member.ledger().head
     assert restored.home.policy_path.exists()
     with pytest.raises(GuardError, match="adds 0 coordinates to those answered before"):

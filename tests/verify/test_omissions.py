@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark.canonical import canonical
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.canonical import canonical
 from quorumark.consortium.keystore import write_private, write_shared
 from quorumark.consortium.merkle import Opening
 from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordError

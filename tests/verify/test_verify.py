@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quorumark import shamir
-from quorumark.consortium.canonical import canonical
+from quorumark.canonical import canonical
 from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo, ShareWriter
 from quorumark.errors import (

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.canonical import canonical, digest, parse, started
-from quorumark.consortium.checks import field_names, is_count, is_hex, is_name, is_time, require, take
+from quorumark.canonical import canonical, digest, parse, started
+from quorumark.checks import field_names, is_count, is_hex, is_name, is_time, require, take
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
 from quorumark.errors import RecordError
 

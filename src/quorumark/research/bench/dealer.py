@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quorumark import field
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Card, Member, Terms
@@ -54,7 +54,7 @@ def _case(count: int, threshold: int, wanted: int, layer: int, runs: int) -> Ite
         size = _fitting(wanted, count, threshold, shutil.disk_usage(base).free)
         Unlock.new_key_file(base / "key")
         unlock = Unlock.key_file(base / "key")
-        home = Home.create(base / "home", "member 1", unlock)
+        home = HomeFolder.create(base / "home", "member 1", unlock)
         terms = _terms(home.card(), count, threshold, size)
         folder = base / "exchange"
         for _ in range(runs):

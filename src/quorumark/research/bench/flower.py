@@ -173,7 +173,7 @@ def _app(folder: Path, marked: bool) -> Any:
     from flwr.app import Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock
     from quorumark.flower import watermark_mod
     from quorumark.flower.wire import tensors, to_record
@@ -181,7 +181,7 @@ def _app(folder: Path, marked: bool) -> Any:
 
     def member(context: Any) -> MemberNode:
         name = f"member-{int(context.node_config['partition-id']) + 1}"
-        return MemberNode(Home(folder / name), Unlock.key_file(folder / f"{name}.key"))
+        return MemberNode(HomeFolder(folder / name), Unlock.key_file(folder / f"{name}.key"))
 
     app = ClientApp(mods=[watermark_mod(member)] if marked else [])
 
@@ -202,7 +202,7 @@ def _app(folder: Path, marked: bool) -> Any:
 
 def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]]) -> None:
     """Homes for all members, with shares from a dealer."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock, write_shared
     from quorumark.consortium.records import Member, Terms, anchor_digest
     from quorumark.model.layout import ModelLayout
@@ -215,7 +215,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
         key = folder / f"member-{x}.key"
         Unlock.new_key_file(key)
         unlock = Unlock.key_file(key)
-        people[x] = Home.create(folder / f"member-{x}", f"member {x}", unlock), unlock
+        people[x] = HomeFolder.create(folder / f"member-{x}", f"member {x}", unlock), unlock
     cards = {x: home.card() for x, (home, _) in people.items()}
     roster = tuple(Member(x, card.name, card.ed25519, card.x25519, 100 + x) for x, card in cards.items())
     terms = Terms(

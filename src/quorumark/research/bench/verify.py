@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock, write_private, write_shared
 from quorumark.consortium.merkle import new_salt
@@ -148,7 +148,9 @@ def two_members(folder: Path, layout: ModelLayout, anchor: str) -> list[Path]:
     names = ("Avon", "Birch")
     for name in names:
         Unlock.new_key_file(folder / f"{name}.key")
-    opened = [(Home.create(folder / n, n, Unlock.key_file(folder / f"{n}.key")), folder / f"{n}.key") for n in names]
+    opened = [
+        (HomeFolder.create(folder / n, n, Unlock.key_file(folder / f"{n}.key")), folder / f"{n}.key") for n in names
+    ]
     people: list[Identity] = [home.identity(Unlock.key_file(key)) for home, key in opened]
     roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100) for x, p in enumerate(people, 1))
     terms = Terms(
