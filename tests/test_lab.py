@@ -1121,7 +1121,7 @@ def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> Non
 
 def _error(values: list[float]) -> float:
     """The standard error of their mean."""
-    return float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def test_readme_says_what_the_runs_found() -> None:
