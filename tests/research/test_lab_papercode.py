@@ -439,7 +439,7 @@ def test_strength_md_says_what_the_runs_found() -> None:
 
 def test_strength_md_says_what_the_code_s_rule_does() -> None:
     """The table, and Δ against the mean of all unmarked seeds; what the half of a run shows."""
-    results = read_all(Path(__file__).parent.parent / "results")
+    results = read_all(Path(__file__).parents[2] / "results")
     prose, name = _prose("docs/strength.md"), "{}-resnet18-k32-iid-{}-s{}".format
     cases = [("cifar10", "0.025"), ("cifar100", "0.025"), ("cifar100", "0.1")]
     changes = []
@@ -479,7 +479,7 @@ def test_strength_md_says_what_the_code_s_rule_does() -> None:
 
 
 def test_table_1_says_what_three_seeds_tell_of_the_cost() -> None:
-    results = read_all(Path(__file__).parent.parent / "results")
+    results = read_all(Path(__file__).parents[2] / "results")
     notes = " ".join(read("table1").notes)
 
     def compared(data: str, strength: str) -> tuple[float, float]:
