@@ -67,7 +67,13 @@ def create(
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
     from quorumark.consortium.keystore import write_shared
-    from quorumark.consortium.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
+    from quorumark.consortium.records import (
+        DEFAULT_POLICY,
+        DEFAULT_STRENGTH,
+        Member,
+        Terms,
+        anchor_of,
+    )
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -79,7 +85,7 @@ def create(
     layout = ModelLayout.of(
         model, include=include or ("*",), exclude=[*DEFAULT_EXCLUDE, *(exclude or ())], max_coordinates=max_coordinates
     )
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     roster = []
     for point, text in enumerate(member, 1):
         card, examples = _card(text)

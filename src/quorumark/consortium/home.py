@@ -47,7 +47,7 @@ from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 
-__all__ = ["ConsortiumFolder", "Home", "follow_back", "history_name"]
+__all__ = ["ConsortiumFolder", "HomeFolder", "follow_back", "history_name"]
 
 UNDER_WAY = (
     "another ceremony of this consortium (setup, check, refresh or reshare) is under way here: run its command with "

@@ -204,7 +204,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     """Homes for all members, with shares from a dealer."""
     from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock, write_shared
-    from quorumark.consortium.records import Member, Terms, anchor_digest
+    from quorumark.consortium.records import Terms, anchor_of, roster_of
     from quorumark.model.layout import ModelLayout
     from quorumark.node.journal import create_memory
     from quorumark.setup.dealer import accept, deal
@@ -217,10 +217,10 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
         unlock = Unlock.key_file(key)
         people[x] = HomeFolder.create(folder / f"member-{x}", f"member {x}", unlock), unlock
     cards = {x: home.card() for x, (home, _) in people.items()}
-    roster = tuple(Member(x, card.name, card.ed25519, card.x25519, 100 + x) for x, card in cards.items())
+    roster = roster_of((card, 100 + x) for x, card in cards.items())
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(model)), created="2026-01-31T12:00:00Z",
+        anchor_of(layout, model), created="2026-01-31T12:00:00Z",
         setup="dealer", strength={"rule": "relative", "c": "0.03"},
     )  # fmt: skip
     deal(terms, folder / "dealing")
