@@ -27,6 +27,7 @@ from quorumark.research.known import TensorsInMemory
 from quorumark.verify.coalition import combine, prepare
 from tests.house.test_cli import run
 from tests.kit.consortium import Tensors, World, make_world
+from tests.kit.oracle import spelled
 from tests.verify.test_verify_cli import Desk
 
 WORDS, WIDTH, NEURONS = 90, 24, 40
@@ -491,11 +492,11 @@ def test_damaged_streams_are_refused() -> None:
         damaged = json.loads(json.dumps(body))
         change(damaged)
         with pytest.raises(RecordError, match=match):
-            Groups.from_bytes(json.dumps(damaged).encode())
+            Groups.from_bytes(spelled(damaged))
 
     refused(lambda b: b.update(stream=None), "a stream")
     refused(lambda b: b.update(format=["quorumark-groups/v3"]), "format")
-    refused(lambda b: b.update(format="quorumark-groups/v1"), "unknown critical field")
+    refused(lambda b: b.update(format="quorumark-groups/v1"), "unknown field")
     refused(lambda b: b["stream"].update(size=1), "two channels or more")
     refused(lambda b: b["stream"].update(writers=[]), "writers and norms")
     refused(lambda b: b["stream"].update(norms=[]), "writers and norms")

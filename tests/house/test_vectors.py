@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from quorumark import codec, field, shamir
+from quorumark.consortium.canonical import canonical, digest, parse
+from quorumark.consortium.keystore import Unlock
+from quorumark.errors import RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import STATISTICS, canonical_form, inner_product, vector_digest
 from quorumark.model.suspect import Suspect, match_layout, read_suspect
 from quorumark.verify.coalition import omitted
-from quorumark.verify.null import z_text
+from quorumark.verify.null import cosine_text, log10_bound, log10_p, raised_threshold, threshold_for, z_text
 from quorumark.verify.reference import Anchor
 from tests.kit.oracle import array, ints, lift
 
@@ -153,6 +156,53 @@ def test_canonical_form_vectors(name: str, statistic: str, tmp_path: Path) -> No
         value = lift(shamir.decode(answers, 2).value)
         assert (str(value), z_text(value, form.norm2)) == (opened["value"], opened["z"])
 
+
+# --- records ----------------------------------------------------------------------------------------------
+
+RECORDS = load("records")
+
+
+@pytest.mark.parametrize("case", RECORDS["accepted"], ids=lambda case: case["why"])
+def test_canonical_bytes_vectors(case: dict[str, Any]) -> None:
+    data = bytes.fromhex(case["bytes"])
+    assert canonical({"format": RECORDS["format"], **case["value"]}) == data
+    assert parse(data, RECORDS["format"], "an example") == case["value"]
+
+
+@pytest.mark.parametrize("case", RECORDS["refused"], ids=lambda case: case["why"])
+def test_other_bytes_are_refused(case: dict[str, str]) -> None:
+    with pytest.raises(RecordError):
+        parse(bytes.fromhex(case["bytes"]), RECORDS["format"], "an example")
+
+
+def test_digest_vectors() -> None:
+    for case in RECORDS["digests"]:
+        assert digest(case["domain"], *map(bytes.fromhex, case["parts"])).hex() == case["digest"]
+
+
+def test_vectors_of_numbers_in_records() -> None:
+    for case in RECORDS["quotients"]:
+        value, norm2 = int(case["value"]), int(case["norm2"])
+        assert z_text(value, norm2) == case["z"]
+        assert cosine_text(value, norm2, case["coordinates"]) == case["cosine"]
+    assert {alpha: threshold_for(alpha) for alpha in RECORDS["thresholds"]["alpha"]} == RECORDS["thresholds"]["alpha"]
+    for z, failed, raised in RECORDS["thresholds"]["raised"]:
+        assert raised_threshold(z, failed) == raised
+    for case in RECORDS["tails"]:
+        assert (log10_p(case["z"]), log10_bound(case["z"])) == (case["log10_p"], case["log10_bound"])
+
+
+def test_passphrase_vectors() -> None:
+    """In UTF-8 as it was typed: a composed ü and a decomposed one are two passphrases."""
+    for case in RECORDS["passphrases"]:
+        assert case["passphrase"].encode().hex() == case["utf8"]
+        assert Unlock.passphrase(case["passphrase"]).key(case["settings"], "a file").hex() == case["key"]
+    composed, decomposed = RECORDS["passphrases"][1:3]
+    settings = composed["settings"]
+    assert Unlock.passphrase(decomposed["passphrase"]).key(settings, "a file").hex() != composed["key"]
+
+
+# --- the scripts ------------------------------------------------------------------------------------------
 
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 

@@ -29,6 +29,7 @@ from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as sign_amendment
 from quorumark.verify.reference import Reference
 from tests.kit.flowers import Consortium, Model, train
+from tests.kit.oracle import spelled
 from tests.kit.rounds import Repeating, Run
 
 CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
@@ -419,10 +420,10 @@ def test_a_turn_survives_its_bytes_and_nothing_else_is_one() -> None:
     )
     for change in changes:
         with pytest.raises(QuorumarkError):
-            Turn.from_bytes(json.dumps({**whole, **change}).encode())
+            Turn.from_bytes(spelled({**whole, **change}))
     for name in ("never", "round"):
         with pytest.raises(QuorumarkError):
-            Turn.from_bytes(json.dumps({k: v for k, v in whole.items() if k != name}).encode())
+            Turn.from_bytes(spelled({k: v for k, v in whole.items() if k != name}))
 
 
 # --- memory that was lost ---------------------------------------------------------------------------------

@@ -431,19 +431,24 @@ def anchor_grid() -> dict[str, Any]:
 
 
 def halves_of_balanced() -> dict[str, Any]:
-    """Logarithms that cancel, so that every scale is 0: 2^-13 is half a unit, 2^13 is cut to 2^17."""
-    weights = [2.0**-13, 2.0**13, -(2.0**-13), -(2.0**13), 1.0, -1.0, 2.0**-14, 2.0**14]
-    return case("balanced weights of half a unit, and those that are cut at 2^17", {"w": f32((1, 1, 8), [0.0] * 8)},
-                {"w": f32((1, 1, 8), weights)})  # fmt: skip
+    """Every scale is 0, since logarithms cancel: 2^-13 is half a unit, and 2^13 and 2^14 are both cut to 2^17.
+
+    Without the anchor only the halves are left, so that x shows them.
+    """
+    anchor = [2.0**-14, -(2.0**-14), 2.0**13, -(2.0**13), 4.0] + [1.0] * 1019
+    weights = [2.0**-13, -(2.0**-13), 2.0**14, -(2.0**13), 4.0] + [1.0] * 1019
+    return case("balanced weights of half a unit, and those that are cut at 2^17",
+                {"w": f32((1, 1, 1024), anchor)}, {"w": f32((1, 1, 1024), weights)})  # fmt: skip
 
 
 def halves_of_parts() -> dict[str, Any]:
-    """A coefficient of exactly 1/2 and odd anchors: k·b/2^16 ends in .5, and is rounded up, not away from 0."""
-    unit = 1 + 2.0**-12
-    anchor = [unit, -unit, unit, -unit] * 4
-    weights = [unit, unit, unit, -unit] * 4
-    return case("half a unit of the anchor's part is rounded up", {"w": f32((1, 1, 16), anchor)},
-                {"w": f32((1, 1, 16), weights)})  # fmt: skip
+    """A coefficient of 65,537 and anchors of ±2^15 units: parts of ±32,768.5, of which 32,769 and −32,768 are taken.
+
+    So nothing at all is left of the suspect; any other rounding leaves a unit, and x shows it.
+    """
+    anchor, weights = [8.0, -8.0, 0.125, -0.125], [8 + 2.0**-12, -8.0, 0.125, -0.125]
+    return case("half a unit of the anchor's part is rounded up",
+                {"w": f32((1, 1, 4), anchor)}, {"w": f32((1, 1, 4), weights)})  # fmt: skip
 
 
 def halves_of_x() -> dict[str, Any]:
@@ -530,15 +535,18 @@ def fixed_point() -> dict[str, Any]:
 
 
 def tensor_norms() -> dict[str, Any]:
-    """One weight alone has 2^32 (n = 1) or 2^31 (n = 4), which int32 does not hold; a tie with a sign; all zeros."""
-    anchor = {name: f32(shape, some(name, math.prod(shape))) for name, shape in
-              (("a", (1, 1)), ("b", (2, 2)), ("c", (2, 2)), ("d", (2, 8)), ("e", (2, 3)))}  # fmt: skip
-    tie = [1024.0 * 2.0**-10] * 7 + [2.0**-10, -(2.0**-10)] + [1.0] * 7
+    """One weight alone has 2^32 (n = 1) or 2^31 (n = 4), which int32 does not hold; a tensor of zeros; ties.
+
+    In d the norm is 2^33, so that fixed-point weights of ±1 become ±1/2: of these 1 and 0 are taken.
+    """
+    shapes = {"a": (1, 1), "b": (2, 2), "c": (2, 2), "d": (32, 32), "e": (2, 3)}
+    anchor = {name: f32(shape, some(name, math.prod(shape))) for name, shape in shapes.items()}
+    ties = [2.0**14] * 256 + [1.0, 2.0**-10, -(2.0**-10)] + [2.0**-40] * 254 + [0.0] * 511
     suspect = {
         "a": f32((1, 1), [0.37]),
         "b": f32((2, 2), [0.0, 0.0, -5.0, 0.0]),
         "c": f32((2, 2), [0.0, math.nan, 1e-40, -0.0]),
-        "d": f32((2, 8), tie),
+        "d": f32((32, 32), ties),
         "e": f32((2, 3), [1.0, -1.0, 0.5, -0.5, 0.25, 2.0**-9]),
     }
     return case("mean-tensor-cosine: cut to ±(2^31 − 1), halves rounded up, a tensor of zeros", anchor, suspect)
