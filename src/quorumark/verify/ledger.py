@@ -277,9 +277,8 @@ class Ledger:
     def _append(self, kind: str, **values: Any) -> None:
         """The line first, then the head: whatever a crash leaves of it, `_read` can tell."""
         number = len(self.entries) + 1
-        common = {"format": FORMAT, "number": number, "previous": self.head, "time": now(), "kind": kind}
-        entry = common | values
-        line = canonical(entry)
+        entry = {"number": number, "previous": self.head, "time": now(), "kind": kind} | values
+        line = canonical({"format": FORMAT, **entry})
         try:
             descriptor = os.open(self._place.ledger_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as file:
