@@ -29,8 +29,8 @@ from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.reference import Reference, describe_lora
-from tests.house.test_cli import run
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
 from tests.kit.oracle import spelled
 
@@ -324,7 +324,7 @@ def test_a_layer_that_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
     """It is read again for every pass, and gives the same."""
     delta, anchor = product(trained(initial(), 7), "q"), initial()[down("q")]
     expected = gauge(blocks(delta, 7), anchor)
-    monkeypatch.setattr("quorumark.align.lora._KEPT", 1000)
+    monkeypatch.setattr("quorumark.align.lora.KEPT", 1000)
     assert all((one == two).all() for one, two in zip(gauge(blocks(delta, 7), anchor), expected, strict=True))
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import canonical, digest
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.identity import verify_manifest
 from quorumark.consortium.merkle import Opening, Tree, new_salt, root_from, salt_seed
 from quorumark.consortium.records import Genesis, Manifest, Terms

@@ -25,8 +25,8 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as strategies
 
-from quorumark.consortium.canonical import canonical
-from quorumark.consortium.home import Home
+from quorumark.canonical import canonical
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.keystore import Unlock, write_private
 from quorumark.consortium.records import DEFAULT_POLICY, Manifest
@@ -54,9 +54,9 @@ from quorumark.simulation import Losses
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import check_certificate
 from quorumark.verify.reference import Reference
+from tests.kit.audits import audit
 from tests.kit.consortium import make_world
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, initial, pulled, records_of, train
-from tests.verify.test_omissions import audit
 
 SEED = 3
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -1381,6 +1381,6 @@ def test_a_node_config_names_the_member(world: Consortium) -> None:
     assert isinstance(
         member_of(SimpleNamespace(node_config={"quorumark-socket": "/run/q.sock"}, run_config={})), SignerClient
     )
-    pinned = MemberNode(Home(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
+    pinned = MemberNode(HomeFolder(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
     with pytest.raises(RecordError, match="its operator pinned"):
         pinned.handle("unmask", {"request": b""}, {})

@@ -13,7 +13,7 @@ import pytest
 
 from quorumark.align.lora import Factors, Lora
 from quorumark.align.matching import Group, Groups, Slot
-from quorumark.consortium.canonical import canonical, read_json
+from quorumark.canonical import canonical, read_json
 from quorumark.consortium.merkle import Opening
 from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.errors import QuorumarkError, RecordError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quorumark import codec, field, shamir
-from quorumark.consortium.canonical import canonical, digest, parse
+from quorumark.canonical import canonical, digest, parse
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import RecordError
 from quorumark.model import kernels

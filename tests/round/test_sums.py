@@ -31,10 +31,10 @@ from quorumark.round.secagg.messages import pack, unpack
 from quorumark.round.server import RoundServer
 from quorumark.round.statements import Turn
 from quorumark.simulation import Federation, FederationMember, Losses
+from tests.kit.checked import CHECKED, five_people
 from tests.kit.flowers import Consortium, Model, initial, train
 from tests.kit.rounds import SEED, Repeating, Run
 
-CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
 BINDING = bytes(range(32))
 
 
@@ -78,17 +78,8 @@ def test_what_is_proportional_is_another_sum() -> None:
         assert checked_sums.tag(BINDING, field.scale(factor, plain)[:-1], first=False) == field.scale(factor, plain)[-1]
 
 
-# --- the key ----------------------------------------------------------------------------------------------
-
-
-def _people(count: int = 5) -> tuple[list[Identity], Group]:
-    people = [Identity.generate(f"Hospital {x}") for x in range(1, count + 1)]
-    group = Group.of_cards([person.card() for person in people], 3, b"sums")
-    return sorted(people, key=lambda person: group.point_of(person.ed25519)), group
-
-
 def test_all_members_of_a_round_have_its_key_and_nobody_else() -> None:
-    people, group = _people()
+    people, group = five_people()
     said = {x: checked_sums.seal_keys(person, group, 4, BINDING) for x, person in enumerate(people, 1)}
     members = (1, 2, 4, 5)
 
@@ -118,7 +109,7 @@ def test_all_members_of_a_round_have_its_key_and_nobody_else() -> None:
 
 
 def test_vouchers_are_of_one_member_round_and_history() -> None:
-    people, group = _people()
+    people, group = five_people()
     said = {x: checked_sums.vouch(person, group, 4, BINDING) for x, person in enumerate(people, 1)}
     assert checked_sums.vouchers(group, 4, BINDING, {**said, 2: b""}) == (1, 3, 4, 5)
     checked_sums.check_vouchers(group, 4, BINDING, {1: said[1], 2: b"", 3: said[3], 5: said[5]})

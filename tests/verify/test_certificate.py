@@ -19,7 +19,7 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
-from quorumark.consortium.canonical import canonical, digest
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.identity import Identity, verify, verify_manifest
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, QuorumarkError, RecordError, SignatureError

@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field
-from quorumark.consortium.canonical import canonical, digest, parse
+from quorumark.canonical import canonical, digest, parse
 from quorumark.consortium.keystore import replacing
 from quorumark.consortium.merkle import Opening, Tree, levels_of, path_of, root_of, salt_seed
 from quorumark.consortium.records import ARCHIVE_KEY, Manifest

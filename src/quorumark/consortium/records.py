@@ -7,17 +7,19 @@ fields that it does not know. Numbers are integers; fractions are decimal string
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.canonical import canonical, digest, parse, started
-from quorumark.consortium.checks import field_names, is_count, is_hex, is_name, is_time, require, take
+from quorumark.canonical import canonical, digest, parse, started
+from quorumark.checks import field_names, is_count, is_hex, is_name, is_time, require, take
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
 from quorumark.errors import RecordError
+from quorumark.model.layout import ModelLayout, Source
 
 __all__ = [
     "ARCHIVE_KEY",
@@ -29,6 +31,8 @@ __all__ = [
     "Member",
     "Terms",
     "anchor_digest",
+    "anchor_of",
+    "roster_of",
     "streamed_anchor_digest",
 ]
 
@@ -103,6 +107,12 @@ FIXED_POLICY = ("groups", "lora")
 """Digests of how suspects are read and matched: agreed on with the first terms or never."""
 
 
+class HasDigest(Protocol):
+    """Groups, or anything else that terms name by its digest."""
+
+    def digest(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Terms:
     """Everything that is fixed before the key exists. Setup messages are bound to the terms' digest."""
@@ -156,6 +166,32 @@ class Terms:
         rule = "must be unchecked where cohorts are drawn, whose members change (--policy sums=unchecked)"
         require(checked == "unchecked" or "cohort" not in self.policy, "the policy's sums", rule)
 
+    @classmethod
+    def agree(
+        cls,
+        name: str,
+        threshold: int,
+        members: Iterable[tuple[Card, int]],
+        model: Source,
+        *,
+        layout: ModelLayout | None = None,
+        groups: HasDigest | None = None,
+        policy: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Terms for a public initial model: each member's card with its number of examples, in the order of points.
+
+        `layout` says which weights carry, if the default will not do. `groups` are the channels that belong together
+        (`quorumark groups`), without which no suspect can be aligned later. The others are fields of the terms.
+        """
+        layout = layout or ModelLayout.of(model)
+        rules = {**DEFAULT_POLICY, **(policy or {})} | ({} if groups is None else {"groups": groups.digest()})
+        about = {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "buffers": layout.beside(model).hex()}
+        return cls(
+            name, threshold, roster_of(members), layout.digest(), layout.coordinates, anchor_of(layout, model),
+            policy=rules, **{**about, **settings},
+        )  # fmt: skip
+
     @property
     def members(self) -> int:
         return len(self.roster)
@@ -200,6 +236,16 @@ class Terms:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
+
+
+def roster_of(members: Iterable[tuple[Card, int]]) -> tuple[Member, ...]:
+    """Members at the points 1, 2, …, from their cards (or identities) and their numbers of examples."""
+    return tuple(Member(x, who.name, who.ed25519, who.x25519, count) for x, (who, count) in enumerate(members, 1))
+
+
+def anchor_of(layout: ModelLayout, model: Source) -> str:
+    """What terms name as their anchor."""
+    return anchor_digest(layout.digest(), layout.encode(model))
 
 
 def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quorumark.consortium.checks import require
+from quorumark.checks import require
 from quorumark.consortium.records import FIXED_POLICY, Manifest, Terms
 
 __all__ = ["check_follows", "check_terms_follow", "is_warm_up", "quorum", "unchanged"]

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.canonical import canonical, parse
+from quorumark.canonical import canonical, parse
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock, replacing, write_private

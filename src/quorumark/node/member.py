@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.canonical import digest
-from quorumark.consortium.checks import is_hex
-from quorumark.consortium.home import Home
+from quorumark.canonical import digest
+from quorumark.checks import is_hex
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock, only_one, write_private
 from quorumark.consortium.records import Terms
@@ -127,7 +127,7 @@ class MemberNode:
 
     def __init__(
         self,
-        home: Home,
+        home: HomeFolder,
         unlock: Unlock,
         *,
         terms: str | None = None,

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from quorumark import codec, field
-from quorumark.consortium.canonical import canonical, digest, parse
+from quorumark.canonical import canonical, digest, parse
 from quorumark.consortium.records import KEY_KINDS
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError

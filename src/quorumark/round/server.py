@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.canonical import canonical, parse
-from quorumark.consortium.checks import DAMAGED
+from quorumark.canonical import canonical, parse
+from quorumark.checks import DAMAGED
 from quorumark.consortium.home import read_array, read_file
 from quorumark.consortium.keystore import replacing, write_private
 from quorumark.consortium.records import Manifest

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quorumark.consortium.canonical import canonical, digest, parse
-from quorumark.consortium.checks import is_count, take
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_count, take
 from quorumark.consortium.identity import Identity, open_message
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.round.group import Group, check_round_number, word

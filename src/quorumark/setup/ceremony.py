@@ -22,7 +22,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Header, Identity, exchange, verify
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Manifest, Terms

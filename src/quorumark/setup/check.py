@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile

@@ -32,7 +32,7 @@ from typing import ClassVar
 import numpy as np
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Header, Identity, open_message
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Genesis, Manifest, Terms

@@ -25,9 +25,9 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import canonical, parse
-from quorumark.consortium.checks import take
-from quorumark.consortium.home import ConsortiumFolder, Home, read_file
+from quorumark.canonical import canonical, parse
+from quorumark.checks import take
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_file
 from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
 from quorumark.consortium.keystore import Unlock, only_one, read_sealed, write_sealed, write_shared
 from quorumark.consortium.merkle import SALT_ELEMENTS
@@ -45,7 +45,7 @@ def _header(manifest: Manifest, step: str, sender: int, recipient: int = 0, sess
     return Header(manifest.digest().hex(), session, f"recover/{step}", sender, recipient)
 
 
-def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]) -> str:
+def request(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]) -> str:
     """Asks `helpers` (t points, not this member's) for this member's share; the request's nonce."""
     with only_one(place.path):
         manifest, identity = place.manifest(), home.identity(unlock)
@@ -65,7 +65,9 @@ def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, h
         return nonce
 
 
-def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, tuple[str, ...]]:
+def help_recover(
+    home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path
+) -> tuple[str, tuple[str, ...]]:
     """Helps with a request that names this member as a helper: says hello; answers once all helpers have.
 
     Whose share it is for, and which helpers are awaited.
@@ -120,7 +122,7 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
         return name, ()
 
 
-def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
+def finish(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
     """Puts the answers together, checks the share against its root and keeps it; or the names still missing."""
     with only_one(place.path):
         manifest, identity = place.manifest(), home.identity(unlock)

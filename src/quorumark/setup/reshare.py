@@ -34,8 +34,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quorumark import field, shamir
+from quorumark.canonical import digest
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.canonical import digest
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from quorumark.consortium.canonical import canonical, digest, read_json
+from quorumark.canonical import canonical, digest, read_json
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError, SignatureError

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from quorumark.consortium.canonical import canonical, digest, parse
-from quorumark.consortium.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.consortium.identity import Identity, verify
 from quorumark.consortium.records import Terms
 from quorumark.field import P

@@ -10,7 +10,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.round.group import word
 

@@ -10,8 +10,8 @@ import numpy as np
 from cryptography.exceptions import InvalidTag
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import digest
-from quorumark.consortium.checks import is_count
+from quorumark.canonical import digest
+from quorumark.checks import is_count
 from quorumark.consortium.identity import Identity, exchange
 from quorumark.errors import (
     AnsweredError,

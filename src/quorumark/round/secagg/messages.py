@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.consortium.canonical import canonical, digest, parse
-from quorumark.consortium.checks import is_count
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_count
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.records import Member
 from quorumark.errors import (

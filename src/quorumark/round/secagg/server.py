@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quorumark import field, shamir
-from quorumark.consortium.canonical import digest
+from quorumark.canonical import digest
 from quorumark.consortium.identity import exchange, open_message
 from quorumark.errors import (
     DecodingError,
