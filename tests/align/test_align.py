@@ -32,6 +32,7 @@ from quorumark.align.trace import derive_groups, derive_scalings  # noqa: E402
 from quorumark.research.attacks import Target, chain, run  # noqa: E402
 from quorumark.research.lab import models  # noqa: E402
 from tests.kit import lab  # noqa: E402
+from tests.kit.oracle import spelled  # noqa: E402
 
 SEED = 9
 DISGUISE: list[tuple[str, dict[str, Any]]] = [("permutation", {}), ("rescaling", {})]
@@ -533,10 +534,10 @@ def test_damaged_groups_are_refused() -> None:
         damaged = json.loads(json.dumps(body))
         change(damaged)
         with pytest.raises(RecordError, match=match):
-            Groups.from_bytes(json.dumps(damaged).encode())
+            Groups.from_bytes(spelled(damaged))
 
     refused(lambda b: b.update(format="quorumark-groups/v9"), "format")
-    refused(lambda b: b.update(more=1), "unknown critical field")
+    refused(lambda b: b.update(more=1), "unknown field")
     refused(lambda b: b["groups"][0].update(size=1), "two elements")
     refused(lambda b: b["groups"][0].update(slots=[]), "must have a slot")
     refused(lambda b: b["groups"][0]["slots"][0].pop(), "must list each slot")

@@ -28,6 +28,7 @@ pytest.importorskip("transformers")
 from quorumark.align.trace import derive_groups  # noqa: E402
 from quorumark.research.attacks import chain  # noqa: E402
 from tests.kit import lab  # noqa: E402
+from tests.kit.oracle import spelled  # noqa: E402
 
 SEED = 7
 TURN: tuple[str, dict[str, Any]] = ("rotation", {})
@@ -357,7 +358,7 @@ def test_damaged_mixings_are_refused() -> None:
         damaged = json.loads(json.dumps(body))
         change(damaged)
         with pytest.raises(RecordError, match=match):
-            Groups.from_bytes(json.dumps(damaged).encode())
+            Groups.from_bytes(spelled(damaged))
 
     refused(lambda b: b.pop("mixings"), "mixings")
     refused(lambda b: b.update(mixings=3), "must be a list")

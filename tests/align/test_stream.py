@@ -31,6 +31,7 @@ from quorumark.verify.findings import combine
 from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
 from tests.kit.desk import Desk
+from tests.kit.oracle import spelled
 
 WORDS, WIDTH, NEURONS = 90, 24, 40
 FLOW = Stream(
@@ -493,7 +494,7 @@ def test_damaged_streams_are_refused() -> None:
         damaged = json.loads(json.dumps(body))
         change(damaged)
         with pytest.raises(RecordError, match=match):
-            Groups.from_bytes(json.dumps(damaged).encode())
+            Groups.from_bytes(spelled(damaged))
 
     refused(lambda b: b.pop("stream"), "stream")
     refused(lambda b: b.update(stream=3), "a stream")

@@ -191,7 +191,7 @@ KILLED = """
 import contextlib, os, signal, sys
 from pathlib import Path
 import numpy as np
-from quorumark import keystore
+from quorumark.consortium import keystore
 from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.records import Manifest
 from quorumark.verify import ledger as module
@@ -423,7 +423,7 @@ def test_a_policy_is_read_strictly(tmp_path: Path) -> None:
         ({"max_answers": -1}, "whole number"),
         ({"statistics": "balanced-anchor/v1"}, "list of texts"),
         ({"statistics": [1]}, "list of texts"),
-        ({"statistic": []}, "unknown critical field 'statistic'"),
+        ({"statistic": []}, "unknown field 'statistic'"),
     ]
     for change, text in changes:
         path.write_text(json.dumps({**good, **change}))

@@ -326,7 +326,7 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
         typer.echo(jsonlib.dumps({**body, "entries": entries}))
         return
     for entry in book.entries:
-        shown = {k: v for k, v in entry.items() if k not in ("format", "previous", "number", "time", "kind")}
+        shown = {k: v for k, v in entry.items() if k not in ("previous", "number", "time", "kind")}
         text = ", ".join(f"{k} {v if k == 'reason' else str(v)[:40]}" for k, v in shown.items())
         typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
     typer.echo(

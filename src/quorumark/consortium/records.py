@@ -358,7 +358,7 @@ class Manifest:
             sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
             sound = sound and all(is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
             norm = self.commitment.get("norm", "0") if sound else "0"
-            sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
+            sound = sound and isinstance(norm, str) and norm.isascii() and norm.isdecimal() and len(norm) < 40
             require(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
     @property
