@@ -37,9 +37,12 @@ from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round.amplitudes import Amplitudes
 from quorumark.setup.inprocess import found, make_key
 from quorumark.simulation import Federation, FederationMember, Losses, watch
+from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
+from quorumark.verify.check import check_certificate, sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, read_chain
 
 HOSPITALS = ("Avon", "Birch", "Cedar", "Delta", "Elm")

@@ -17,7 +17,10 @@ from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.setup.amend import propose
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.answer import answer
+from quorumark.verify.check import check_certificate
+from quorumark.verify.combine import combine
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
 from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, anchor_model, make_world, trained_from

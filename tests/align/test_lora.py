@@ -27,7 +27,10 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.answer import answer
+from quorumark.verify.check import check_certificate
+from quorumark.verify.combine import combine
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, describe_lora
 from tests.kit.ceremony import identities, make_terms
 from tests.kit.commands import run

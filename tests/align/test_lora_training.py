@@ -15,7 +15,7 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import prepare
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, describe_lora
 from tests.kit.ceremony import identities, make_terms
 

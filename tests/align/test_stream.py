@@ -24,7 +24,8 @@ from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import TensorsInMemory
-from quorumark.verify.coalition import combine, prepare
+from quorumark.verify.combine import combine
+from quorumark.verify.query import prepare
 from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
 from tests.kit.desk import Desk

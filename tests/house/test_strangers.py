@@ -27,9 +27,10 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.model.suspect import read_suspect
-from quorumark.verify.coalition import answer, prepare
+from quorumark.verify.answer import answer
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger, Policy
+from quorumark.verify.query import prepare
 from tests.kit.consortium import World, make_world, trained_from
 
 LIMIT = 1 << 30

@@ -57,12 +57,15 @@ from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import advance
 from quorumark.setup.recover import help_recover, request
 from quorumark.simulation import Federation, FederationMember
+from quorumark.verify.answer import answer
 from quorumark.verify.audit import Challenge, KeyOpening, challenge, check_audit
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare
+from quorumark.verify.check import check_certificate
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger, Policy, read_policy
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import read_chain
 from tests.kit import checked, secure_sums, suspects
 from tests.kit import liars as shared_keys

@@ -23,9 +23,10 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
 from quorumark.verify import ledger as ledger_module
+from quorumark.verify.combine import reconcile
 from quorumark.verify.evidence import Partial, now
 from quorumark.verify.guard import budget, check_query, least_effective
-from quorumark.verify.ledger import Policy, read_policy, reconcile
+from quorumark.verify.ledger import Policy, read_policy
 from quorumark.verify.null import raised_threshold, z_text
 from tests.kit.ledgers import LEAF, PEOPLE, Member, Vector, rounded
 
@@ -191,11 +192,12 @@ KILLED = """
 import contextlib, os, signal, sys
 from pathlib import Path
 import numpy as np
-from quorumark import keystore
+from quorumark.consortium import keystore
 from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.records import Manifest
-from quorumark.verify import ledger as module
+from quorumark.verify import vectors
 from quorumark.verify.evidence import Query
+from quorumark.verify.ledger import Ledger
 
 folder, manifest, query, kill_at, late = sys.argv[1:6]
 real, writes = keystore.replacing, []
@@ -211,9 +213,9 @@ def dying(path, *mode):
         os.kill(os.getpid(), signal.SIGKILL)
     writes.append(path)
 
-keystore.replacing = module.replacing = dying
+keystore.replacing = vectors.replacing = dying
 x = np.load(Path(folder) / "x.npy")
-ledger = module.Ledger.open(ConsortiumFolder(Path(folder)), Manifest.from_bytes(Path(manifest).read_bytes()))
+ledger = Ledger.open(ConsortiumFolder(Path(folder)), Manifest.from_bytes(Path(manifest).read_bytes()))
 ledger.record_answer(Query.from_bytes(Path(query).read_bytes()), x, "--approve")
 print("answered", ledger.head)
 """

@@ -21,16 +21,19 @@ from quorumark.consortium.merkle import Opening
 from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordError
 from quorumark.node.member import MemberNode
 from quorumark.setup.exchange import reshare
-from quorumark.verify import openings
+from quorumark.verify import opening
+from quorumark.verify.answer import answer
 from quorumark.verify.audit import Challenge, challenge
-from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
+from quorumark.verify.check import check_certificate, sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.null import z_text
 from quorumark.verify.omissions import Omitted, left_out
-from quorumark.verify.openings import ShareOpening
+from quorumark.verify.opening import ShareOpening
+from quorumark.verify.proof import Audit, explain
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
 from tests.kit.audits import SEED, Audited, ask, audit
 from tests.kit.consortium import Tensors, World, make_world, trained_from
@@ -155,7 +158,7 @@ def test_forged_challenges_and_openings_explain_nothing(world: World, first: Aud
     for point in (1, 2):  # of their own shares, whatever they are asked
         home, unlock = world.homes[point - 1]
         share = home.only_consortium().share(unlock)
-        leaves = openings._opened(share, ground.leaves)
+        leaves = opening._opened(share, ground.leaves)
         values = {"manifest": ground.manifest, "challenge": ground.digest(), "point": point, "leaves": leaves}
         corrupt.append(ShareOpening.sign(home.identity(unlock), **values).to_bytes())
     stolen = json.loads(files[3]) | {"point": 4}

@@ -32,10 +32,13 @@ from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import inner_product
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
+from quorumark.verify.answer import answer, answer_with, whitened
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, answer_with, check_certificate, combine, prepare, sign, whitened
+from quorumark.verify.check import check_certificate, sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Finding, Partial, Query
 from quorumark.verify.ledger import Ledger
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, read_chain
 from tests.kit.answers import through
 from tests.kit.ceremony import identities, make_terms

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 from quorumark.model.layout import write_safetensors
+from quorumark.verify.answer import answer_with
 from quorumark.verify.audit import Challenge
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer_with, combine, sign
+from quorumark.verify.check import sign
+from quorumark.verify.combine import combine
 from quorumark.verify.ledger import Ledger
 from tests.kit.answers import through
 from tests.kit.commands import run

@@ -143,8 +143,8 @@ def record(
     the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
     """
     from quorumark.consortium.home import Home
-    from quorumark.verify.audited import explain
     from quorumark.verify.ledger import Ledger
+    from quorumark.verify.proof import explain
 
     place = Home(home).only_consortium(consortium)
     ledger = Ledger.open(place, place.manifest())
@@ -195,8 +195,8 @@ def check(
     from quorumark.consortium.home import read_as, read_file
     from quorumark.consortium.keystore import write_shared
     from quorumark.verify.audit import Challenge, check_audit
-    from quorumark.verify.audited import LARGEST, Audit, explain
-    from quorumark.verify.coalition import prepare_again
+    from quorumark.verify.proof import LARGEST, Audit, explain
+    from quorumark.verify.query import prepare_again
     from quorumark.verify.reference import Reference
 
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
@@ -238,7 +238,7 @@ def check(
 def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge, audits: Audits) -> Finding:
     """What a certificate says that its members signed and that follows from its partials, and whose z is challenged."""
     from quorumark.errors import EvidenceError
-    from quorumark.verify.coalition import check_certificate
+    from quorumark.verify.check import check_certificate
 
     certificate = read_certificate(path)
     check_certificate(certificate, chain, audits=audits)

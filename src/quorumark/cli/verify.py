@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from quorumark.consortium.home import ConsortiumFolder
     from quorumark.consortium.records import Terms
-    from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Query
+    from quorumark.verify.proof import Audit
     from quorumark.verify.reference import Reference
 
 app = typer.Typer(
@@ -92,7 +92,7 @@ def prepare(
     """
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InconclusiveError
-    from quorumark.verify.coalition import prepare as prepare_query
+    from quorumark.verify.query import prepare as prepare_query
 
     place = _place(home, consortium, manifest)
     with _progress(json) as note:
@@ -148,7 +148,7 @@ def partial(
     """
     from quorumark.consortium.home import Home, read_as
     from quorumark.consortium.keystore import write_shared
-    from quorumark.verify.coalition import answer
+    from quorumark.verify.answer import answer
     from quorumark.verify.evidence import Query
 
     member = Home(home)
@@ -207,7 +207,7 @@ def combine(
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError, InputError, QuorumarkError
     from quorumark.verify.certificate import Certificate
-    from quorumark.verify.coalition import combine as combine_partials
+    from quorumark.verify.combine import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
 
     if _is_signed(out):
@@ -244,7 +244,7 @@ def sign(
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
     from quorumark.consortium.home import Home
     from quorumark.consortium.keystore import write_shared
-    from quorumark.verify.coalition import sign as sign_certificate
+    from quorumark.verify.check import sign as sign_certificate
 
     member = Home(home)
     place = member.only_consortium(consortium)
@@ -275,7 +275,7 @@ def check(
 
     Exits with the code of the verdict that it confirms.
     """
-    from quorumark.verify.coalition import check_certificate
+    from quorumark.verify.check import check_certificate
     from quorumark.verify.reference import Reference, read_chain
 
     found = read_certificate(certificate)
@@ -477,8 +477,8 @@ def _opened(
     place: ConsortiumFolder | None, chain: Sequence[Any], audits: Sequence[Path | Audit] | None
 ) -> dict[str, tuple[int, ...]]:
     """The leaves that audits opened, by audit: what this member's ledger knows, and what is proved here."""
-    from quorumark.verify.audited import Audit, explain
     from quorumark.verify.ledger import Ledger
+    from quorumark.verify.proof import Audit, explain
 
     known = Ledger.open(place, chain[-1]).audits() if place is not None else {}
     proofs = [one for one in audits or () if isinstance(one, Audit)]

@@ -23,7 +23,7 @@ whoever knows the key can make up challenges, and draw seeds until they fit. So 
 L·min(C(L,c), 2^80), for all the seeds that anybody can try, unless the reader vouches for it: it drew that seed itself,
 or asked whoever did.
 
-The leaves are drawn in `challenge`, and opened and read in `openings`.
+The leaves are drawn in `challenge`, and opened and read in `opening` and `leaves`.
 """
 
 from __future__ import annotations
@@ -58,18 +58,10 @@ from quorumark.verify.challenge import (
     spread,
 )
 from quorumark.verify.evidence import VERDICTS, Query, vector_digest
+from quorumark.verify.leaves import from_archives, from_shares, outliers
 from quorumark.verify.null import decimal_of, log10_bound, z_text
 from quorumark.verify.omissions import MOST_SEEDS
-from quorumark.verify.openings import (
-    LIFE,
-    Burns,
-    KeyOpening,
-    ShareOpening,
-    from_archives,
-    from_shares,
-    open_leaves,
-    outliers,
-)
+from quorumark.verify.opening import LIFE, Burns, KeyOpening, ShareOpening, open_leaves
 
 __all__ = [
     "LIFE",

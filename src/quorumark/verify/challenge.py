@@ -4,7 +4,7 @@ How many. z on a part φ of the leaves is about z·√φ, with a standard deviat
 contributions differ by h of their mean; h = 1/2 is assumed. φ is chosen such that z·√φ = 12 + 2.4·s, so that an honest
 audit falls short in 1 of 100 cases. For L ≫ z² that is (14.4/z)²: 0.7 % at z = 170.
 
-A challenge is unsigned, and its seed and z are the asker's: it burns no leaf (`audited`).
+A challenge is unsigned, and its seed and z are the asker's: it burns no leaf (`proof`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ from quorumark.errors import GuardError, InputError, KeystoreError
 from quorumark.model.statistic import norms, vector_digest
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
-from quorumark.verify.ledger import Ledger, Numbers, Policy, StoredVector
+from quorumark.verify.ledger import Ledger, Policy
+from quorumark.verify.vectors import Numbers, StoredVector
 
 __all__ = ["budget", "check_query", "least_effective"]
 

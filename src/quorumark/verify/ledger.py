@@ -14,29 +14,25 @@ import fcntl
 import os
 import re
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quorumark.consortium.canonical import canonical, digest, parse
 from quorumark.consortium.checks import is_count, is_hex, is_text, is_time
 from quorumark.consortium.home import ConsortiumFolder, read_file
-from quorumark.consortium.keystore import replacing, write_private
+from quorumark.consortium.keystore import write_private
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.model.statistic import vector_digest
-from quorumark.verify.evidence import Partial, Query, now
+from quorumark.verify.evidence import Query, now
+from quorumark.verify.vectors import Numbers, StoredVector
 
-__all__ = ["Ledger", "Policy", "StoredVector", "read_policy", "reconcile"]
+__all__ = ["Ledger", "Policy", "read_policy"]
 
 FORMAT = "quorumark-ledger/v1"
 HEAD_FORMAT = "quorumark-ledger-head/v1"
-_VECTOR = "quorumark-vector/v1"
 _KINDS = {
     "answered": {"x", "suspect", "query", "files", "left_out", "approved_by"},
     "refused": {"query", "reason"},
@@ -60,91 +56,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 _MOST_REFUSALS = 1000
 _MOST_LINES = 100_000  # of which the last ones are answers and burnt leaves only
 _LONGEST_REASON = 300
-_PIECE = 1 << 16  # bytes of a stored vector that are read at a time
-
-Numbers = NDArray[np.signedinteger[Any]]
-
-
-# --- the vector x ------------------------------------------------------------------------------------------
-
-
-def _plain(x: Numbers) -> Numbers:
-    """A flat vector of signed whole numbers, little-endian."""
-    if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
-        raise InputError("x", "must be a flat vector of signed whole numbers", getattr(x, "dtype", type(x).__name__))
-    return np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
-
-
-class StoredVector:
-    """A vector in a file: a line "quorumark-vector/v1 TYPE LENGTH", then its little-endian numbers under zlib.
-
-    It is read piece by piece, and no file stays open meanwhile: there may be many of them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        if not path.is_file():  # a pipe would be waited for
-            raise self._damaged()
-        try:
-            with path.open("rb") as file:
-                line = file.readline(100)
-                self._offset = file.tell()
-        except OSError as error:
-            raise KeystoreError(f"cannot read {str(path)!r}: {error.strerror}") from None
-        found = re.fullmatch(rb"quorumark-vector/v1 (int8|int16|int32|int64) ([0-9]{1,18})\n", line)
-        if not found:
-            raise self._damaged()
-        self._type = np.dtype(found[1].decode()).newbyteorder("<")
-        self.size = int(found[2])
-        self._left = self.size
-        self._zlib = zlib.decompressobj()
-        self._buffer = b""
-
-    def _damaged(self) -> KeystoreError:
-        remedy = "put it back from a backup, or answer the query of that model again after removing the file"
-        return KeystoreError(f"{str(self._path)!r} is not a whole vector of an answered query: {remedy}")
-
-    @staticmethod
-    def write(path: Path, x: Numbers) -> None:
-        plain = _plain(x)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        packer = zlib.compressobj(level=1)
-        view = plain.data.cast("B")
-        with replacing(path) as file:
-            file.write(f"{_VECTOR} {plain.dtype.name} {plain.size}\n".encode())
-            for start in range(0, len(view), 1 << 22):
-                file.write(packer.compress(view[start : start + (1 << 22)]))
-            file.write(packer.flush())
-
-    def take(self, count: int) -> Numbers:
-        """The next numbers; with the last ones the checksum must hold."""
-        wanted = count * self._type.itemsize
-        pieces, have = [self._buffer], len(self._buffer)
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                while have < wanted or (count == self._left and not self._zlib.eof):
-                    packed = self._zlib.unconsumed_tail or file.read(_PIECE)
-                    piece = self._zlib.decompress(packed, 1 << 20)
-                    if not piece and not packed:
-                        raise self._damaged()
-                    pieces.append(piece)
-                    have += len(piece)
-                    if count == self._left and have > wanted:  # it inflates to more than it says it holds
-                        raise self._damaged()
-                self._offset = file.tell()
-        except OSError as error:
-            raise KeystoreError(f"cannot read {str(self._path)!r}: {error.strerror}") from None
-        except zlib.error:
-            raise self._damaged() from None
-        whole = b"".join(pieces)
-        self._buffer, self._left = whole[wanted:], self._left - count
-        if self._left == 0 and self._buffer:
-            raise self._damaged()
-        return np.frombuffer(whole[:wanted], self._type)
-
-
-# --- the ledger --------------------------------------------------------------------------------------------
 
 
 class Ledger:
@@ -352,7 +263,7 @@ class Ledger:
         """Leaves of the shares that an audit opened: their signs are public, and no query may rest on them again.
 
         `audit_digest` is that of its challenge. Only for audits in which this member opened its own share, or that are
-        proved (`audited.explain`): with anything else in it this member would refuse every honest query for ever.
+        proved (`proof.explain`): with anything else in it this member would refuse every honest query for ever.
         """
         if not all(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf >= 0 for leaf in leaves):
             raise InputError("leaves", "must be whole numbers, at least 0", list(leaves))
@@ -434,9 +345,6 @@ def _check_outcome(outcome: str, allowed: Sequence[str]) -> None:
         raise InputError("outcome", f"must be one of {', '.join(allowed)}", repr(outcome))
 
 
-# --- the member's own policy -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Policy:
     """What a member answers, by its own decision; the file is HOME/policy.json.
@@ -483,28 +391,3 @@ def read_policy(path: str | os.PathLike[str]) -> Policy:
             raise RecordError("a policy's statistics must be a list of texts")
         values["statistics"] = tuple(values["statistics"])
     return Policy(**values)
-
-
-# --- what the members know together ------------------------------------------------------------------------
-
-
-def reconcile(partials: Sequence[Partial]) -> tuple[dict[str, str], int]:
-    """All earlier queries that the partials of one query know of, and how many of them count as failed.
-
-    For each x the worst that any partial says: an x counts as passed only if every partial that knows of it says so;
-    else it is failed if anybody says failed, or open. A "passed" that one member claims alone is believed, since
-    refusing it would gain nothing: that member could as well have left the x out. What honest members of this
-    coalition answered themselves is in their own histories as failed or open until they have seen its certificate, and
-    no claim of others overrides that. Open ones count as failed. The query's own x is left out.
-    """
-    if not partials:
-        raise InputError("partials", "must be there", "none")
-    if len({partial.x for partial in partials}) != 1:
-        raise InputError("partials", "must answer one query", "answers to several")
-    known: dict[str, str] = {}
-    for partial in partials:
-        for x, outcome in partial.history.items():
-            if x != partial.x:
-                known[x] = max(known.get(x, "passed"), outcome, key=("passed", "open", "failed").index)
-    known = dict(sorted(known.items()))
-    return known, sum(outcome != "passed" for outcome in known.values())

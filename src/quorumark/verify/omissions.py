@@ -46,7 +46,7 @@ MOST_SEEDS = 1 << 80
 """How many seeds of a challenge anybody can try."""
 
 Audits: TypeAlias = Mapping[str, Collection[int]]
-"""Leaves by the digest of the challenge that had them opened. Only what was proved (`audited.explain`), or what a
+"""Leaves by the digest of the challenge that had them opened. Only what was proved (`proof.explain`), or what a
 member wrote into its own ledger."""
 
 # contexts of our own: what a host program does to the default one must not change a certificate

@@ -1,58 +1,26 @@
-"""What the partials of a query say together: the number, z, the threshold, the verdict (docs/verification.md).
+"""Combining: what the partials of a query say together, as a number, z, a threshold, a verdict (docs/verification.md).
 
-finding = combine(manifest, query, partials, audits=explain(chain, files))
-check_signed(certificate, manifest)     # years later: signed by all who count, and all of it follows again
+finding = combine(manifest, query, partials, audits=explain(chain, files))              # anybody
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from decimal import Decimal
 
 from quorumark import shamir
-from quorumark.align import lora as gauge
-from quorumark.align import matching as alignment
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P
 from quorumark.verify import null
-from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.guard import budget
-from quorumark.verify.ledger import reconcile
 from quorumark.verify.omissions import Audits, Omitted, left_out
+from quorumark.verify.query import how_aligned
 
-__all__ = ["again", "agreed_alignment", "check_signed", "combine", "how_aligned"]
+__all__ = ["again", "combine", "reconcile"]
 
-NO_ALIGNMENT = "none"
 _FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
-
-
-# --- how the suspect was matched --------------------------------------------------------------------------
-
-
-def agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
-    """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
-    used = [] if procedure is None else [f"{procedure}:{terms.policy['groups']}"]
-    used += [f"{gauge.PROCEDURE}:{terms.policy['lora']}"] if lora else []
-    return "+".join(used) or NO_ALIGNMENT
-
-
-def how_aligned(terms: Terms, text: str) -> dict[str, bool]:
-    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
-
-    Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
-    others.
-    """
-    procedures = (None, *alignment.PROCEDURES) if "groups" in terms.policy else (None,)
-    for procedure, lora in itertools.product(procedures, (False, True) if "lora" in terms.policy else (False,)):
-        if text == agreed_alignment(terms, procedure, lora=lora):
-            return {"align": procedure is not None, "lora": lora}
-    raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
-
-
-# --- combining --------------------------------------------------------------------------------------------
 
 
 def combine(
@@ -67,7 +35,7 @@ def combine(
     """What the partials say together. Each check is numbered; an EvidenceError names whose partial is refused, and why.
 
     `alpha` sets the threshold by a probability of false alarm instead of the policy's z; it can only raise it.
-    `audits` explain what the query leaves out: proved ones (`audited.explain`), or those of a member's own ledger.
+    `audits` explain what the query leaves out: proved ones (`proof.explain`), or those of a member's own ledger.
     """
     terms = manifest.terms
     # 1. the query is for this manifest, as all members signed it
@@ -164,6 +132,28 @@ def combine(
         reasons=tuple(reasons),
         created=created or now(),
     )
+
+
+def reconcile(partials: Sequence[Partial]) -> tuple[dict[str, str], int]:
+    """All earlier queries that the partials of one query know of, and how many of them count as failed.
+
+    For each x the worst that any partial says: an x counts as passed only if every partial that knows of it says so;
+    else it is failed if anybody says failed, or open. A "passed" that one member claims alone is believed, since
+    refusing it would gain nothing: that member could as well have left the x out. What honest members of this
+    coalition answered themselves is in their own histories as failed or open until they have seen its certificate, and
+    no claim of others overrides that. Open ones count as failed. The query's own x is left out.
+    """
+    if not partials:
+        raise InputError("partials", "must be there", "none")
+    if len({partial.x for partial in partials}) != 1:
+        raise InputError("partials", "must answer one query", "answers to several")
+    known: dict[str, str] = {}
+    for partial in partials:
+        for x, outcome in partial.history.items():
+            if x != partial.x:
+                known[x] = max(known.get(x, "passed"), outcome, key=("passed", "open", "failed").index)
+    known = dict(sorted(known.items()))
+    return known, sum(outcome != "passed" for outcome in known.values())
 
 
 def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[int, ...], str]:
@@ -264,18 +254,8 @@ def _caveats(
     return texts
 
 
-# --- the same again ---------------------------------------------------------------------------------------
-
-
 def again(manifest: Manifest, finding: Finding) -> Finding:
     """What follows from the partials of a finding, with the audits that it names. Whether those were is not asked."""
     return combine(
         manifest, finding.query, finding.partials, alpha=finding.alpha, created=finding.created, audits=finding.audits
     )
-
-
-def check_signed(certificate: Certificate, manifest: Manifest) -> None:
-    """That all whose partials count signed a certificate, and that everything in it follows from those partials."""
-    verify_signatures(certificate, manifest)
-    if again(manifest, certificate.finding) != certificate.finding:
-        raise EvidenceError("the certificate says something else than the partials in it")
