@@ -185,4 +185,4 @@ def test_a_merged_model_with_its_channels_moved(marked: lab.Run, lora: Lora, tur
     assert marked.known.z_of(prepared.form) > 0.7 * marked.known.z(marked.released)
     expected = f"{groups.procedure}:{groups.digest()}+anchor-gauge/v1:{lora.digest()}"
     assert prepared.query.alignment == expected
-    assert any(text.startswith("aligned to the anchor") for text in prepared.query.matching)
+    assert any(reason.code.startswith("read.aligned") for reason in prepared.query.matching)

@@ -194,6 +194,7 @@ def check(
     """
     from quorumark.consortium.home import read_as, read_file
     from quorumark.consortium.keystore import write_shared
+    from quorumark.report.texts import sentences
     from quorumark.verify.audit import Challenge, check_audit
     from quorumark.verify.proof import LARGEST, Audit, explain
     from quorumark.verify.query import prepare_again
@@ -219,13 +220,14 @@ def check(
         vouched=[read_as(path, "a challenge", Challenge.from_bytes) for path in vouched or ()],
     )
     if json:
-        typer.echo(jsonlib.dumps(result.as_dict()))
+        texts = sentences((*result.reasons, *result.faults))
+        typer.echo(jsonlib.dumps({**result.as_dict(), "texts": texts}))
     else:
         shown = (
             f"z = {result.z} on the opened part, {result.predicted} ± {result.tolerance} expected" if result.z else ""
         )
         typer.echo(f"{result.verdict}: {shown}")
-        for text in (*result.reasons, *result.faults):
+        for text in sentences((*result.reasons, *result.faults)):
             typer.echo(f"- {text}")
         if keep is not None:
             typer.echo(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from quorumark.consortium.home import ConsortiumFolder
+    from quorumark.consortium.reasons import Reason
     from quorumark.consortium.records import Terms
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Query
@@ -106,7 +107,8 @@ def prepare(
     except InconclusiveError as error:
         if not json:
             raise
-        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", "reasons": [str(error)]}))
+        reasons = [] if error.reason is None else [error.reason.as_dict()]
+        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", "reasons": reasons, "texts": [str(error)]}))
         raise typer.Exit(2) from None
     if not again:
         write_shared(out, query.to_bytes())
@@ -275,6 +277,7 @@ def check(
 
     Exits with the code of the verdict that it confirms.
     """
+    from quorumark.report.texts import sentences
     from quorumark.verify.check import check_certificate
     from quorumark.verify.reference import Reference, read_chain
 
@@ -297,12 +300,13 @@ def check(
         _write_report(report, found, chain[-1], checked, left, f"quorumark verify check {' '.join(names)}")
     finding = found.finding
     if json:
-        typer.echo(jsonlib.dumps({"checked": checked, "not_checked": left, **_figures(finding)}))
+        body = {"checked": [one.as_dict() for one in checked], "not_checked": [one.as_dict() for one in left]}
+        typer.echo(jsonlib.dumps({**body, **_figures(finding)}))
     else:
         _print_finding(finding, chain[-1].terms)
-        for text in checked:
+        for text in sentences(checked):
             typer.echo(f"checked: {text}")
-        for text in left:
+        for text in sentences(left):
             typer.echo(f"NOT checked: {text}")
         if report is not None:
             typer.echo(f"the report is in {report}")
@@ -313,6 +317,8 @@ def check(
 def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
     from quorumark.consortium.home import Home
+    from quorumark.consortium.reasons import Reason
+    from quorumark.report.texts import sentence
     from quorumark.verify.guard import budget
     from quorumark.verify.ledger import Ledger
 
@@ -327,6 +333,8 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
         return
     for entry in book.entries:
         shown = {k: v for k, v in entry.items() if k not in ("format", "previous", "number", "time", "kind")}
+        if "reason" in shown:
+            shown["reason"] = sentence(Reason.from_dict(shown["reason"]))
         text = ", ".join(f"{k} {v if k == 'reason' else str(v)[:40]}" for k, v in shown.items())
         typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
     typer.echo(
@@ -417,13 +425,13 @@ def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> 
 
 
 def _write_report(
-    path: Path, certificate: Certificate, manifest: Any, checked: list[str], left: list[str], command: str
+    path: Path, certificate: Certificate, manifest: Any, checked: list[Reason], left: list[Reason], command: str
 ) -> None:
     from quorumark.report import certificate_page, write_page
 
     signers = certificate.signers(manifest)
-    texts = [*checked, *(f"not checked: {text}" for text in left)]
-    write_page(path, certificate_page(certificate, manifest, signers=signers, checked=texts, command=command))
+    page = certificate_page(certificate, manifest, signers=signers, checked=checked, left=left, command=command)
+    write_page(path, page)
 
 
 def _points(text: str | None) -> tuple[int, ...]:
@@ -487,14 +495,14 @@ def _opened(
 
 
 def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]]) -> str:
-    from quorumark.report.texts import about_left_out
+    from quorumark.report.texts import about_left_out, sentences
 
     files = ", ".join(file.name for file in query.files[:3]) or "a model in memory"
     more = f" and {len(query.files) - 3} more files" if len(query.files) > 3 else ""
     lines = [
         f"suspect: {files}{more}, {100 * query.covered / query.carriers:.1f} % of the carrying weights found",
         f"statistic {query.statistic}, alignment {query.alignment}, {query.effective:,} effective coordinates",
-        *query.matching,
+        *sentences(query.matching),
         *about_left_out(query, terms, opened),
         f"query {query.digest()}",
     ]
@@ -502,19 +510,24 @@ def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]])
 
 
 def _figures(finding: Finding) -> dict[str, Any]:
-    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "reasons", "failed"]
+    from quorumark.report.texts import sentences
+
+    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "failed"]
     names += ["agreed", "charged", "log10_choices", "audits"]
     members = [finding.names[str(partial.point)] for partial in finding.partials]
     wrong = [finding.names[str(point)] for point in finding.wrong]
-    return {name: getattr(finding, name) for name in names} | {"members": members, "wrong": wrong}
+    reasons = [reason.as_dict() for reason in finding.reasons]
+    texts = {"reasons": reasons, "texts": sentences(finding.reasons)}
+    return {name: getattr(finding, name) for name in names} | texts | {"members": members, "wrong": wrong}
 
 
 def _print_finding(finding: Finding, terms: Terms) -> None:
-    from quorumark.report.texts import about_charges, about_left_out
+    from quorumark.report.texts import about_charges, about_left_out, sentences
 
     typer.echo(
         f"{finding.verdict}: z = {finding.z}, threshold {finding.threshold}; an unrelated model gets as far with "
         f"probability 10^{finding.log10_p} (at most 10^{finding.log10_bound})"
     )
-    for reason in (*finding.reasons, *about_left_out(finding.query, terms, finding.audits), *about_charges(finding)):
-        typer.echo(f"- {reason}")
+    about = about_left_out(finding.query, terms, finding.audits) + about_charges(finding)
+    for text in sentences(finding.reasons) + about:
+        typer.echo(f"- {text}")

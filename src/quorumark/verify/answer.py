@@ -73,7 +73,7 @@ def answer(
         try:
             approved_by = check_query(query, prepared.form.x, manifest, ledger, read_policy(home.policy_path), approved)
         except GuardError as error:
-            ledger.record_refusal(query, str(error))
+            ledger.record_refusal(query, error.reason)
             raise
         value = _inner_product(place, unlock, manifest, point, prepared.form.x)
         history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}

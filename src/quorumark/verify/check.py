@@ -8,6 +8,7 @@ from decimal import Decimal
 from quorumark.align.lora import is_whole
 from quorumark.consortium.home import ConsortiumFolder, Home
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import EvidenceError
 from quorumark.model.layout import Source
@@ -56,7 +57,7 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
             "others' (setup check), or members who lie together frame this one"
         )
     signed = certificate.signed_by(identity)
-    ledger.learn(finding.known, f"certificate {certificate.digest()[:16]}")
+    ledger.learn(finding.known, certificate.digest())
     passed = finding.verdict == "PASSED"
     if not passed or finding.corroboration != "uncorroborated":
         ledger.record_outcome(finding.query.x, "passed" if passed else "failed", certificate.digest())
@@ -71,48 +72,50 @@ def check_certificate(
     reference: Reference | None = None,
     audits: Audits | None = None,
     progress: Progress | None = None,
-) -> tuple[list[str], list[str]]:
-    """Verifies a certificate from its files alone: what was checked, and what could not be, in sentences.
+) -> tuple[list[Reason], list[Reason]]:
+    """Verifies a certificate from its files alone: what was checked, and what could not be.
 
     Anything that does not hold is an error. `chain` was checked when it was read (`read_chain`). `audits`: those that
     are proved to have opened what the query leaves out (`proof.explain`).
     """
     manifest, finding = chain[-1], certificate.finding
-    checked: list[str] = []
-    left: list[str] = []
+    checked: list[Reason] = []
+    left: list[Reason] = []
     # 1. the manifest is the consortium's, signed by all members, and so is every one before it
-    checked.append(f"the manifest is signed by all {manifest.terms.members} members of {manifest.terms.name!r}")
+    checked.append(Reason.of("check.manifest", members=manifest.terms.members, consortium=manifest.terms.name))
     # 2. every member whose partial counts signed the certificate
     # 3. everything in it follows from the signed partials: the number, z, the threshold, the verdict
     check_signed(certificate, manifest)
-    signers = ", ".join(member.name for member in certificate.signers(manifest))
-    checked.append(f"the certificate is signed by {signers}")
-    checked.append(f"{len(finding.partials)} signed partials open the number, and z and the verdict follow from it")
+    signers = tuple(member.name for member in certificate.signers(manifest))
+    checked.append(Reason.of("check.signatures", members=signers))
+    checked.append(Reason.of("check.partials", partials=len(finding.partials)))
     # 4. audits opened what the query leaves out, or the verdict stands without them
     _check_left_out(manifest, finding, audits or {}, checked, left)
     # 5. the suspect is the one that was tested
     opened = None
     if suspect is None:
-        left.append("the suspect was not given: that these are its digests was not checked")
+        left.append(Reason.of("check.no-suspect"))
     else:
         opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
         if opened.digest() != finding.query.suspect:
             raise EvidenceError("the suspect given is not the one that the certificate is about: its bytes differ")
-        checked.append("the suspect's files are those that were tested")
+        checked.append(Reason.of("check.suspect"))
     # 6. the vector x follows from the suspect, the layout and the anchor
     if opened is None or reference is None:
-        left.append("the canonical form was not computed again: that takes the suspect, the layout and the anchor")
+        left.append(Reason.of("check.no-reference"))
     elif missing := _missing(reference, opened, finding.query):
-        left.append(f"the canonical form was not computed again: that takes {missing} as well")
+        left.append(missing)
     else:
         query = prepare_again(reference, opened, finding.query, progress).query
         if query != finding.query:
             raise EvidenceError(f"the certificate's query does not follow: {difference(query, finding.query)}")
-        checked.append("the canonical form was computed again from the suspect and the anchor, and is the same")
+        checked.append(Reason.of("check.form"))
     return checked, left
 
 
-def _check_left_out(manifest: Manifest, finding: Finding, audits: Audits, checked: list[str], left: list[str]) -> None:
+def _check_left_out(
+    manifest: Manifest, finding: Finding, audits: Audits, checked: list[Reason], left: list[Reason]
+) -> None:
     """The audits that a certificate names, against those that are proved here."""
     proved = {name: tuple(leaves) for name, leaves in audits.items()}
     if not finding.query.burnt:
@@ -121,9 +124,9 @@ def _check_left_out(manifest: Manifest, finding: Finding, audits: Audits, checke
     if not missing:
         rest = set(finding.query.burnt).difference(*finding.audits.values())
         if finding.audits:
-            checked.append(f"audits opened what the query leaves out: {len(finding.audits)}, all proved here")
+            checked.append(Reason.of("check.audits", audits=len(finding.audits)))
         if rest:
-            checked.append(f"nothing explains {len(rest)} of the leaves left out, and the threshold pays for that")
+            checked.append(Reason.of("check.unexplained", leaves=len(rest)))
         return
     # t members signed that they know of those audits; whoever does not want to believe it takes the higher threshold
     omitted = Omitted.of(finding.query, manifest.terms, {name: proved[name] for name in proved.keys() - set(missing)})
@@ -133,23 +136,20 @@ def _check_left_out(manifest: Manifest, finding: Finding, audits: Audits, checke
             f"the query leaves out leaves that the audit {missing[0][:16]} is said to have opened; without a proof of "
             f"that the threshold is {threshold}, and z = {finding.z} is below it: give the audit's proof (--audit)"
         )
-    left.append(
-        f"audits are said to explain what the query leaves out, without a proof: {len(missing)}; with those leaves "
-        f"unexplained the threshold is {threshold}"
-    )
+    left.append(Reason.of("check.no-proof", audits=len(missing), threshold=threshold))
 
 
-def _missing(reference: Reference, suspect: Suspect, query: Query) -> str:
-    """What is not here of what the query's way of matching takes; "" if all is."""
+def _missing(reference: Reference, suspect: Suspect, query: Query) -> Reason | None:
+    """What is not here of what the query's way of matching takes; None if all is."""
     how = how_aligned(reference.manifest.terms, query.alignment)
     if how["align"] and reference.groups is None:
-        return "groups.json"
+        return Reason.of("check.no-groups")
     if how["lora"] and reference.lora is None:
-        return "lora.json"
+        return Reason.of("check.no-factors")
     if how["lora"] and reference.lora is not None and reference.base_source is None:
         whole = how["align"] or is_whole(suspect, reference.layout, reference.lora)
-        return "the adapter's base model" if whole else ""
-    return ""
+        return Reason.of("check.no-base") if whole else None
+    return None
 
 
 def check_signed(certificate: Certificate, manifest: Manifest) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from quorumark import shamir
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P
@@ -103,9 +104,9 @@ def combine(
     verdict, reasons = _verdict(terms, query, z, threshold, null.raised_threshold(agreed, failed))
     reasons += _caveats(manifest, used, wrong, corroboration, query)
     if alpha:
-        reasons.append(f"the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy")
+        reasons.append(Reason.of("finding.alpha", alpha=alpha))
     if failed:
-        reasons.append(f"{failed} earlier queries that did not pass raised the threshold from {charged} to {threshold}")
+        reasons.append(Reason.of("finding.raised", failed=failed, charged=charged, threshold=threshold))
     return Finding(
         consortium=terms.name,
         members=terms.members,
@@ -205,53 +206,41 @@ def _largest_squared(manifest: Manifest, query: Query) -> int:
     return 2 * query.norm2 * _key_energy(manifest)
 
 
-def _verdict(terms: Terms, query: Query, z: str, threshold: str, uncharged: str) -> tuple[str, list[str]]:
-    coverage = f"{100 * query.covered / query.carriers:.1f} % of the carrying weights"
+def _verdict(terms: Terms, query: Query, z: str, threshold: str, uncharged: str) -> tuple[str, list[Reason]]:
+    def because(code: str, **values: int | str) -> list[Reason]:
+        return [Reason.of(f"finding.{code}", z=z, threshold=threshold, **values)]
+
     if Decimal(z) >= Decimal(threshold):
-        return "PASSED", [f"z = {z} reaches the threshold {threshold}"]
+        return "PASSED", because("passed")
     if query.covered * 100 < _FULL_COVERAGE * query.carriers:
-        return "INCONCLUSIVE", [f"z = {z} is below the threshold {threshold}, but only {coverage} were found"]
-    # whoever leaves out enough gets a low z for any model
+        return "INCONCLUSIVE", because("coverage", covered=query.covered, carriers=query.carriers)
+    # leaving out enough gives a low z for any model
     size, gone = terms.coordinates, left_out(terms, query.burnt)
     if (query.covered * size - gone * query.carriers) * 100 < _FULL_COVERAGE * query.carriers * size:
-        return "INCONCLUSIVE", [
-            f"z = {z} is below the threshold {threshold}, but {gone:,} of {size:,} coordinates were left out as burnt"
-        ]
+        return "INCONCLUSIVE", because("left-out", left_out=gone, coordinates=size)
     if Decimal(z) >= Decimal(uncharged):
-        return "INCONCLUSIVE", [
-            f"z = {z} would reach the threshold {uncharged}, but not {threshold}, which pays for the choices of "
-            "the asker"
-        ]
-    if query.surplus:
-        return "INCONCLUSIVE", [
-            f"z = {z} is below the threshold {threshold}, but {query.surplus:,} of the suspect's channels are left "
-            "over: those that were matched can be decoys"
-        ]
-    return "FAILED", [f"z = {z} is below the threshold {threshold}: the mark was not found"]
+        return "INCONCLUSIVE", because("charged", uncharged=uncharged)
+    if query.surplus:  # the channels that were matched can be decoys
+        return "INCONCLUSIVE", because("surplus", surplus=query.surplus)
+    return "FAILED", because("failed")
 
 
 def _caveats(
     manifest: Manifest, partials: Sequence[Partial], wrong: Sequence[int], corroboration: str, query: Query
-) -> list[str]:
+) -> list[Reason]:
     terms, count = manifest.terms, len(partials)
     spare = count - terms.threshold
-    texts = []
     if corroboration == "uncorroborated":
-        texts.append(
-            f"uncorroborated: from {count} partials the number follows whatever they say, so that one lying member "
-            "could have set it"
-        )
+        reasons = [Reason.of("finding.uncorroborated", partials=count)]
     elif corroboration == "corroborated":
-        texts.append(f"corroborated: {count} partials agree; up to {spare} lying members would have been noticed")
+        reasons = [Reason.of("finding.corroborated", partials=count, liars=spare)]
     else:
-        named = ", ".join(terms.member(point).name for point in wrong)
-        texts.append(
-            f"the partials of {named} contradict the others and were corrected; that is right if no more than "
-            f"{spare // 2} of the {count} members lie, and {spare // 2 + 1} who work together could have framed them"
-        )
+        named = tuple(terms.member(point).name for point in wrong)
+        reasons = [Reason.of("finding.corrected", partials=count, members=named, liars=spare // 2)]
     if query.covered < query.carriers:
-        texts.append(f"{query.carriers - query.covered:,} of {query.carriers:,} carrying weights were not found")
-    return texts
+        missing = query.carriers - query.covered
+        reasons.append(Reason.of("finding.weights-missing", missing=missing, carriers=query.carriers))
+    return reasons
 
 
 def again(manifest: Manifest, finding: Finding) -> Finding:

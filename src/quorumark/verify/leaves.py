@@ -17,10 +17,10 @@ import numpy as np
 from quorumark import field as arithmetic
 from quorumark import shamir
 from quorumark.consortium.archive import Archive
-from quorumark.consortium.checks import require
 from quorumark.consortium.merkle import Opening, root_from
+from quorumark.consortium.reasons import Reason, printable
 from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
-from quorumark.errors import DecodingError, QuorumarkError, RecordError
+from quorumark.errors import DecodingError, QuorumarkError, RecordError, SignatureError
 from quorumark.field import Stream, Vector
 from quorumark.verify.challenge import Challenge
 from quorumark.verify.opening import KeyOpening, ShareOpening
@@ -33,31 +33,53 @@ Leaves: TypeAlias = dict[int, tuple[Opening, ...]]
 """Opened leaves of genesis shares, by point: all that a challenge asks for, in order."""
 
 
-def from_shares(challenge: Challenge, chain: Sequence[Manifest], files: Sequence[bytes]) -> tuple[Leaves, list[str]]:
+def from_shares(challenge: Challenge, chain: Sequence[Manifest], files: Sequence[bytes]) -> tuple[Leaves, list[Reason]]:
     """Epoch 0: the opened leaves by point, and what was wrong with the other files."""
     terms, genesis = chain[-1].terms, chain[-1].genesis
     opened, faults = {}, []
     for number, data in enumerate(files, 1):
-        who = f"opening {number} of {len(files)}"
         try:
             opening = ShareOpening.from_bytes(data)
-            who = f"the opening of {terms.member(opening.point).name!r}"
             check_opening(opening, challenge, terms)
             for leaf in opening.leaves:
-                if root_from(leaf, terms.leaf, terms.coordinates).hex() != genesis.roots[opening.point - 1]:
-                    raise RecordError(f"leaf {leaf.index} is not what the genesis root commits to")
+                if not _leads_to(genesis.roots[opening.point - 1], leaf, terms):
+                    name = terms.member(opening.point).name
+                    raise RecordError(
+                        f"leaf {leaf.index} of {name!r} is not what the genesis root commits to",
+                        reason=Reason.of("fault.opening-leaf", name=name, leaf=leaf.index),
+                    )
             opened[opening.point] = opening.leaves
         except QuorumarkError as error:
-            faults.append(f"{who} is left out: {error}")
+            faults.append(error.reason or Reason.of("fault.opening-malformed", number=number, files=len(files)))
     return dict(sorted(opened.items())), faults
+
+
+def _leads_to(root: str, leaf: Opening, terms: Terms) -> bool:
+    """Whether an opened leaf is what a root commits to."""
+    try:
+        return root_from(leaf, terms.leaf, terms.coordinates).hex() == root
+    except QuorumarkError:  # a leaf of another length, or one that no share has
+        return False
 
 
 def check_opening(opening: ShareOpening | KeyOpening, challenge: Challenge, terms: Terms) -> None:
     """Signed by its member, for this challenge, and of all asked leaves: nobody opens some of them only."""
-    opening.verify(terms)
-    answers = (opening.challenge, opening.manifest) == (challenge.digest(), challenge.manifest)
-    require(answers, "it", "answers another challenge")
-    require(opening.indices == challenge.leaves, "it", "does not open exactly the leaves that were asked")
+    if opening.point > terms.members:
+        text = f"the opening is for point {opening.point}, but {terms.name!r} has {terms.members} members"
+        raise RecordError(text, reason=Reason.of("fault.opening-of-nobody", point=opening.point))
+    name = terms.member(opening.point).name
+    try:
+        opening.verify(terms)
+    except SignatureError as error:
+        raise SignatureError(str(error), reason=Reason.of("fault.opening-signature", name=name)) from None
+    if (opening.challenge, opening.manifest) != (challenge.digest(), challenge.manifest):
+        reason = Reason.of("fault.opening-of-another-challenge", name=name)
+        raise RecordError(f"the opening of {name!r} answers another challenge", reason=reason)
+    if opening.indices != challenge.leaves:
+        raise RecordError(
+            f"the opening of {name!r} does not open exactly the leaves that were asked",
+            reason=Reason.of("fault.opening-of-other-leaves", name=name),
+        )
 
 
 def from_archives(
@@ -65,31 +87,38 @@ def from_archives(
     chain: Sequence[Manifest],
     files: Sequence[bytes],
     archives: Sequence[str | os.PathLike[str]],
-) -> tuple[Leaves, list[str]]:
+) -> tuple[Leaves, list[Reason]]:
     """Later epochs: keys from t members of today, leaves from copies of the archives, checked as above."""
     manifest = chain[-1]
     terms = manifest.terms
     parts, faults = {}, []
     for number, data in enumerate(files, 1):
-        who = f"opening {number} of {len(files)}"
         try:
             opening = KeyOpening.from_bytes(data)
-            who = f"the opening of {terms.member(opening.point).name!r}"
             check_opening(opening, challenge, terms)
-            require(tuple(sorted(opening.keys)) == manifest.archived, "it", "must hold keys for all archives")
+            if tuple(sorted(opening.keys)) != manifest.archived:
+                name = terms.member(opening.point).name
+                raise RecordError(
+                    f"the opening of {name!r} must hold keys for all archives",
+                    reason=Reason.of("fault.opening-lacks-archives", name=name),
+                )
             parts[opening.point] = np.concatenate([opening.keys[point] for point in manifest.archived])
         except QuorumarkError as error:
-            faults.append(f"{who} is left out: {error}")
+            faults.append(error.reason or Reason.of("fault.opening-malformed", number=number, files=len(files)))
     readable: dict[int, Archive] = {}
     for path in archives:
+        file = printable(os.fspath(path))
         try:
             archive = Archive.read(path, manifest)
-            require(archive.point in manifest.archived, f"the archive {os.fspath(path)!r}", "is of no archived share")
+        except QuorumarkError:
+            faults.append(Reason.of("fault.archive-unusable", file=file))
+            continue
+        if archive.point in manifest.archived:
             readable.setdefault(archive.point, archive)
-        except QuorumarkError as error:
-            faults.append(str(error))
+        else:
+            faults.append(Reason.of("fault.archive-of-nobody", file=file))
     if len(parts) < terms.threshold:
-        faults.append(f"the archives' keys take {terms.threshold} members' openings, but there are {len(parts)}")
+        faults.append(Reason.of("fault.too-few-keys", opened=len(parts), needed=terms.threshold))
         return {}, faults
     opened, why = _read_archives(challenge, manifest, parts, readable)
     return opened, faults + why
@@ -97,11 +126,11 @@ def from_archives(
 
 def _read_archives(
     challenge: Challenge, manifest: Manifest, parts: Mapping[int, Vector], archives: Mapping[int, Archive]
-) -> tuple[Leaves, list[str]]:
+) -> tuple[Leaves, list[Reason]]:
     """The leaves that the key parts open. Parts that contradict each other are told apart by what opens an archive."""
     terms, t = manifest.terms, manifest.terms.threshold
     best: Leaves = {}
-    faults: list[str] = []
+    faults: list[Reason] = []
     for chosen in _sets_to_try(parts, t):
         keys = shamir.reconstruct({point: parts[point] for point in chosen}, t)
         opened, why = _open_archives(challenge, manifest, keys, archives)
@@ -110,8 +139,9 @@ def _read_archives(
             if opened:
                 others = [point for point in parts if point not in chosen]
                 misfits = _misfits(parts, chosen, others)
-                names = ", ".join(repr(terms.member(point).name) for point in misfits)
-                faults += [f"the keys that {names} opened do not fit the others' and were left out"] if misfits else []
+                if misfits:
+                    names = tuple(terms.member(point).name for point in misfits)
+                    faults.append(Reason.of("fault.keys-misfit", members=names))
         if len(best) == len(archives):
             break
     return best, faults
@@ -140,7 +170,7 @@ def _misfits(parts: Mapping[int, Vector], chosen: Sequence[int], others: Sequenc
 
 def _open_archives(
     challenge: Challenge, manifest: Manifest, keys: Vector, archives: Mapping[int, Archive]
-) -> tuple[Leaves, list[str]]:
+) -> tuple[Leaves, list[Reason]]:
     """All asked leaves of each archive, checked against its genesis root; an archive counts whole or not at all."""
     terms, genesis, n = manifest.terms, manifest.genesis, len(challenge.leaves)
     opened, faults = {}, []
@@ -149,12 +179,14 @@ def _open_archives(
         try:
             for i, index in enumerate(challenge.leaves, start):
                 leaf = archive.open(index, keys[i * ARCHIVE_KEY : (i + 1) * ARCHIVE_KEY])
-                if root_from(leaf, terms.leaf, terms.coordinates).hex() != genesis.roots[point - 1]:
-                    raise RecordError(f"leaf {index} of {str(archive.path)!r} is not what the genesis root commits to")
+                if not _leads_to(genesis.roots[point - 1], leaf, terms):
+                    faults.append(Reason.of("fault.archive-leaf", point=point, leaf=index))
+                    break
                 values.append(leaf)
-            opened[point] = tuple(values)
-        except (QuorumarkError, OSError) as error:
-            faults.append(f"the archive of the genesis share at point {point} is left out: {error}")
+            else:
+                opened[point] = tuple(values)
+        except (QuorumarkError, OSError):
+            faults.append(Reason.of("fault.archive-closed", point=point))
     return opened, faults
 
 

@@ -23,6 +23,7 @@ from quorumark.consortium.canonical import canonical, digest, parse
 from quorumark.consortium.checks import is_count, is_hex, is_text, is_time
 from quorumark.consortium.home import ConsortiumFolder, read_file
 from quorumark.consortium.keystore import write_private
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.model.statistic import vector_digest
@@ -44,7 +45,9 @@ _COMMON = {"format", "number", "previous", "time", "kind"}
 # a ledger comes back from backups, so its entries may be anybody's: what each field may hold
 _TYPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("previous", "x", "suspect", "query", "certificate", "audit"), lambda v: is_hex(v, 32)),
-    **dict.fromkeys(("approved_by", "reason", "source"), lambda v: isinstance(v, str)),
+    "approved_by": lambda v: v in ("person", "policy"),
+    "reason": lambda v: _is_refusal(v),
+    "source": lambda v: v == "" or is_hex(v, 32),
     "number": is_count,
     "time": lambda v: is_time(v) and _moment(v) is not None,
     "files": lambda v: isinstance(v, list) and all(is_text(name) for name in v),
@@ -55,7 +58,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 # not make a ledger that is too large to be read
 _MOST_REFUSALS = 1000
 _MOST_LINES = 100_000  # of which the last ones are answers and burnt leaves only
-_LONGEST_REASON = 300
 
 
 class Ledger:
@@ -207,8 +209,10 @@ class Ledger:
     def record_answer(self, query: Query, x: Numbers, approved_by: str) -> None:
         """Before an answer leaves. The same x again adds nothing, and puts a lost vector back.
 
-        `approved_by`: "--approve" for a person, or "policy".
+        `approved_by`: "person" or "policy".
         """
+        if approved_by not in ("person", "policy"):
+            raise InputError("approved_by", "must be person or policy", repr(approved_by))
         if vector_digest(x) != query.x:
             raise InputError("x", "must be the vector that the query names", "another one")
         with self.exclusive():
@@ -220,10 +224,10 @@ class Ledger:
                 asked = {"x": query.x, "suspect": query.suspect, "query": query.digest()}
                 self._append("answered", **asked, files=files, left_out=len(query.burnt), approved_by=approved_by)
 
-    def record_refusal(self, query: Query, reason: str) -> None:
+    def record_refusal(self, query: Query, reason: Reason) -> None:
         """A query that was refused, once for each reason; the first thousand of them."""
         with self.exclusive():
-            entry = {"query": query.digest(), "reason": reason[:_LONGEST_REASON]}
+            entry = {"query": query.digest(), "reason": reason.as_dict()}
             if sum(e["kind"] == "refused" for e in self.entries) >= _MOST_REFUSALS or self._full:
                 return
             if not any(e["kind"] == "refused" and entry.items() <= e.items() for e in self.entries):
@@ -241,13 +245,15 @@ class Ledger:
                 self._append("outcome", **entry)
 
     def learn(self, known: Mapping[str, str], source: str = "") -> None:
-        """What somebody else says of earlier queries; `source`, for people, says who.
+        """What somebody else says of earlier queries; `source` is the digest of the certificate that says so, if any.
 
         Hearsay counts if it makes things worse, and never if it makes them better: "failed" replaces open and another's
         "passed"; "passed" counts for an x that nobody had mentioned, and replaces nothing. Only a certificate
         (`record_outcome`) turns an open or failed query into a passed one, and hearsay does not touch it. A liar can
-        use up the budget with queries that never were; `source` then tells whom to ask.
+        use up the budget with queries that never were; `source` then tells whose certificate to look at.
         """
+        if source:
+            _hex("source", source)
         for x, outcome in known.items():
             _hex("x", x)
             _check_outcome(outcome, ("passed", "failed", "open"))
@@ -324,6 +330,13 @@ class Ledger:
     def answers_since(self, moment: float) -> int:
         times = [_moment(entry["time"]) for entry in self.entries if entry["kind"] == "answered"]
         return sum(t is not None and t > moment for t in times)
+
+
+def _is_refusal(body: object) -> bool:
+    try:
+        return Reason.from_dict(body).family == "guard"
+    except RecordError:
+        return False
 
 
 def _moment(text: str) -> int | None:

@@ -128,10 +128,10 @@ class Audit:
         manifest, first = past[-1], past[0].terms.threshold
         terms, genesis = manifest.terms, manifest.genesis
         if manifest.epoch == 0:
-            opened, faults = from_shares(self.challenge, past, self.openings)
+            opened, _ = from_shares(self.challenge, past, self.openings)
             needed = max(first, terms.threshold)
             if len(opened) < needed:
-                raise EvidenceError(_too_few(len(opened), needed, faults))
+                raise EvidenceError(_too_few(len(opened), needed))
             return
         signers = set()
         for data in self.openings:
@@ -139,7 +139,7 @@ class Audit:
             check_opening(opening, self.challenge, terms)
             signers.add(opening.point)
         if len(signers) < terms.threshold:
-            raise EvidenceError(_too_few(len(signers), terms.threshold, ()))
+            raise EvidenceError(_too_few(len(signers), terms.threshold))
         for point, leaves in self.leaves.items():
             require(1 <= point <= len(genesis.roots), f"point {point}", "is nobody's in the genesis")
             require(
@@ -154,9 +154,11 @@ class Audit:
             raise EvidenceError(f"leaves of {len(self.leaves)} archived genesis shares are in it, but it takes {first}")
 
 
-def _too_few(found: int, needed: int, faults: Sequence[str]) -> str:
-    said = f" ({faults[0]})" if faults else ""
-    return f"{found} members' openings hold, but it takes {needed}: fewer make nothing public{said}"
+def _too_few(found: int, needed: int) -> str:
+    return (
+        f"{found} members' openings hold, but it takes {needed}: fewer make nothing public; collect more (verify audit "
+        "check says what is wrong with each)"
+    )
 
 
 def _is_sound(data: bytes, challenge: Challenge, past: Sequence[Manifest]) -> bool:

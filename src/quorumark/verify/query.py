@@ -7,6 +7,7 @@ query = prepare(ours, "suspect.safetensors").query                         # any
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,7 @@ from quorumark.align import lora as gauge
 from quorumark.align import matching as alignment
 from quorumark.align.lora import Lora, gauge_suspect
 from quorumark.align.matching import Alignment, Groups
+from quorumark.consortium.reasons import Reason, printable
 from quorumark.consortium.records import Terms
 from quorumark.errors import EvidenceError, InconclusiveError, InputError, RecordError
 from quorumark.model.layout import ModelLayout, Source
@@ -71,7 +73,8 @@ def prepare(
         progress("hashing the suspect's files")
     if not form.norm2:
         raise InconclusiveError(
-            "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test"
+            "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test",
+            reason=Reason.of("untestable.empty"),
         )
     query = Query(
         manifest=manifest.digest().hex(),
@@ -89,7 +92,7 @@ def prepare(
         norm4=form.norm4,
         burnt=tuple(sorted(set(burnt))),
         burnt_norm2=form.omitted,
-        matching=(*_matching(read.counted, read.match), *read.texts),
+        matching=(*_matching(read.counted, read.match), *read.reasons),
         created=created or now(),
         surplus=read.surplus,
     )
@@ -98,14 +101,14 @@ def prepare(
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A suspect as a model of the layout: `names` are its carriers, `texts` says in sentences what was done to it."""
+    """A suspect as a model of the layout: `names` are its carriers, `reasons` say what was done to it."""
 
     model: Model
     names: Mapping[str, str]
     match: Match
     covered: int
     counted: Counted
-    texts: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
     found: Alignment | None = None
 
     @property
@@ -143,22 +146,32 @@ def _read_factors(reference: Reference, opened: Suspect, align: bool, progress: 
     found = gauge_suspect(opened, layout, reference.anchor, factors, lambda: reference.base, groups, progress=progress)
     covered = found.covered(layout)
     _require_coverage(layout, covered, _LEAST_ALIGNED if align else _LEAST_COVERAGE, found.match)
-    texts = [f"read as {found.kind}; its factors were put where the anchor's are"]
+    reasons = [found.kind]
     if found.alignment is not None:
-        texts += _aligned(found.match, found.alignment)
-    return _Read(found, found.names, found.match, covered, Counted(opened), tuple(texts), found.alignment)
+        reasons += _aligned(found.match, found.alignment)
+    return _Read(found, found.names, found.match, covered, Counted(opened), tuple(reasons), found.alignment)
 
 
 def _require_coverage(layout: ModelLayout, covered: int, least: int, match: Match | None = None) -> None:
     if covered * 100 >= least * layout.carrier_size:
         return
     found = f"{covered:,} of {layout.carrier_size:,} carrying weights"
+    reason = Reason.of("untestable.coverage", covered=covered, carriers=layout.carrier_size)
     if match is None:
-        raise InconclusiveError(f"too little of the consortium's model was found in the suspect: {found}")
+        text = f"too little of the consortium's model was found in the suspect: {found}"
+        raise InconclusiveError(text, reason=reason)
     raise InconclusiveError(
         f"the suspect does not fit the consortium's model: {found} were found in it "
-        f"({'; '.join(match.problems[:_SHOWN])})"
+        f"({'; '.join(_named(problem) for problem in match.problems[:_SHOWN])})",
+        reason=reason,
     )
+
+
+def _named(problem: Reason) -> str:
+    """A problem in an error's text: its code, and its values as they are."""
+    shown = {name: ", ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in problem.values.items()}
+    values = ", ".join(f"{name} {value}" for name, value in shown.items())
+    return f"{problem.code.partition('.')[2]}: {values}" if values else problem.code
 
 
 def _agreed_groups(reference: Reference) -> Groups:
@@ -189,29 +202,24 @@ def _covered(layout: ModelLayout, match: Match, found: Alignment) -> int:
     return total
 
 
-def _aligned(match: Match, found: Alignment) -> list[str]:
-    """What the alignment did, in sentences."""
+def _aligned(match: Match, found: Alignment) -> list[Reason]:
+    """What the alignment did."""
     ours, theirs, matched = (sum(numbers) for numbers in zip(*found.sizes, strict=True))
-    settled = "the last one changed nothing" if found.stable else "the last one still changed something"
-    texts = [
-        f"aligned to the anchor: {matched:,} of {ours:,} channels were found, {sum(found.moved):,} of them elsewhere "
-        f"than in the anchor; {found.sweeps} sweeps, {settled}"
-    ]
-    if found.turn is not None and not found.turn.mixes:
-        texts.append("gains of its residual stream had other signs; they were taken into what reads them")
-    elif found.turn is not None:
-        texts.append("its residual stream had been turned; it was turned back to the anchor's")
+    code = "read.aligned" if found.stable else "read.aligned-unsettled"
+    reasons = [Reason.of(code, found=matched, channels=ours, moved=sum(found.moved), sweeps=found.sweeps)]
+    if found.turn is not None:
+        reasons.append(Reason.of("read.stream-turned" if found.turn.mixes else "read.stream-signs"))
     if found.signs:
         changed = sum(int((signs < 0).sum()) for signs in found.signs.values())
-        texts.append(f"{changed:,} rows or columns of {len({name for name, _ in found.signs})} tensors had other signs")
+        reasons.append(Reason.of("read.signs", lines=changed, tensors=len({name for name, _ in found.signs})))
     if found.unmixed:
-        texts.append(f"the channels of {found.blocks:,} blocks that can be mixed were put back to the anchor's")
+        reasons.append(Reason.of("read.unmixed", blocks=found.blocks))
     if match.resized:
-        texts.append(f"{len(match.resized)} tensors have more or fewer channels than the consortium's model")
+        reasons.append(Reason.of("read.resized", tensors=len(match.resized)))
     if found.surplus:
         theirs += 0 if found.turn is None else found.turn.surplus
-        texts.append(f"{found.surplus:,} of the suspect's {theirs:,} channels are left over")
-    return texts
+        reasons.append(Reason.of("read.channels-left-over", surplus=found.surplus, channels=theirs))
+    return reasons
 
 
 def omitted(burnt: Collection[int], leaf: int, coordinates: int) -> NDArray[np.bool_] | None:
@@ -226,20 +234,22 @@ def omitted(burnt: Collection[int], leaf: int, coordinates: int) -> NDArray[np.b
     return omit
 
 
-def _matching(suspect: Counted, match: Match) -> tuple[str, ...]:
-    """How the suspect was read, in sentences."""
-    texts = []
-    if match.prefix:
-        texts.append(f"names: {match.prefix}")
-    if match.casts:
-        kinds = sorted(set(match.casts.values()))
-        texts.append(f"{len(match.casts)} tensors cast: {', '.join(kinds)}")
-    texts.extend(f"left out: {problem}" for problem in match.problems)
+def _matching(suspect: Counted, match: Match) -> list[Reason]:
+    """How the suspect was read."""
+    reasons = []
+    if match.stripped:
+        reasons.append(Reason.of("read.names-stripped", prefix=printable(match.stripped)))
+    if match.added:
+        reasons.append(Reason.of("read.names-added", prefix=printable(match.added)))
+    for cast, count in sorted(Counter(match.casts.values()).items()):
+        code = f"read.dequantised-per-{cast.per}" if cast.per else "read.cast"
+        reasons.append(Reason.of(code, tensors=count, layout=cast.layout, suspect=cast.suspect))
+    reasons.extend(match.problems)
     if match.extra:
-        texts.append(f"{len(match.extra)} tensors that the consortium's model does not have were ignored")
+        reasons.append(Reason.of("read.extra-tensors", tensors=len(match.extra)))
     for name, count in non_finite(suspect, match).items():
-        texts.append(f"tensor {name!r} holds {count:,} numbers that are not finite: they count as 0")
-    return tuple(text if len(text) < 1000 else f"{text[:990]} …" for text in texts)
+        reasons.append(Reason.of("read.not-finite", tensor=printable(name), numbers=count))
+    return reasons
 
 
 def agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
