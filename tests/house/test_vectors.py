@@ -89,7 +89,7 @@ def test_layout_vectors() -> None:
 
 def test_the_script_still_makes_these_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(FOLDER / "make_vectors.py"), str(tmp_path)], check=True, timeout=120)
-    names = sorted(p.name for p in (FOLDER / "v1").iterdir())
+    names = sorted(p.name for p in (FOLDER / "v1").iterdir() if p.is_file())  # the folder is tests/kit/frozen.py's
     assert names == sorted(p.name for p in tmp_path.iterdir())
     for name in names:
         assert (tmp_path / name).read_bytes() == (FOLDER / "v1" / name).read_bytes(), name
