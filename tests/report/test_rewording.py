@@ -53,6 +53,16 @@ def test_the_tables_have_no_other_entries() -> None:
     assert EXAMPLES.keys() == KINDS.keys()
 
 
+def test_the_page_about_formats_lists_every_code(root: Path) -> None:
+    page = (root / "docs/format.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `") and line[3:].partition("`")[0] in CODES]
+    expected = [
+        f"| `{code}` | {', '.join(f'{name} ({kind})' for name, kind in kinds.items()) or '–'} |"
+        for code, kinds in CODES.items()
+    ]
+    assert rows == expected
+
+
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A consortium that has answered nothing yet, and a suspect about which there is something to say."""

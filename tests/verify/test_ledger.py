@@ -526,7 +526,7 @@ def test_budget_and_coordinates_can_be_agreed_otherwise(tmp_path: Path) -> None:
         member.check(vector(2))
     with refused("narrow", least=7000):
         Member(tmp_path / "b", policy={"effective": "7000"}).check(vector(1))  # rests on d/3 = 6,667
-    with pytest.raises(InputError, match="policy 'budget' must be a whole number"):
+    with pytest.raises(InputError, match="policy 'budget' must be an integer"):
         Member(tmp_path / "c", policy={"budget": "1.5"}).check(vector(1))
     assert [least_effective(d) for d in (500, 1024, 20_000, 10**6)] == [500, 1024, 1024, 31_250]
     assert least_effective(500, {"effective": "600"}) == 500

@@ -286,7 +286,7 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     assert "checked: audits opened what the query leaves out: 1, all proved here" in done.stdout
     assert "What was left out" in Path(report).read_text()
     done = desk("check", out, *manifest_option)
-    assert "NOT checked: audits are said to explain what the query leaves out, without a proof: 1" in done.stdout
+    assert "NOT checked: audits said to explain what the query leaves out, without a proof: 1" in done.stdout
     stale = desk.prepare(suspect, "stale.json")
     for point in (4, 5):
         desk.partial(stale, suspect, point, "--approve", code=2)
