@@ -110,3 +110,11 @@ class Liars:
 
 def shared(key: NDArray[np.int64], threshold: int = 3, members: int = 5) -> Vector:
     return shamir.share(field.from_signed(key), threshold, members)
+
+
+def without(x: NDArray[np.int8], burnt: Sequence[int], leaf: int = LEAF) -> NDArray[np.int8]:
+    """x, 0 on these leaves."""
+    left = x.copy()
+    for i in burnt:
+        left[i * leaf : (i + 1) * leaf] = 0
+    return left
