@@ -247,7 +247,7 @@ def test_anyone_draws_the_same_leaves(young: Consortium) -> None:
     [
         ({"seed": "00"}, "32 bytes in hex"),
         ({"z": "many"}, "decimal number"),
-        ({"source": ""}, "printable text"),
+        ({"source": ""}, "printable string"),
         ({"leaves": [3, 3]}, "in order, each once"),
         ({"leaves": []}, "at least one leaf"),
         ({"leaves": "7"}, "must be a list"),

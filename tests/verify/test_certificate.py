@@ -243,7 +243,7 @@ def test_everybody_whose_partial_counts_must_have_signed() -> None:
     verify_signatures(SIGNED.signed_by(PEOPLE[2]), MANIFEST)  # a witness does no harm
     with pytest.raises(SignatureError, match="nobody has signed"):
         verify_signatures(UNSIGNED, MANIFEST)
-    with pytest.raises(SignatureError, match=r"lacks the signature of Birch, Elm$"):
+    with pytest.raises(SignatureError, match=r"lacks the signature of Birch, Elm:"):
         verify_signatures(UNSIGNED.signed_by(PEOPLE[0]).signed_by(PEOPLE[3]), MANIFEST)
 
 
@@ -254,7 +254,7 @@ def test_signatures_that_do_not_hold_are_refused_by_name() -> None:
         for check in (Certificate.signers, verify_signatures):
             with pytest.raises(SignatureError, match="signature of Birch does not hold"):
                 check(forged, MANIFEST)
-    with pytest.raises(SignatureError, match="no member's"):
+    with pytest.raises(SignatureError, match="belongs to no member"):
         SIGNED.signed_by(Identity.generate("Mallory")).signers(MANIFEST)
 
 
@@ -337,17 +337,17 @@ assert ENTRY["sig"] != SAFE
         (b"", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"[]", "no DSSE envelope"),
-        (b"{}", "no DSSE envelope"),
-        (SIGNED.payload, "no DSSE envelope"),
-        (_envelope(extra=1), "no DSSE envelope"),
+        (b"[]", "not a DSSE envelope"),
+        (b"{}", "not a DSSE envelope"),
+        (SIGNED.payload, "not a DSSE envelope"),
+        (_envelope(extra=1), "not a DSSE envelope"),
         (_envelope(payloadType="application/json"), "payloadType is 'application/json'"),
         (_envelope(payloadType=None), "payloadType"),
         (_envelope(payload="!!!!"), "base64"),
         (_envelope(payload="äöü"), "base64"),
         (_envelope(payload=TEXT + "\n"), "base64"),
         (_envelope(payload=TEXT.rstrip("=") + "==="), "base64"),
-        (_envelope(payload=5), "texts"),
+        (_envelope(payload=5), "strings"),
         (_envelope(payload=""), "not JSON"),
         (_envelope(signatures={}), "must be a list"),
         (_envelope(signatures=[5]), "must be a list"),
@@ -359,7 +359,7 @@ assert ENTRY["sig"] != SAFE
         (_envelope(signatures=[ENTRY | {"sig": STRAY}]), "standard spelling"),
         (_envelope(signatures=[ENTRY | {"sig": SAFE}]), "base64"),
         (_envelope(signatures=[ENTRY | {"sig": ""}]), "64 bytes"),
-        (_envelope(signatures=[ENTRY | {"sig": None}]), "texts"),
+        (_envelope(signatures=[ENTRY | {"sig": None}]), "strings"),
         (_envelope(signatures=[ENTRY | {"keyid": "Avon"}]), "in hex"),
         (_envelope(signatures=[ENTRY | {"keyid": ENTRY["keyid"].upper()}]), "in hex"),
         (SIGNED.to_bytes()[:-2] + b',"payload":"e30="}', "not JSON"),
@@ -377,7 +377,7 @@ STATEMENT = json.loads(SIGNED.payload)
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
         (json.dumps(STATEMENT).encode(), "not canonical"),
         (canonical(STATEMENT | {"_type": "https://in-toto.io/Statement/v0.1"}), "_type"),
         (canonical(STATEMENT | {"predicateType": "urn:quorumark:certificate:v2"}), "predicateType"),

@@ -21,7 +21,7 @@ from quorumark.consortium.canonical import canonical
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.reasons import Reason
-from quorumark.errors import GuardError, InputError, KeystoreError, QuorumarkError, RecordError
+from quorumark.errors import EvidenceError, GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
 from quorumark.verify import ledger as ledger_module
 from quorumark.verify.combine import reconcile
@@ -150,7 +150,7 @@ def test_an_old_copy_with_the_newer_head_is_noticed_and_so_is_an_old_head(member
         member.ledger()
     member.place.ledger_path.write_bytes(new)
     member.place.ledger_head_path.write_bytes(old_head)
-    with pytest.raises(RecordError, match=r"line 5 of .* was added behind the ledger's head"):
+    with pytest.raises(RecordError, match=r"line 5 of .* was added after the ledger's head"):
         member.ledger()
     member.place.ledger_head_path.unlink()
     with pytest.raises(RecordError, match=r"line 2 of .* was added"):
@@ -402,9 +402,9 @@ def test_members_together_count_the_worst_that_any_of_them_says() -> None:
     for order in (partials, partials[::-1], [partials[1], partials[2], partials[0]]):
         assert reconcile(order) == (expected, 3)
     assert reconcile([_partial(1, x, {x: "failed"})]) == ({}, 0)
-    with pytest.raises(InputError, match="answers to several"):
+    with pytest.raises(EvidenceError, match="answer several queries"):
         reconcile([_partial(1, x, {}), _partial(2, a, {})])
-    with pytest.raises(InputError, match="must be there"):
+    with pytest.raises(EvidenceError, match="no partials given"):
         reconcile([])
 
 

@@ -221,7 +221,7 @@ def test_what_is_not_a_partial_of_this_query_is_refused_and_named(
         (forged(epoch=1), EvidenceError, "the partial of 'Cedar' is for another epoch of shares"),
         (forged(x=other), EvidenceError, "the partial of 'Cedar' is for another canonical form"),
         (forged(query=other), EvidenceError, "the partial of 'Cedar' is for another query"),
-        (forged(point=6), EvidenceError, "point 6, which is nobody's in 'hospitals'"),
+        (forged(point=6), EvidenceError, "point 6, but 'hospitals' has 5 members"),
         (forged(point=4), SignatureError, "the signature of Delta does not hold"),
         (replace(partials[2], answer="1"), SignatureError, "the signature of Cedar does not hold"),
         (replace(partials[2], signature="00" * 64), SignatureError, "the signature of Cedar does not hold"),
@@ -410,8 +410,8 @@ def test_queries_that_contradict_themselves_are_refused(asked: tuple[Query, list
     for change, text in (
         ({"covered": asked[0].carriers + 1}, "coverage must not exceed the carriers"),
         ({"covered": 0, "carriers": 0}, "carriers must be at least 1"),
-        ({"burnt": (2, 1)}, "burnt leaves must be whole numbers in order"),
-        ({"burnt": (1, 1)}, "burnt leaves must be whole numbers in order"),
+        ({"burnt": (2, 1)}, "burnt leaves must be integers in order"),
+        ({"burnt": (1, 1)}, "burnt leaves must be integers in order"),
     ):
         with pytest.raises(RecordError, match=text):
             replace(asked[0], **change)

@@ -91,7 +91,7 @@ def _inner_product(place: ConsortiumFolder, unlock: Unlock, manifest: Manifest, 
     total, start = 0, 0
     for piece in share.pieces():
         tree.update(piece)
-        used = piece[: max(0, x.size - start)]  # behind the key lie the keys of the archives
+        used = piece[: max(0, x.size - start)]  # the keys of the archives come after the key
         if used.size:
             total += inner_product(whitened(manifest, x, start, used.size), used)
         start += piece.size

@@ -97,8 +97,8 @@ class Challenge:
     def __post_init__(self) -> None:
         for name in ("manifest", "genesis", "query", "x", "seed"):
             require(is_hex(getattr(self, name), 32), f"a challenge's {name}", "must be 32 bytes in hex")
-        require(is_decimal(self.z), "a challenge's z", "must be a decimal number as text")
-        require(is_text(self.source, 200) and bool(self.source), "a challenge's source", "must be a printable text")
+        require(is_decimal(self.z), "a challenge's z", "must be a decimal number as a string")
+        require(is_text(self.source, 200) and bool(self.source), "a challenge's source", "must be a printable string")
         for name in ("burnt", "leaves"):
             numbers = getattr(self, name)
             sound = all(is_count(n) for n in numbers) and list(numbers) == sorted(set(numbers))

@@ -156,4 +156,6 @@ def check_signed(certificate: Certificate, manifest: Manifest) -> None:
     """That all whose partials count signed a certificate, and that everything in it follows from those partials."""
     verify_signatures(certificate, manifest)
     if again(manifest, certificate.finding) != certificate.finding:
-        raise EvidenceError("the certificate says something else than the partials in it")
+        raise EvidenceError(
+            "the certificate says something else than the partials in it: it was altered, or made by a faulty program"
+        )

@@ -41,17 +41,21 @@ def combine(
     terms = manifest.terms
     # 1. the query is for this manifest, as all members signed it
     if (query.manifest, query.epoch) != (manifest.digest().hex(), manifest.epoch):
-        raise EvidenceError("the query belongs to another manifest than the one given")
+        raise EvidenceError(
+            "the query was made under another manifest than the one given: prepare it again under this one"
+        )
     if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
-        raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
+        raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}: prepare it again")
     how_aligned(terms, query.alignment)
     if any(leaf * terms.leaf >= terms.coordinates for leaf in query.burnt):
-        raise EvidenceError("the query leaves out leaves that no share has")
+        raise EvidenceError("the query leaves out leaves that no share has: prepare it again")
     # 2. every partial is a member's, signed by it, one for each
     by_point: dict[int, Partial] = {}
     for partial in partials:
         if partial.point not in range(1, terms.members + 1):
-            raise EvidenceError(f"a partial is for point {partial.point}, which is nobody's in {terms.name!r}")
+            raise EvidenceError(
+                f"a partial is for point {partial.point}, but {terms.name!r} has {terms.members} members: leave it out"
+            )
         name = terms.member(partial.point).name
         partial.verify(terms)
         # 3. it answers this query: this manifest and epoch, this suspect, this x
@@ -73,13 +77,15 @@ def combine(
     points = sorted(by_point)
     if len(points) < terms.threshold:
         are = "partial is" if len(points) == 1 else "partials are"
-        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}")
+        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}; collect more")
     used = tuple(by_point[point] for point in points)
     # 5. they open one number
     value, wrong, corroboration = _open(manifest, used)
     # 6. which a key of this kind can give
     if value * value > _largest_squared(manifest, query):
-        raise EvidenceError("no key can give the number that the partials open: at least one of them is wrong")
+        raise EvidenceError(
+            "no key can give the number that the partials open: at least one of them is wrong; collect more"
+        )
     # 7. the members' ledgers: earlier queries, and what became of them
     known, failed = reconcile(used)
     most = budget(terms.coordinates, terms.policy)
@@ -88,13 +94,13 @@ def combine(
             f"the members' ledgers together know of {len(known)} other queries: with this one more than the "
             f"{most} that the consortium may answer in its life"
         )
-    # 8. choices that whoever asked had are paid for: what was left out, and how the suspect is read
+    # 8. choices that the asker had are paid for: what was left out, and how the suspect is read
     omitted = Omitted.of(query, terms, audits or {})
     # 9. z, and what it means
     policy = terms.policy.get("z", "6")
     agreed = null.threshold_for(alpha) if alpha else policy
     if Decimal(agreed) < null.decimal_of("policy 'z'", policy):
-        # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
+        # who combines may not lower it: what passes then counts as no failure in the members' ledgers either
         raise InputError(
             "alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha
         )
@@ -145,9 +151,9 @@ def reconcile(partials: Sequence[Partial]) -> tuple[dict[str, str], int]:
     no claim of others overrides that. Open ones count as failed. The query's own x is left out.
     """
     if not partials:
-        raise InputError("partials", "must be there", "none")
+        raise EvidenceError("no partials given")
     if len({partial.x for partial in partials}) != 1:
-        raise InputError("partials", "must answer one query", "answers to several")
+        raise EvidenceError("the partials answer several queries: combine those of one")
     known: dict[str, str] = {}
     for partial in partials:
         for x, outcome in partial.history.items():

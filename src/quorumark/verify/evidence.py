@@ -52,7 +52,7 @@ class Query:
     """What is asked. All of it but `created` follows from the suspect, the manifest, the layout, the anchor and
     `burnt`, so everybody can compute it again.
 
-    x is a vector of whole numbers, one for each of the d = `coordinates` of the key; `norm1`, `norm2` and `norm4` are
+    x is a vector of integers, one for each of the d = `coordinates` of the key; `norm1`, `norm2` and `norm4` are
     Σ|x|, Σx² and Σx⁴. `covered` of the `carriers` coordinates that could carry were found in the suspect. `burnt`: the
     leaves of the shares that are left out, since audits opened them; `burnt_norm2` is the Σx² that x would have had on
     them. `matching` says how the suspect was read, in
@@ -98,15 +98,15 @@ class Query:
             "burnt_norm2",
             "surplus",
         ):
-            require(is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
+            require(is_count(getattr(self, name)), f"a query's {name}", "must be an integer, at least 0")
         require(self.carriers > 0, "a query's carriers", "must be at least 1")
         for name, most in (("statistic", 100), ("alignment", 200)):
-            require(is_text(getattr(self, name), most), f"a query's {name}", "must be a text")
+            require(is_text(getattr(self, name), most), f"a query's {name}", "must be a printable string")
         require(self.covered <= self.carriers, "a query's coverage", "must not exceed the carriers")
         require(
             all(is_count(leaf) for leaf in self.burnt) and list(self.burnt) == sorted(set(self.burnt)),
             "a query's burnt leaves",
-            "must be whole numbers in order, each once",
+            "must be integers in order, each once",
         )
         require(bool(self.burnt) or not self.burnt_norm2, "a query's burnt_norm2", "must be 0 if nothing is left out")
         require(_are(self.matching, "read"), "a query's matching", "must be reasons whose codes start with read")
@@ -213,9 +213,15 @@ class Partial(Signed):
         for name in ("manifest", "query", "suspect", "x", "ledger"):
             require(is_hex(getattr(self, name), 32), f"a partial's {name}", "must be 32 bytes in hex")
         require(is_hex(self.signature, 64), "a partial's signature", "must be 64 bytes in hex")
-        require(is_count(self.epoch) and is_count(self.point, 1), "a partial's epoch and point", "must be numbers")
+        require(
+            is_count(self.epoch) and is_count(self.point, 1),
+            "a partial's epoch and point",
+            "must be integers, from 0 and from 1",
+        )
         sound = isinstance(self.answer, str) and re.fullmatch("0|[1-9][0-9]{0,18}", self.answer) is not None
-        require(sound and int(self.answer) < P, "a partial's answer", "must be a number below 2^61 − 1, in digits")
+        require(
+            sound and int(self.answer) < P, "a partial's answer", "must be an integer below 2^61 − 1, in decimal digits"
+        )
         require(
             all(is_count(x, 1) for x in self.members) and list(self.members) == sorted(set(self.members)),
             "a partial's members",
@@ -250,7 +256,7 @@ class Partial(Signed):
 class Finding:
     """What a coalition's partials say, with everything that it rests on: the predicate of a certificate.
 
-    `value` is Y = ⟨x, τ⟩ as a signed whole number in digits, `z` = Y/‖x‖; `threshold` the z* that applied, which is
+    `value` is Y = ⟨x, τ⟩ as a signed integer in digits, `z` = Y/‖x‖; `threshold` the z* that applied, which is
     `agreed` (the policy's z*, or the one for `alpha`) raised by `failed` earlier queries. `wrong` lists points whose
     partials contradict the others. `reasons` are codes: why this verdict, and what limits it. `known` are all
     earlier queries that any of the partials knows of.
@@ -290,7 +296,7 @@ class Finding:
     def __post_init__(self) -> None:
         require(is_text(self.consortium, 100) and bool(self.consortium), "a finding's consortium", "must be a name")
         for name in ("members", "quorum", "failed"):
-            require(is_count(getattr(self, name)), f"a finding's {name}", "must be a whole number")
+            require(is_count(getattr(self, name)), f"a finding's {name}", "must be an integer, at least 0")
         require(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
         require(self.corroboration in CORROBORATION, "corroboration", f"must be one of {', '.join(CORROBORATION)}")
         for name in (
@@ -304,8 +310,8 @@ class Finding:
             "charged",
             "threshold",
         ):
-            require(is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as text")
-        require(is_text(self.alpha, 100), "a finding's alpha", "must be a text")
+            require(is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as a string")
+        require(is_text(self.alpha, 100), "a finding's alpha", "must be a printable string")
         require(all(is_count(x, 1) for x in self.wrong), "a finding's wrong partials", "must be points")
         sound = isinstance(self.names, Mapping) and all(is_text(v, 100) for pair in self.names.items() for v in pair)
         require(sound, "a finding's names", "must map points to names")

@@ -89,7 +89,7 @@ def least_effective(coordinates: int, policy: Mapping[str, str] | None = None) -
 
 
 def _require(good: bool, code: str, text: str, **values: Value) -> None:
-    """The text is for whoever asks now; the ledger keeps the code."""
+    """The text is for the person who asks; the ledger keeps the code."""
     if not good:
         raise GuardError(text, reason=Reason.of(f"guard.{code}", **values))
 

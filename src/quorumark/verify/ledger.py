@@ -142,12 +142,12 @@ class Ledger:
         broken = [i for i, names in sorted(named.items()) if i < len(hashes) and names != {hashes[i]}]
         if broken:
             line = broken[0]
-            # a line whose own `previous` was changed breaks the link before it and, by its new hash, the one behind it
+            # a line whose own `previous` was changed breaks the link before it and, by its new hash, the one after it
             sound = line == 0 or line + 1 in broken or (line == count and head == hashes[line])
             changed = line + 1 if sound else line
             raise self._wrong(changed, "was changed, or does not follow the lines around it")
         if len(entries) > count + 1:
-            raise self._wrong(count + 2, "was added behind the ledger's head")
+            raise self._wrong(count + 2, "was added after the ledger's head")
 
     def _entry(self, number: int, line: bytes) -> dict[str, Any]:
         try:
@@ -272,7 +272,7 @@ class Ledger:
         proved (`proof.explain`): with anything else in it this member would refuse every honest query for ever.
         """
         if not all(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf >= 0 for leaf in leaves):
-            raise InputError("leaves", "must be whole numbers, at least 0", list(leaves))
+            raise InputError("leaves", "must be integers, at least 0", list(leaves))
         with self.exclusive():
             if _hex("audit", audit_digest) not in self.audits():
                 self._append("burnt", leaves=sorted(set(leaves)), audit=audit_digest)

@@ -54,7 +54,7 @@ def leaf_dict(leaf: Opening) -> dict[str, Any]:
 def leaf_from(body: object) -> Opening:
     taken = take(body, field_names(Opening), "an opened leaf")
     path = taken["path"]
-    require(is_count(taken["index"]), "an opened leaf's number", "must be a whole number")
+    require(is_count(taken["index"]), "an opened leaf's number", "must be an integer, at least 0")
     require(is_hex(taken["salt"], 32), "an opened leaf's salt", "must be 32 bytes in hex")  # one length: it is hashed
     sound = isinstance(path, list) and all(is_hex(node, 32) for node in path)
     require(sound, "an opened leaf's path", "must be hashes of 32 bytes in hex")
@@ -78,7 +78,7 @@ class _Answer(Signed):
     def __post_init__(self) -> None:
         for name in ("manifest", "challenge"):
             require(is_hex(getattr(self, name), 32), f"an opening's {name}", "must be 32 bytes in hex")
-        require(is_count(self.point, 1), "an opening's point", "must be a whole number, at least 1")
+        require(is_count(self.point, 1), "an opening's point", "must be an integer, at least 1")
         require(is_hex(self.signature, 64), "an opening's signature", "must be 64 bytes in hex")
 
 

@@ -13,7 +13,7 @@ certificate of a query that it answered, which leaves out only what was proved b
 any number anyway.
 
     audit = Audit.of(certificate, challenge, openings, chain, archives)       # anybody, after the openings
-    audits = explain(chain, [audit])                                          # name → leaves, for whoever checks
+    audits = explain(chain, [audit])                                          # name → leaves, for anybody who checks
 """
 
 from __future__ import annotations
@@ -141,7 +141,11 @@ class Audit:
         if len(signers) < terms.threshold:
             raise EvidenceError(_too_few(len(signers), terms.threshold))
         for point, leaves in self.leaves.items():
-            require(1 <= point <= len(genesis.roots), f"point {point}", "is nobody's in the genesis")
+            require(
+                1 <= point <= len(genesis.roots),
+                f"point {point}",
+                f"must be one of the genesis, which has {len(genesis.roots)}",
+            )
             require(
                 tuple(leaf.index for leaf in leaves) == self.challenge.leaves,
                 f"what is opened of the share at point {point}",
@@ -151,7 +155,10 @@ class Audit:
                 if root_from(leaf, terms.leaf, terms.coordinates).hex() != genesis.roots[point - 1]:
                     raise EvidenceError(f"leaf {leaf.index} at point {point} is not what the genesis root commits to")
         if len(self.leaves) < first:
-            raise EvidenceError(f"leaves of {len(self.leaves)} archived genesis shares are in it, but it takes {first}")
+            raise EvidenceError(
+                f"leaves of {len(self.leaves)} archived genesis shares are in it, but it takes {first}: add copies of "
+                "more archives"
+            )
 
 
 def _too_few(found: int, needed: int) -> str:

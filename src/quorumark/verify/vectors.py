@@ -22,9 +22,9 @@ Numbers = NDArray[np.signedinteger[Any]]
 
 
 def _plain(x: Numbers) -> Numbers:
-    """A flat vector of signed whole numbers, little-endian."""
+    """A flat vector of signed integers, little-endian."""
     if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
-        raise InputError("x", "must be a flat vector of signed whole numbers", getattr(x, "dtype", type(x).__name__))
+        raise InputError("x", "must be a flat vector of signed integers", getattr(x, "dtype", type(x).__name__))
     return np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
 
 
