@@ -133,7 +133,18 @@ class EvidenceError(QuorumarkError):
 
 
 class InconclusiveError(QuorumarkError):
-    """A suspect that cannot be tested; the text says why. It is neither ours nor not ours."""
+    """A suspect that cannot be tested; the text says why. It is neither ours nor not ours.
+
+    Attributes:
+        problems: what of it does not fit, as reasons.
+    """
+
+    problems: tuple[Any, ...] = ()
+
+    def __init__(self, *texts: object, reason: Any = None, problems: tuple[Any, ...] = ()) -> None:
+        super().__init__(*texts, reason=reason)
+        if problems:
+            self.problems = problems
 
 
 class GuardError(QuorumarkError):

@@ -129,9 +129,13 @@ def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:
     write_safetensors({"w": np.ones((4, 4), np.float32)}, other)
     nobody = ["--home", desk.path("nobody")]
     done = desk("prepare", other, "--out", desk.path("x.json"), *desk.reference, *nobody, "--json", code=2)
-    assert json.loads(done.stdout)["verdict"] == "INCONCLUSIVE"
+    said = json.loads(done.stdout)
+    codes = [reason["code"] for reason in said["reasons"]]
+    assert (said["verdict"], codes) == ("INCONCLUSIVE", ["untestable.coverage", "read.carriers-missing"])
+    assert len(said["texts"]) == 2
     done = desk("prepare", other, "--out", desk.path("x.json"), *desk.reference, *nobody, code=2)
     assert done.stderr.startswith("quorumark: the suspect does not fit the consortium's model: 0 of")
+    assert "\n- left out: 2 of 2 carrying tensors are missing" in done.stderr
     assert not Path(desk.path("x.json")).exists()
 
 

@@ -93,6 +93,7 @@ def prepare(
     """
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InconclusiveError
+    from quorumark.report.texts import sentences
     from quorumark.verify.query import prepare as prepare_query
 
     place = _place(home, consortium, manifest)
@@ -107,8 +108,9 @@ def prepare(
     except InconclusiveError as error:
         if not json:
             raise
-        reasons = [] if error.reason is None else [error.reason.as_dict()]
-        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", "reasons": reasons, "texts": [str(error)]}))
+        reasons = [*([error.reason] if error.reason is not None else []), *error.problems]
+        body = {"reasons": [one.as_dict() for one in reasons], "texts": sentences(reasons) or [str(error)]}
+        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", **body}))
         raise typer.Exit(2) from None
     if not again:
         write_shared(out, query.to_bytes())

@@ -160,18 +160,13 @@ def _require_coverage(layout: ModelLayout, covered: int, least: int, match: Matc
     if match is None:
         text = f"too little of the consortium's model was found in the suspect: {found}"
         raise InconclusiveError(text, reason=reason)
+    problems = match.problems[:_SHOWN]
+    codes = ", ".join(sorted({problem.code for problem in problems}))
     raise InconclusiveError(
-        f"the suspect does not fit the consortium's model: {found} were found in it "
-        f"({'; '.join(_named(problem) for problem in match.problems[:_SHOWN])})",
+        f"the suspect does not fit the consortium's model: {found} were found in it ({codes})",
         reason=reason,
+        problems=problems,
     )
-
-
-def _named(problem: Reason) -> str:
-    """A problem in an error's text: its code, and its values as they are."""
-    shown = {name: ", ".join(map(str, v)) if isinstance(v, tuple) else v for name, v in problem.values.items()}
-    values = ", ".join(f"{name} {value}" for name, value in shown.items())
-    return f"{problem.code.partition('.')[2]}: {values}" if values else problem.code
 
 
 def _agreed_groups(reference: Reference) -> Groups:
