@@ -54,7 +54,7 @@ def challenge(
     source: Annotated[str, typer.Option(help="Who drew the seed, or which public coin it is from.")] = "challenger",
     json: Json = False,
 ) -> None:
-    """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
+    """Pick the pieces of the shares that members are to open: for anyone who doubts them, after the certificate."""
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import InputError
     from quorumark.verify.audit import LIFE
@@ -180,7 +180,7 @@ def check(
     ] = None,
     vouched: Annotated[
         list[Path] | None,
-        typer.Option(help="Such challenges whose seeds you drew, or confirmed with whoever did; may be repeated."),
+        typer.Option(help="Such challenges whose seeds you drew, or confirmed with their authors; may be repeated."),
     ] = None,
     audits: AuditFiles = None,
     keep: Annotated[

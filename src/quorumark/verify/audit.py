@@ -139,7 +139,7 @@ def check_audit(
 
     `archives`: copies of members' archives, after a resharing. `earlier`: the challenges of the audits in which the
     query's burnt leaves were opened; each is charged for, since its seed may have been chosen. `vouched`: those whose
-    seeds the reader drew, or confirmed with whoever did; they cost nothing. What the question itself gets wrong is an
+    seeds the reader drew, or confirmed with its author; they cost nothing. What the question itself gets wrong is an
     error; a member's fault is named in the result, and the audit goes on without that member.
     """
     # 1.–3. the chain, the query under its last manifest, the challenge for that query, leaves drawn from the seed
@@ -160,7 +160,7 @@ def check_audit(
     if len(opened) < facts.threshold:
         few = Reason.of("audit.too-few-shares", opened=len(opened), needed=facts.threshold)
         return facts.result("INCONCLUSIVE", few)
-    # 8. their values lie on polynomials of degree t−1: there is one key
+    # 8. their values are on polynomials of degree t−1: there is one key
     try:
         facts = _of_one_key(facts)
     except ShareError:

@@ -37,7 +37,7 @@ def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: Consort
     if again(manifest, finding) != finding:
         raise EvidenceError("the certificate says something else than its partials: do not sign it")
     if certificate.payload != Certificate.of(finding).payload:
-        # readers may ignore fields x-…, but whoever signs them has said what they say
+        # readers may ignore fields x-…, but a member who signs them has said what they say
         raise EvidenceError("the certificate holds fields that this release does not know: do not sign it")
     ledger = Ledger.open(place, manifest)
     known = ledger.audits()
@@ -128,7 +128,7 @@ def _check_left_out(
         if rest:
             checked.append(Reason.of("check.unexplained", leaves=len(rest)))
         return
-    # t members signed that they know of those audits; whoever does not want to believe it takes the higher threshold
+    # t members signed that they know of those audits; a reader who does not believe it takes the higher threshold
     omitted = Omitted.of(finding.query, manifest.terms, {name: proved[name] for name in proved.keys() - set(missing)})
     threshold = raised_threshold(omitted.charged(finding.agreed), finding.failed)
     if finding.verdict == "PASSED" and Decimal(finding.z) < Decimal(threshold):

@@ -1,16 +1,16 @@
 """What choices cost in an audit: of the members who open, and of leaves that are left out (docs/verification.md).
 
-Which members. Shares that do not lie on one polynomial of degree t−1 (t: the first threshold) give another τ_raw for
+Which members. Shares that are not on one polynomial of degree t−1 (t: the first threshold) give another τ_raw for
 every choice of members, so the same members must open all leaves, and the choice has a price. Every t points fix one
 τ_raw, and m points that agree stand for C(m,t) such choices with the same τ_raw; so no more than C(K,t)/C(m,t)
 different keys can be shown by m of K members, and the bound is multiplied by that: 1 if all K open.
 
-Which leaves. x is 0 on leaves that earlier audits opened ("burnt"). Whoever could name any leaves as burnt would leave
-out those that speak against it; u leaves that nothing explains cost a factor L·C(L,u). Earlier challenges explain
-leaves: they are drawn again from their seeds, and must leave out nothing but what challenges before them opened. But
-whoever knows the key can make up challenges, and draw seeds until they fit. So a challenge of c leaves costs a factor
-L·min(C(L,c), 2^80), for all the seeds that anybody can try, unless the reader vouches for it: it drew that seed itself,
-or asked whoever did.
+Which leaves. x is 0 on leaves that earlier audits opened ("burnt"). Members who could name any leaves as burnt would
+leave out those that speak against them; u leaves that nothing explains cost a factor L·C(L,u). Earlier challenges
+explain leaves: they are drawn again from their seeds, and must leave out nothing but what challenges before them
+opened. But a member who knows the key can make up challenges, and draw seeds until they fit. So a challenge of c leaves
+costs a factor L·min(C(L,c), 2^80), for all the seeds that anybody can try, unless the reader vouches for it: it drew
+that seed itself, or asked the person who did.
 """
 
 from __future__ import annotations

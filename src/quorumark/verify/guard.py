@@ -22,7 +22,7 @@ leaves out exactly what this member knows to be opened (`omissions`).
 Each member guards alone, and knows of other members' answers only what it is told. t−1 colluders need one more answer,
 so they can let each of the other K−t+1 members spend a budget of its own, and put x to one and x + e_j to another: the
 bounds hold for each member's answers, not for all together. A member who lists failed queries that never were can hold
-up a proof, in a partial that it signed. And whoever sets a member's whole folder back to an earlier day makes it
+up a proof, in a partial that it signed. And setting a member's whole folder back to an earlier day makes it
 forget; others hold the later heads of its ledger in its partials.
 
     with ledger.exclusive():                                    # nobody else answers between the check and the record
@@ -137,7 +137,7 @@ def _check_query(query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, p
     )
 
     # 3. It leaves out exactly what this member knows to be opened. Signs there are public, so weights there can be made
-    # to fit; and whoever could leave out more would drop what speaks for a suspect, or against it (`omissions`).
+    # to fit; and who could leave out more would drop what speaks for a suspect, or against it (`omissions`).
     burnt = ledger.burnt()
     forgotten, added = sorted(set(burnt) - set(query.burnt)), sorted(set(query.burnt) - set(burnt))
     _require(
@@ -293,7 +293,7 @@ def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Re
     are read in step, piece by piece; the projection is repeated on what is left until r is orthogonal to rounding. m
     stored vectors cost about m²·d multiplications.
 
-    r can be far smaller than rounding, and still be one coordinate that whole numbers read exactly: x_1 = 32·c_1 − c_2,
+    r can be far smaller than rounding, and still be one coordinate that integers read exactly: x_1 = 32·c_1 − c_2,
     x_2 = 32·c_2 − c_3, … So `distinct`, the smallest eigenvalue of G, says whether rounding can hide anything.
     """
     count = len(paths)

@@ -317,7 +317,7 @@ class Ledger:
         return self._place.queries_path / f"{x}.bin"
 
     def kept_queries(self) -> list[Mapping[str, Any]]:
-        """The answered queries. All their vectors must be there: x + e_j is a fresh query to whoever forgot x."""
+        """The answered queries. All their vectors must be there: x + e_j is a fresh query to a member that forgot x."""
         answered = [entry for entry in self.entries if entry["kind"] == "answered"]
         for path in (self.vector_path(entry["x"]) for entry in answered):
             if not path.exists():

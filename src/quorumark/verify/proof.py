@@ -56,7 +56,7 @@ class Audit:
 
     @property
     def name(self) -> str:
-        """The digest of the challenge: certificates and ledgers name an audit by it, whoever opened."""
+        """The digest of the challenge: certificates and ledgers name an audit by it, no matter who opened."""
         return self.challenge.digest()
 
     @classmethod
