@@ -46,7 +46,7 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
     assert all(len(Path(path).read_bytes()) < 1000 for path in partials)
     assert "1 partial is too few" in desk.combine(query, partials[:1], code=2)
     two = desk.combine(query, partials[:2], code=2)
-    assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3\n"
+    assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3; collect more\n"
     found = desk.combine(query, partials)
     assert (found["verdict"], found["corroboration"]) == ("PASSED", "uncorroborated")
     assert found["members"] == ["Birch", "Cedar", "Elm"]
