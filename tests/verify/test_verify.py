@@ -232,7 +232,7 @@ def test_what_is_not_a_partial_of_this_query_is_refused_and_named(
         combine(world.manifest, query, [*good, partials[2], forged(answer="1")])
     assert combine(world.manifest, query, [*good, partials[2], partials[2]]).corroboration == "uncorroborated"
     stranger = make_world(tmp_path)
-    with pytest.raises(EvidenceError, match="the query belongs to another manifest"):
+    with pytest.raises(EvidenceError, match="the query was made under another manifest"):
         combine(stranger.manifest, query, partials)
 
 
@@ -555,7 +555,7 @@ def test_a_query_by_another_statistic_size_or_epoch_is_not_combined(
     changes: list[tuple[dict[str, Any], str]] = [
         ({"statistic": "global-cosine/v1"}, "the query is not by the agreed statistic"),
         ({"coordinates": 5}, "the query is not by the agreed statistic"),
-        ({"epoch": 1}, "the query belongs to another manifest"),
+        ({"epoch": 1}, "the query was made under another manifest"),
     ]
     for change, text in changes:
         query = replace(asked[0], **change)

@@ -263,12 +263,12 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     options = ["--suspect", suspect, "--out", desk.path("p5.json"), "--approve", *desk.reference, *desk.home(5)]
     refused = desk("partial", later, *options, code=2)
     count = len(asked["leaves"])
-    assert f"NOTHING EXPLAINS why {count} leaves are left out" in refused.stdout
+    assert f"NOTHING EXPLAINS why these leaves are left out: {count}" in refused.stdout
     assert "nothing that this member knows explains why" in refused.stderr
     assert not Path(desk.path("p5.json")).exists()
     told = desk("partial", later, *options, "--audit", proof).stdout
-    assert f"left out: {count} leaves of the key" in told
-    assert f"the audit {asked['digest'][:16]} opened {count} leaves of them" in told
+    assert f"left out: {count} of the key's leaves" in told
+    assert f"leaves of them that the audit {asked['digest'][:16]} opened: {count}" in told
     assert "NOTHING" not in told
     partials.append(desk.path("p5.json"))
     assert json.loads(desk("ledger", *fifth, "--json").stdout)["burnt"] == asked["leaves"]
