@@ -42,9 +42,12 @@ from quorumark.report import certificate_page, write_page
 from quorumark.setup import exchange, inprocess
 from quorumark.simulation import Federation as Simulation
 from quorumark.simulation import FederationMember, Losses, watch
-from quorumark.verify import coalition
+from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
+from quorumark.verify.check import check_certificate, sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Finding, Partial, Query
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import ANCHOR, GROUPS, LAYOUT
 from quorumark.verify.reference import Reference as PublicSide
 
@@ -150,11 +153,11 @@ class Home:
         `approve`: a person has read what is asked. Without it only a standing rule of this home may approve. `members`
         are those who will answer, if that is known.
         """
-        return coalition.answer(self.folder, self.unlock, reference, suspect, query, approved=approve, members=members)
+        return answer(self.folder, self.unlock, reference, suspect, query, approved=approve, members=members)
 
     def sign(self, certificate: Certificate) -> Certificate:
         """The certificate with this member's signature, if it answered and agrees with what is in it."""
-        return coalition.sign(self.folder, self.unlock, certificate)
+        return sign(self.folder, self.unlock, certificate)
 
 
 class Federation(Simulation):
@@ -235,11 +238,11 @@ class Reference(PublicSide):
 
         `align`: its channels were moved or scaled (docs/alignment.md). `lora`: it is an adapter (docs/lora.md).
         """
-        return coalition.prepare(self, suspect, align=align, lora=lora).query
+        return prepare(self, suspect, align=align, lora=lora).query
 
     def combine(self, query: Query, partials: Sequence[Partial]) -> Certificate:
         """What the answers say together, for those who answered to sign."""
-        return Certificate.of(coalition.combine(self.manifest, query, partials))
+        return Certificate.of(combine(self.manifest, query, partials))
 
     def check(
         self,
@@ -249,10 +252,12 @@ class Reference(PublicSide):
         report: str | os.PathLike[str] | None = None,
     ) -> Finding:
         """Checks everything in a certificate, with the suspect down to x and z. A page for people goes to `report`."""
-        checked, _ = coalition.check_certificate(certificate, self.chain, suspect=suspect, reference=self)
+        checked, left = check_certificate(certificate, self.chain, suspect=suspect, reference=self)
         if report is not None:
             signers = certificate.signers(self.manifest)
-            write_page(report, certificate_page(certificate, self.manifest, signers=signers, checked=checked))
+            write_page(
+                report, certificate_page(certificate, self.manifest, signers=signers, checked=checked, left=left)
+            )
         return certificate.finding
 
 

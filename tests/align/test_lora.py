@@ -20,6 +20,7 @@ from quorumark import field
 from quorumark.align.fixed import Fixed, SingularError, inverse, times
 from quorumark.align.groups import Group, Groups, Mixing, Slot
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
@@ -27,8 +28,10 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import answer, check_certificate, prepare
-from quorumark.verify.findings import combine
+from quorumark.verify.answer import answer
+from quorumark.verify.check import check_certificate
+from quorumark.verify.combine import combine
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, describe_lora
 from tests.kit.ceremony import identities, make_terms
 from tests.kit.commands import run
@@ -812,16 +815,17 @@ def test_suspects_that_do_not_fit(world: World) -> None:
     unequal[down("q")] = unequal[down("q")][:3]
     query = prepare(reference, unequal, lora=True).query
     assert query.covered == LAYOUT.carrier_size - RANK * sum(SHAPES["q"])
-    assert any("cannot be multiplied" in text for text in query.matching)
-    for suspect, text in (
-        ({n: w[:0] if "lora_A" in n else w[:, :0] for n, w in world.marked.items()}, "cannot be multiplied"),
-        ({n: w for n, w in world.marked.items() if "lora_A" in n}, "lacks 4 of 8 carriers"),
-        ({n: w for n, w in world.marked.items() if "lora_B" in n}, "lacks 4 of 8 carriers"),
-        ({n: (100 * w).astype(np.int8) for n, w in world.marked.items()}, "no scale beside it"),
-        ({n: w[None] for n, w in world.marked.items()}, "has the shape"),
+    assert any(reason.code == "read.factors-do-not-fit" for reason in query.matching)
+    for suspect, code in (
+        ({n: w[:0] if "lora_A" in n else w[:, :0] for n, w in world.marked.items()}, "read.factors-do-not-fit"),
+        ({n: w for n, w in world.marked.items() if "lora_A" in n}, "read.carriers-missing"),
+        ({n: w for n, w in world.marked.items() if "lora_B" in n}, "read.carriers-missing"),
+        ({n: (100 * w).astype(np.int8) for n, w in world.marked.items()}, "read.no-scale"),
+        ({n: w[None] for n, w in world.marked.items()}, "read.carrier-shape"),
     ):
-        with pytest.raises(InconclusiveError, match=text):
+        with pytest.raises(InconclusiveError, match="does not fit the consortium's model") as caught:
             prepare(reference, suspect, lora=True)
+        assert code in [problem.code for problem in caught.value.problems]
     with pytest.raises(InconclusiveError, match="does not fit the consortium's model"):
         prepare(reference, {"something.weight": np.ones((4, 4), np.float32)}, lora=True)
     with pytest.raises(InconclusiveError, match="the anchor itself, all zeros, or not finite"):
@@ -842,17 +846,16 @@ def test_an_adapter_as_peft_saves_it(world: World, tmp_path: Path) -> None:
     query = prepare(world.reference, tmp_path, lora=True).query
     assert [file.name for file in query.files] == ["suspect.safetensors"]  # a single file's name is nobody's choice
     assert query.x == prepare(world.reference, model, lora=True).query.x
-    assert query.matching[-1].startswith("read as an adapter; ")
-    assert "of rank 5" in prepare(world.reference, of_rank(model, 5), lora=True).query.matching[-1]
+    assert query.matching[-1] == Reason.of("read.adapter")
+    other = prepare(world.reference, of_rank(model, 5), lora=True).query
+    assert other.matching[-1] == Reason.of("read.adapter-of-rank", ranks=(5,))
 
 
 def test_members_compute_the_factors_themselves(world: World) -> None:
     suspect = bfloat16(merged(world.marked))
     query = prepare(world.reference, suspect, lora=True).query
     assert query.alignment == f"anchor-gauge/v1:{LORA.digest()}"
-    assert query.matching[-1] == (
-        "read as a whole model, from which the base was taken away; its factors were put where the anchor's are"
-    )
+    assert query.matching[-1] == Reason.of("read.whole-model")
     for change in ({"alignment": "none"}, {"alignment": f"anchor-gauge/v1:{'ab' * 32}"}, {"covered": 5}):
         with pytest.raises((EvidenceError, InconclusiveError)):
             answer(*world.homes[0], world.reference, suspect, replace(query, **change), approved=True)
@@ -865,10 +868,10 @@ def test_members_compute_the_factors_themselves(world: World) -> None:
     assert (len(checked), left) == (5, [])
     without = replace(world.reference, lora=None)
     _, left = check_certificate(certificate, [world.manifest], suspect=suspect, reference=without)
-    assert "takes lora.json" in left[0]
+    assert left == [Reason.of("check.no-factors")]
     without = replace(world.reference, base_source=None)
     _, left = check_certificate(certificate, [world.manifest], suspect=suspect, reference=without)
-    assert "takes the adapter's base model" in left[0]
+    assert left == [Reason.of("check.no-base")]
 
 
 def test_from_the_terms_to_the_certificate(world: World, tmp_path: Path, environment: dict[str, str]) -> None:

@@ -21,13 +21,14 @@ from quorumark.align import mixing, stream
 from quorumark.align.alignment import Alignment
 from quorumark.align.groups import Group, Groups, Slot, Stream
 from quorumark.align.procedure import align
+from quorumark.consortium.reasons import Reason
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import TensorsInMemory
-from quorumark.verify.coalition import prepare
-from quorumark.verify.findings import combine
+from quorumark.verify.combine import combine
+from quorumark.verify.query import prepare
 from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
 from tests.kit.desk import Desk
@@ -544,7 +545,7 @@ def test_a_certificate_for_a_stream_that_was_turned(world: World) -> None:
     assert (as_it_is.verdict, found.verdict) == ("FAILED", "PASSED")
     assert float(found.z) > 0.9 * world.known.z(world.marked)
     assert found.query.alignment == f"anchor-assignment/v1:{GROUPS.digest()}"
-    assert "its residual stream had been turned" in " ".join(found.query.matching)
+    assert Reason.of("read.stream-turned") in found.query.matching
     innocent = asked(turned(trained(small(), 77), orthogonal(WIDTH, 5)), align=True)
     assert innocent.verdict == "FAILED"
     longer = {**hidden, **{name: np.concatenate([hidden[name], hidden[name][:6]]) for name in ("embed", "head")}}
@@ -648,7 +649,7 @@ def test_a_llama_that_was_turned_through_the_commands(environment: dict[str, str
     for point in (1, 2):
         desk("sign", desk.path("certificate.json"), *desk.home(point))
     payload = json.loads(Path(desk.path("certificate.json")).read_text())["payload"]
-    assert b"its residual stream had been turned" in base64.b64decode(payload)
+    assert b'"code":"read.stream-turned"' in base64.b64decode(payload)
     check = ["check", desk.path("certificate.json"), "--manifest", world.folder / "consortium.json"]
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(Path(suspect).read_bytes())

@@ -23,7 +23,7 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.ledger import read_policy
-from quorumark.verify.openings import KeyOpening, ShareOpening
+from quorumark.verify.opening import KeyOpening, ShareOpening
 from tests.kit.evidence import consortium, label, make_finding, make_query
 
 Reader = Callable[[bytes], Any]

@@ -320,7 +320,7 @@ def test_what_members_use_in_earnest_does_not_reach_the_research_door(root: Path
         for name, _ in _imports(modules[module]):
             found = name if name in modules else name.rpartition(".")[0]  # a module, or a name in one
             waiting += [found] if found in modules and found != "quorumark" else []
-    assert "quorumark.verify.coalition" in seen
+    assert "quorumark.verify.check" in seen
     assert "quorumark.consortium.records" in seen
     assert not {m for m in seen if m.startswith("quorumark.research")}
 

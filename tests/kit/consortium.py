@@ -16,10 +16,12 @@ from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.setup.inprocess import found
+from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, prepare, sign
+from quorumark.verify.check import sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
-from quorumark.verify.findings import combine
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
 
 NAMES = ("Avon", "Birch", "Cedar", "Delta", "Elm", "Fir", "Gorse")

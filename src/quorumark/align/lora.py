@@ -28,6 +28,7 @@ from quorumark.align.groups import Groups
 from quorumark.align.procedure import align
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_hex, is_text, require, take
+from quorumark.consortium.reasons import Reason, printable
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order
@@ -409,11 +410,11 @@ class Gauged:
         self._of = {name: layer for layer in self.layers for name in (layer.down, layer.up)}
 
     @property
-    def kind(self) -> str:
-        """What the suspect is, in words."""
+    def kind(self) -> Reason:
+        """What the suspect is."""
         if self.merged:
-            return "a whole model, from which the base was taken away"
-        return "an adapter" + (f" of rank {', '.join(map(str, self.ranks))}" if self.ranks else "")
+            return Reason.of("read.whole-model")
+        return Reason.of("read.adapter-of-rank", ranks=self.ranks) if self.ranks else Reason.of("read.adapter")
 
     @property
     def names(self) -> dict[str, str]:
@@ -520,7 +521,7 @@ def _from_factors(suspect: Suspect, layout: ModelLayout, anchor: Model, lora: Lo
         down, up = match.names[layer.down], match.names[layer.up]
         rank = suspect.tensors[down].shape[0]
         if rank != suspect.tensors[up].shape[1] or not rank:
-            problems.append(f"the factors {down!r} and {up!r} cannot be multiplied")
+            problems.append(Reason.of("read.factors-do-not-fit", down=printable(down), up=printable(up)))
             continue
         if rank != shapes[layer.down][0]:
             ranks.add(rank)

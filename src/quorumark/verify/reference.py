@@ -34,7 +34,7 @@ BASE = ("base.safetensors", "base")
 def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
     """All manifests up to one in a file, the earlier ones from the folder `history` beside it; every link checked.
 
-    A manifest that lies in such a folder itself has the earlier ones beside it.
+    A manifest that is in such a folder itself has the earlier ones beside it.
     """
     path = Path(manifest)
     history = path.parent if path.resolve().parent.name == "history" else path.parent / "history"
@@ -45,7 +45,7 @@ def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
 class Anchor:
     """The anchor as its digest sees it, in fixed point with 40 fractional bits, read in blocks.
 
-    What lies below that is not committed to. Rows are balanced whatever their size, so whoever could choose it after
+    Smaller parts are not committed to. Rows are balanced whatever their size, so whoever could choose them after
     the key is known would give any model any z.
     """
 
