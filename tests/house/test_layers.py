@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -336,6 +337,23 @@ def test_test_files_do_not_import_each_other_and_stay_short(root: Path) -> None:
         if path.name not in STILL_LONG and len(path.read_text(encoding="utf-8").splitlines()) > 1000:
             wrong.append(f"{path.name} has more than 1000 lines")
     assert not wrong
+
+
+def test_the_walks_of_contributing_go_one_way(root: Path) -> None:
+    """Each file of a walk is there, is imported by an earlier one, and imports only from later ones."""
+    modules, text = _modules(root), (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    walks = [re.findall(r"^\| `([\w/]+\.py)` \|", part, re.MULTILINE) for part in text.split("### A walk: ")[1:]]
+    assert [len(walk) for walk in walks] == [16, 17]
+    for walk in walks:
+        names = ["quorumark." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in walk]
+        for place, name in enumerate(names):
+            found = {_module_of(imported, modules) for imported, _ in _imports(modules[name])}
+            assert not found & set(names[:place]), f"{name} goes back"
+            assert place == 0 or any(
+                name == _module_of(imported, modules)
+                for before in names[:place]
+                for imported, _ in _imports(modules[before])
+            ), f"nothing before it leads to {name}"
 
 
 def test_source_files_stay_short(root: Path) -> None:
