@@ -13,7 +13,7 @@ __all__ = ["canonical", "digest", "parse", "read_json", "started"]
 
 
 def canonical(value: Any) -> bytes:
-    """JSON with sorted keys, no spaces, UTF-8. Floats are refused: they have no one spelling."""
+    """JSON with keys in code-point order, no spaces, UTF-8. Floats are refused: they have no one spelling."""
     _refuse_floats(value)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -45,23 +45,41 @@ def started(domain: str, *parts: bytes | memoryview) -> hashlib._Hash:
 
 
 def read_json(data: bytes, what: str) -> Any:
-    """JSON with no field twice, no fractions and no text that has no bytes; anything else is a RecordError."""
-    try:
-        body = json.loads(data, object_pairs_hook=_no_duplicates, parse_float=_no_float, parse_constant=_no_float)
-        canonical(body)  # every text must have bytes: no lone surrogates
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"this is not {what}: not JSON that can be read ({type(error).__name__})") from None
-    return body
+    """JSON in UTF-8 with no field twice, no fractions and no lone surrogates; anything else is a RecordError.
+
+    Spaces, the order of fields and escapes are free here: `parse` is for what has one spelling.
+    """
+    return _read(data, what)[0]
 
 
-def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
-    """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
-    body = read_json(data, what)
+def parse(data: bytes, expected: str, what: str, *, by_hand: bool = False) -> dict[str, Any]:
+    """The fields of a record in canonical bytes, without `format`; anything else is a RecordError.
+
+    `by_hand`: a file that a person writes, where spaces and the order of fields are free.
+    """
+    body, spelling = _read(data, what)
     if not isinstance(body, dict) or not isinstance(body.get("format"), str):
         raise RecordError(f"this is not {what}: it names no format")
-    if body["format"] != expected:
-        raise RecordError(f"this is not {what} that this release reads: format {body['format']!r}, not {expected!r}")
+    named = body.pop("format")
+    if named != expected:
+        raise RecordError(f"this is not {what} that this release reads: format {named!r}, not {expected!r}")
+    if not by_hand and spelling != data:
+        raise RecordError(
+            f"this is not {what} in canonical bytes: its fields are out of order, or it has spaces, line breaks or "
+            "another spelling of a string or number; take the file as it was written"
+        )
     return body
+
+
+def _read(data: bytes, what: str) -> tuple[Any, bytes]:
+    """The JSON value, and its canonical bytes."""
+    try:
+        # decoded here: json.loads takes bytes for UTF-16 or UTF-32 where they look like it, and passes over a BOM
+        text = str(data, "utf-8")
+        body = json.loads(text, object_pairs_hook=_no_duplicates, parse_float=_no_float, parse_constant=_no_float)
+        return body, canonical(body)  # a lone surrogate has no bytes
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"this is not {what}: not JSON that can be read ({type(error).__name__})") from None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,16 +18,35 @@
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     └── MissingDependencyError  a part that needs an extra which is not installed
 
-A text that people read: one sentence that says what is wrong, and the remedy where there is one.
+A text that people read: one sentence that says what is wrong, and the remedy where there is one. Refusals that a record
+keeps carry a `reason` as well: a code with its values, which no better wording changes.
 No message ever holds a key, a share or a seed. (A number that is *refused* as a field element is shown:
 it is not one.)
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class QuorumarkError(Exception):
-    """Base of everything that quorumark raises on purpose."""
+    """Base of everything that quorumark raises on purpose.
+
+    Attributes:
+        reason: for what a record keeps, or a test asks for: a `quorumark.consortium.reasons.Reason`, or None.
+    """
+
+    reason: Any = None
+
+    def __init__(self, *texts: object, reason: Any = None) -> None:
+        super().__init__(*texts)
+        if reason is not None:
+            self.reason = reason
+
+    @property
+    def code(self) -> str:
+        """The reason's code; empty if there is none."""
+        return str(self.reason.code) if self.reason is not None else ""
 
 
 class InputError(QuorumarkError, ValueError):
@@ -114,7 +133,18 @@ class EvidenceError(QuorumarkError):
 
 
 class InconclusiveError(QuorumarkError):
-    """A suspect that cannot be tested; the text says why. It is neither ours nor not ours."""
+    """A suspect that cannot be tested; the text says why. It is neither ours nor not ours.
+
+    Attributes:
+        problems: what of it does not fit, as reasons.
+    """
+
+    problems: tuple[Any, ...] = ()
+
+    def __init__(self, *texts: object, reason: Any = None, problems: tuple[Any, ...] = ()) -> None:
+        super().__init__(*texts, reason=reason)
+        if problems:
+            self.problems = problems
 
 
 class GuardError(QuorumarkError):

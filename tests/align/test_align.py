@@ -1,4 +1,4 @@
-"""quorumark.align.matching and .graph: permuted, rescaled and resized models are found again, and nobody else is."""
+"""quorumark.align: permuted, rescaled and resized models are found again, and nobody else is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.align.matching import Group, Groups, Slot, align, assign
+from quorumark.align.assignment import assign
+from quorumark.align.groups import Group, Groups, Slot
+from quorumark.align.procedure import align
 from quorumark.errors import InconclusiveError, InputError, LayoutError, RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import canonical_form
@@ -30,6 +32,7 @@ from quorumark.align.trace import derive_groups, derive_scalings  # noqa: E402
 from quorumark.research.attacks import Target, chain, run  # noqa: E402
 from quorumark.research.lab import models  # noqa: E402
 from tests.kit import lab  # noqa: E402
+from tests.kit.oracle import spelled  # noqa: E402
 
 SEED = 9
 DISGUISE: list[tuple[str, dict[str, Any]]] = [("permutation", {}), ("rescaling", {})]
@@ -42,7 +45,9 @@ def put_back(marked: lab.Run, weights: dict[str, Any]) -> dict[str, Any]:
     rng = np.random.default_rng(SEED)
     orders = [rng.permutation(group.size) for group in marked.groups.groups]
     weights = dict(weights)
-    for (name, axis), order in marked.groups.places({n: tuple(w.shape) for n, w in weights.items()}, orders).items():
+    for (name, axis), order in marked.groups.axis_orders(
+        {n: tuple(w.shape) for n, w in weights.items()}, orders
+    ).items():
         weights[name] = weights[name].index_select(axis, torch.from_numpy(np.argsort(order)))
     return weights
 
@@ -194,13 +199,13 @@ def test_sizes_that_fit_no_number_of_channels_are_inconclusive() -> None:
         marked.align(damaged)
     damaged = dict(marked.released)
     damaged["2.weight"] = damaged["2.weight"].flatten(2)
-    with pytest.raises(InconclusiveError, match="another kind of shape"):
+    with pytest.raises(InconclusiveError, match="another number of dimensions"):
         marked.align(damaged)
     damaged = {name: torch.cat([t] * 9) if name == "0.weight" else t for name, t in marked.released.items()}
     damaged["2.weight"] = torch.cat([damaged["2.weight"]] * 9, 1)
     with pytest.raises(InconclusiveError, match="more than 8 times as many channels"):
         marked.align(damaged)
-    with pytest.raises(InconclusiveError, match="none of the tensors"):
+    with pytest.raises(InconclusiveError, match="no tensor that could be aligned"):
         align(TensorsInMemory(marked.released), marked.anchor, marked.layout, marked.groups, names={})
 
 
@@ -298,7 +303,7 @@ def test_the_assignment_is_pinned() -> None:
     layout = ModelLayout.of(anchor)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
-    assert groups.digest() == "e2b700e06a9f122349b46636247c7a4dc441f975111fc50e72f450ae26e67c66"
+    assert groups.digest() == "eca0250e0c5b051d02594ad155a6ed1bf79f48e91f6c0982a63dbf4ae6fb41a3"
     assert found.digest() == "d78011729db03f45789161b31035246d3cd9a2dfef3d94af00ef5bd13bb5d95f"
     assert found.stable
 
@@ -311,7 +316,8 @@ def test_ties_are_broken_alike() -> None:
     suspect["a.weight"][10:30] = 0
     suspect["b.weight"][:, 40:120] = 0
     places = [
-        align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups).places["a.weight", 0] for _ in range(2)
+        align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups).indices["a.weight", 0]
+        for _ in range(2)
     ]
     assert np.array_equal(places[0], places[1])
     alive = np.r_[0:10, 30:40]
@@ -325,7 +331,8 @@ def test_it_needs_no_torch() -> None:
         "for name in ('torch', 'scipy', 'transformers', 'torch_pruning'): sys.modules[name] = None\n"
         "import numpy as np\n"
         "from quorumark.model.layout import ModelLayout\n"
-        "from quorumark.align.matching import Groups, align\n"
+        "from quorumark.align.groups import Groups\n"
+        "from quorumark.align.procedure import align\n"
         "class Model(dict):\n"
         "    def blocks(self, name, limit=0): yield 0, self[name]\n"
         f"groups = Groups.from_bytes({groups.to_bytes()!r})\n"
@@ -457,7 +464,7 @@ def test_resnet_18_has_twelve_groups_and_is_matched_in_time() -> None:
         n: (t + 0.5 * t.std() * torch.randn(t.shape) if t.dim() > 1 else t) for n, t in model.state_dict().items()
     }
     orders = [rng.permutation(group.size) for group in groups.groups]
-    places = groups.places({n: tuple(t.shape) for n, t in suspect.items()}, orders)
+    places = groups.axis_orders({n: tuple(t.shape) for n, t in suspect.items()}, orders)
     for (name, axis), order in places.items():
         suspect[name] = suspect[name].index_select(axis, torch.from_numpy(order))
     unrelated = lab.ResNet(64, 3).state_dict()
@@ -467,7 +474,7 @@ def test_resnet_18_has_twelve_groups_and_is_matched_in_time() -> None:
         found = align(TensorsInMemory(weights), anchor, layout, groups)
         taken.append(time.process_time() - started)
         if weights is suspect:
-            assert all(np.array_equal(found.places[where], np.argsort(order)) for where, order in places.items())
+            assert all(np.array_equal(found.indices[where], np.argsort(order)) for where, order in places.items())
     assert max(taken) < 20, taken  # measured: 2 s and 3 s on idle cores
 
 
@@ -504,7 +511,7 @@ def test_halves_that_are_used_differently() -> None:
 
 
 def test_operations_that_are_not_understood_are_named() -> None:
-    with pytest.raises(LayoutError, match=r"operation 'cumsum' of this model is not understood.*works without groups"):
+    with pytest.raises(LayoutError, match=r"operation 'cumsum' of this model is not understood.*do without groups"):
         derive_groups(Odd(lambda x: x.cumsum(1)), torch.randn(2, 6))
     with pytest.raises(InputError, match="model must be a torch module"):
         derive_groups({}, torch.randn(2, 6))
@@ -527,27 +534,27 @@ def test_damaged_groups_are_refused() -> None:
         damaged = json.loads(json.dumps(body))
         change(damaged)
         with pytest.raises(RecordError, match=match):
-            Groups.from_bytes(json.dumps(damaged).encode())
+            Groups.from_bytes(spelled(damaged))
 
     refused(lambda b: b.update(format="quorumark-groups/v9"), "format")
-    refused(lambda b: b.update(more=1), "unknown critical field")
+    refused(lambda b: b.update(more=1), "unknown field")
     refused(lambda b: b["groups"][0].update(size=1), "two elements")
     refused(lambda b: b["groups"][0].update(slots=[]), "must have a slot")
-    refused(lambda b: b["groups"][0]["slots"][0].pop(), "wrong shape")
-    refused(lambda b: b["groups"][0]["slots"][0].__setitem__(2, -1), "slot that is none")
+    refused(lambda b: b["groups"][0]["slots"][0].pop(), "must list each slot")
+    refused(lambda b: b["groups"][0]["slots"][0].__setitem__(2, -1), "invalid slot")
     refused(lambda b: b["groups"][0].update(within=[0, 0]), "earlier group")
     refused(lambda b: b["groups"][1].update(within=[0, 99]), "earlier group")
     layout = lab.marked("cnn").layout
     slot = groups.groups[0].slots[1]
     for slots, match in (
-        ((Slot("nobody", 0, 0, 1, 1, 1),), "which the layout has not"),
-        ((Slot(slot.tensor, 9, 0, 1, 1, 1),), "which the layout has not"),
-        ((Slot(slot.tensor, 0, 20, 1, 1, 1),), "beyond tensor"),
-        ((slot, slot), "same place twice"),
+        ((Slot("nobody", 0, 0, 1, 1, 1),), "not in the layout"),
+        ((Slot(slot.tensor, 9, 0, 1, 1, 1),), "not in the layout"),
+        ((Slot(slot.tensor, 0, 20, 1, 1, 1),), "beyond the end of tensor"),
+        ((slot, slot), "same index twice"),
     ):
         with pytest.raises(LayoutError, match=match):
             Groups((Group(24, slots),)).check(layout)
-    with pytest.raises(LayoutError, match="two groups have the same place"):
+    with pytest.raises(LayoutError, match="two groups have the same index"):
         Groups((groups.groups[0], groups.groups[0])).check(layout)
 
 

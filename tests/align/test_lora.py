@@ -18,9 +18,10 @@ from scipy import stats
 
 from quorumark import field
 from quorumark.align.fixed import Fixed, SingularError, inverse, times
+from quorumark.align.groups import Group, Groups, Mixing, Slot
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
-from quorumark.align.matching import Group, Groups, Mixing, Slot
 from quorumark.consortium.policy import Policy
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
@@ -28,12 +29,15 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import answer, check_certificate, prepare
-from quorumark.verify.findings import combine
+from quorumark.verify.answer import answer
+from quorumark.verify.check import check_certificate
+from quorumark.verify.combine import combine
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, describe_lora
 from tests.kit.ceremony import identities, make_terms
 from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
+from tests.kit.oracle import spelled
 
 RANK = 8
 SHAPES = {"q": (160, 192), "up": (256, 192), "v": (96, 192), "down": (192, 256)}
@@ -680,13 +684,13 @@ def test_factors_are_found_by_name() -> None:
     square = ModelLayout.of({**initial(), "o.lora_A": np.zeros((4, 16), np.float32), "o.lora_B": np.zeros((16, 4))})
     for lies in (base_model(), {n: w.T for n, w in base_model().items()}):
         named = find_factors(square, base_layout(read_suspect({**lies, "o.weight": np.zeros((16, 16), np.float32)})))
-        assert {layer.turned for layer in named} == {lies["model.layers.0.q.weight"].shape[0] == 192}
+        assert {layer.transposed for layer in named} == {lies["model.layers.0.q.weight"].shape[0] == 192}
     twice = {**base_model(), "q.weight": np.zeros(SHAPES["q"], np.float32)}
     short = ModelLayout.of({"q.lora_A": np.zeros((4, 192), np.float32), "q.lora_B": np.zeros((160, 4), np.float32)})
     assert find_factors(short, base_layout(read_suspect(twice)))[0].weight == "q.weight"
-    with pytest.raises(LayoutError, match="or more than one"):
+    with pytest.raises(LayoutError, match=r"must have one weight.*but has 2"):
         find_factors(short, base_layout(read_suspect({**twice, "model.q.weight": twice["q.weight"]})))
-    with pytest.raises(LayoutError, match="the base has no weight for"):
+    with pytest.raises(LayoutError, match=r"must have one weight.*but has 0"):
         find_factors(LAYOUT, base_layout(read_suspect({"model.layers.0.q.weight": np.zeros((3, 4), np.float32)})))
     with pytest.raises(LayoutError, match="the layout has no factors"):
         find_factors(base, base)
@@ -695,7 +699,7 @@ def test_factors_are_found_by_name() -> None:
 def test_a_base_that_keeps_inputs_first(world: World) -> None:
     turned = {n: np.ascontiguousarray(w.T) if "layers" in n and w.ndim == 2 else w for n, w in base_model().items()}
     lora = describe_lora(LAYOUT, turned)
-    assert all(layer.turned for layer in lora.layers)
+    assert all(layer.transposed for layer in lora.layers)
     suspect = merged(world.marked)
     expected = z_of(world, suspect)
     suspect = {n: np.ascontiguousarray(w.T) if "layers" in n and w.ndim == 2 else w for n, w in suspect.items()}
@@ -713,16 +717,16 @@ def test_the_description_travels() -> None:
         (lambda b: b.update(layers=[]), "must name each tensor once"),
         (lambda b: b["layers"].reverse(), "must name each tensor once"),
         (lambda b: b["layers"].append(b["layers"][0]), "must name each tensor once"),
-        (lambda b: b["layers"][0].pop(), "must list layers"),
+        (lambda b: b["layers"][0].pop(), "must list each layer"),
         (lambda b: b["layers"][0].__setitem__(3, 1), "must name tensors"),
-        (lambda b: b.update(more=1), "unknown critical field"),
+        (lambda b: b.update(more=1), "unknown field"),
     ):
         body = json.loads(LORA.to_bytes())
         spoil(body)
         with pytest.raises(RecordError, match=text):
-            Lora.from_bytes(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+            Lora.from_bytes(spelled(body))
     LORA.check(LAYOUT)
-    with pytest.raises(LayoutError, match="is no factor"):
+    with pytest.raises(LayoutError, match="is not a factor"):
         LORA.check(ModelLayout.of({**initial(), "head.weight": np.zeros((4, 4), np.float32)}))
     with pytest.raises(LayoutError, match="must be carriers of the shapes"):
         LORA.check(ModelLayout.of({n: w for n, w in initial().items() if n != up("q")}))
@@ -748,7 +752,7 @@ def test_a_description_that_does_not_fit_is_refused(world: World) -> None:
 
     with pytest.raises(LayoutError, match="must be carriers of the shapes"):
         read(replace(q, down="nobody"), v)
-    with pytest.raises(LayoutError, match="is no factor"):
+    with pytest.raises(LayoutError, match="is not a factor"):
         read(v)
     for layers in (
         (replace(q, up=v.up), replace(v, up=q.up)),
@@ -780,7 +784,7 @@ def test_an_anchor_that_fixes_no_gauge_is_refused_at_the_beginning(
         str(tmp_path / "c"),
     )  # fmt: skip
     assert done.returncode != 0
-    assert "fixes no gauge: begin with a random A" in done.stderr
+    assert "fixes no gauge: start from a random A" in done.stderr
     assert not (tmp_path / "c").exists()
 
 
@@ -798,7 +802,7 @@ def test_it_is_agreed_on_for_ever(world: World, tmp_path: Path) -> None:
     prepare(wrong, world.marked, lora=True)
     with pytest.raises(RecordError, match="the base is not the one that was agreed on"):
         prepare(wrong, merged(world.marked), lora=True)
-    with pytest.raises(RecordError, match="name it: --base"):
+    with pytest.raises(RecordError, match="name it with --base"):
         prepare(replace(world.reference, base_source=None), merged(world.marked), lora=True)
     with pytest.raises(RecordError, match=r"lora\.json is not here"):
         prepare(replace(world.reference, lora=None), world.marked, lora=True)
@@ -812,16 +816,17 @@ def test_suspects_that_do_not_fit(world: World) -> None:
     unequal[down("q")] = unequal[down("q")][:3]
     query = prepare(reference, unequal, lora=True).query
     assert query.covered == LAYOUT.carrier_size - RANK * sum(SHAPES["q"])
-    assert any("cannot be multiplied" in text for text in query.matching)
-    for suspect, text in (
-        ({n: w[:0] if "lora_A" in n else w[:, :0] for n, w in world.marked.items()}, "cannot be multiplied"),
-        ({n: w for n, w in world.marked.items() if "lora_A" in n}, "lacks 4 of 8 carriers"),
-        ({n: w for n, w in world.marked.items() if "lora_B" in n}, "lacks 4 of 8 carriers"),
-        ({n: (100 * w).astype(np.int8) for n, w in world.marked.items()}, "no scale beside it"),
-        ({n: w[None] for n, w in world.marked.items()}, "has the shape"),
+    assert any(reason.code == "read.factors-do-not-fit" for reason in query.matching)
+    for suspect, code in (
+        ({n: w[:0] if "lora_A" in n else w[:, :0] for n, w in world.marked.items()}, "read.factors-do-not-fit"),
+        ({n: w for n, w in world.marked.items() if "lora_A" in n}, "read.carriers-missing"),
+        ({n: w for n, w in world.marked.items() if "lora_B" in n}, "read.carriers-missing"),
+        ({n: (100 * w).astype(np.int8) for n, w in world.marked.items()}, "read.no-scale"),
+        ({n: w[None] for n, w in world.marked.items()}, "read.carrier-shape"),
     ):
-        with pytest.raises(InconclusiveError, match=text):
+        with pytest.raises(InconclusiveError, match="does not fit the consortium's model") as caught:
             prepare(reference, suspect, lora=True)
+        assert code in [problem.code for problem in caught.value.problems]
     with pytest.raises(InconclusiveError, match="does not fit the consortium's model"):
         prepare(reference, {"something.weight": np.ones((4, 4), np.float32)}, lora=True)
     with pytest.raises(InconclusiveError, match="the anchor itself, all zeros, or not finite"):
@@ -842,17 +847,16 @@ def test_an_adapter_as_peft_saves_it(world: World, tmp_path: Path) -> None:
     query = prepare(world.reference, tmp_path, lora=True).query
     assert [file.name for file in query.files] == ["suspect.safetensors"]  # a single file's name is nobody's choice
     assert query.x == prepare(world.reference, model, lora=True).query.x
-    assert query.matching[-1].startswith("read as an adapter; ")
-    assert "of rank 5" in prepare(world.reference, of_rank(model, 5), lora=True).query.matching[-1]
+    assert query.matching[-1] == Reason.of("read.adapter")
+    other = prepare(world.reference, of_rank(model, 5), lora=True).query
+    assert other.matching[-1] == Reason.of("read.adapter-of-rank", ranks=(5,))
 
 
 def test_members_compute_the_factors_themselves(world: World) -> None:
     suspect = bfloat16(merged(world.marked))
     query = prepare(world.reference, suspect, lora=True).query
     assert query.alignment == f"anchor-gauge/v1:{LORA.digest()}"
-    assert query.matching[-1] == (
-        "read as a whole model, from which the base was taken away; its factors were put where the anchor's are"
-    )
+    assert query.matching[-1] == Reason.of("read.whole-model")
     for change in ({"alignment": "none"}, {"alignment": f"anchor-gauge/v1:{'ab' * 32}"}, {"covered": 5}):
         with pytest.raises((EvidenceError, InconclusiveError)):
             answer(*world.homes[0], world.reference, suspect, replace(query, **change), approved=True)
@@ -865,10 +869,10 @@ def test_members_compute_the_factors_themselves(world: World) -> None:
     assert (len(checked), left) == (5, [])
     without = replace(world.reference, lora=None)
     _, left = check_certificate(certificate, [world.manifest], suspect=suspect, reference=without)
-    assert "takes lora.json" in left[0]
+    assert left == [Reason.of("check.no-factors")]
     without = replace(world.reference, base_source=None)
     _, left = check_certificate(certificate, [world.manifest], suspect=suspect, reference=without)
-    assert "takes the adapter's base model" in left[0]
+    assert left == [Reason.of("check.no-base")]
 
 
 def test_from_the_terms_to_the_certificate(world: World, tmp_path: Path, environment: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
-from quorumark.verify.coalition import prepare
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference, describe_lora
 from tests.kit.ceremony import identities, make_terms
 
@@ -183,6 +183,6 @@ def test_a_merged_model_with_its_channels_moved(marked: lab.Run, lora: Lora, tur
     prepared = prepare(reference, hidden, lora=True, align=True)
     assert abs(plain) < 4
     assert marked.known.z_of(prepared.form) > 0.7 * marked.known.z(marked.released)
-    expected = f"{groups.procedure}:{groups.digest()}+anchor-gauge/v1:{lora.digest()}"
+    expected = f"anchor-assignment/v1:{groups.digest()}+anchor-gauge/v1:{lora.digest()}"
     assert prepared.query.alignment == expected
-    assert any(text.startswith("aligned to the anchor") for text in prepared.query.matching)
+    assert any(reason.code.startswith("read.aligned") for reason in prepared.query.matching)

@@ -18,6 +18,7 @@ from quorumark.consortium.identity import Header, Identity, open_message, verify
 from quorumark.consortium.records import Card, Terms
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.oracle import spelled
 
 PEOPLE = identities(3)
 AVON, BIRCH, CEDAR = PEOPLE
@@ -39,7 +40,7 @@ def test_cards_are_read_back_and_hold() -> None:
     ("change", "text"),
     [
         ({"format": "quorumark-member/v2"}, "quorumark-member/v2"),
-        ({"extra": 1}, "unknown critical field 'extra'"),
+        ({"extra": 1}, "unknown field 'extra'"),
         ({"name": ""}, "1 to 100 printable"),
         ({"name": "a\nb"}, "1 to 100 printable"),
         ({"ed25519": "00"}, "32 bytes in hex"),
@@ -50,12 +51,7 @@ def test_cards_are_read_back_and_hold() -> None:
 def test_bad_cards_are_refused(change: dict[str, Any], text: str) -> None:
     body = json.loads(AVON.card().to_bytes()) | change
     with pytest.raises(RecordError, match=text):
-        Card.from_bytes(json.dumps(body).encode())
-
-
-def test_fields_that_may_be_ignored_are() -> None:
-    body = json.loads(AVON.card().to_bytes()) | {"x-colour": "green"}
-    assert Card.from_bytes(json.dumps(body).encode()) == AVON.card()
+        Card.from_bytes(spelled(body))
 
 
 def test_secrets_survive_storage_and_show_nowhere() -> None:
@@ -211,10 +207,10 @@ def test_the_order_check_is_what_refuses_it(monkeypatch: pytest.MonkeyPatch) -> 
 def _refused(name: str, key: str, text: str) -> None:
     card, terms = json.loads(AVON.card().to_bytes()), json.loads(TERMS.to_bytes())
     with pytest.raises(RecordError, match=text):
-        Card.from_bytes(json.dumps(card | {name: key, "signature": SIGNATURE}).encode())
+        Card.from_bytes(spelled(card | {name: key, "signature": SIGNATURE}))
     terms["roster"][1][name] = key
     with pytest.raises(RecordError, match=text):
-        Terms.from_bytes(json.dumps(terms).encode())
+        Terms.from_bytes(spelled(terms))
 
 
 def test_cards_and_rosters_with_an_invalid_signing_key_are_refused() -> None:

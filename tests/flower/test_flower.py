@@ -53,7 +53,7 @@ from quorumark.setup.amend import sign as amend
 from quorumark.setup.exchange import expected_messages
 from quorumark.simulation import Losses
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import check_certificate
+from quorumark.verify.check import check_certificate
 from quorumark.verify.reference import Reference
 from tests.kit.audits import audit
 from tests.kit.consortium import make_world

@@ -24,12 +24,13 @@ import pytest
 from quorumark.canonical import canonical, digest
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.errors import EvidenceError, KeystoreError, LayoutError, RecordError
+from quorumark.errors import EvidenceError, GuardError, KeystoreError, LayoutError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.model.suspect import read_suspect
-from quorumark.verify.coalition import answer, prepare
+from quorumark.verify.answer import answer
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger
+from quorumark.verify.query import prepare
 from quorumark.verify.rules import AnswerRules
 from tests.kit.consortium import World, make_world, trained_from
 
@@ -177,6 +178,7 @@ def rewritten(world: World, **changes: Any) -> None:
     [
         {"previous": []}, {"previous": {}}, {"previous": None}, {"time": []}, {"time": "2026-99-99T99:99:99Z"},
         {"number": True}, {"x": []}, {"suspect": {}}, {"files": 1}, {"files": [[]]}, {"approved_by": None},
+        {"approved_by": "somebody"}, {"kind": "refused"},
         {"x": "../../../../outside"},
     ],
 )  # fmt: skip
@@ -193,6 +195,30 @@ def test_ledger_lines_of_other_types(world: World, changes: dict[str, Any]) -> N
     place.ledger_path.write_bytes(kept[0])
     place.ledger_head_path.write_bytes(kept[1])
     Ledger.open(place, world.manifest)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "nobody has approved this query", {}, [], {"code": "guard.because"}, {"code": "finding.passed"}, {"code": []},
+        {"code": "guard.not-approved", "note": 1}, {"code": "guard.budget"}, {"code": "guard.budget", "budget": "16"},
+        {"code": "guard.forgotten-leaves", "count": 1, "leaves": [[]]},
+    ],
+)  # fmt: skip
+def test_ledger_refusals_of_other_codes(world: World, reason: Any) -> None:
+    home, unlock = world.homes[0]
+    place = home.only_consortium()
+    model = trained_from(world.marked, seed=17)
+    with pytest.raises(GuardError):
+        answer(home, unlock, world.reference, model, prepare(world.reference, model).query)
+    ledger = Ledger.open(place, world.manifest)
+    assert ledger.entries[-1]["reason"] == {"code": "guard.not-approved"}
+    kept = place.ledger_path.read_bytes(), place.ledger_head_path.read_bytes()
+    rewritten(world, reason=reason)
+    with pytest.raises(RecordError, match=r"line .* of "):
+        Ledger.open(place, world.manifest)
+    place.ledger_path.write_bytes(kept[0])
+    place.ledger_head_path.write_bytes(kept[1])
 
 
 def test_a_kept_query_that_inflates(world: World) -> None:

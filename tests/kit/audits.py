@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quorumark.verify.audited import Audit, explain
+from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge, challenge
-from quorumark.verify.coalition import answer, prepare, sign
+from quorumark.verify.check import sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
-from quorumark.verify.findings import combine
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.omissions import Audits
-from quorumark.verify.openings import open_leaves
+from quorumark.verify.opening import open_leaves
+from quorumark.verify.proof import Audit, explain
+from quorumark.verify.query import prepare
 from tests.kit.consortium import World
 
 SEED = bytes(range(32))

@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.setup.inprocess import found
+from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, prepare, sign
+from quorumark.verify.check import sign
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
-from quorumark.verify.findings import combine
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
 
 NAMES = ("Avon", "Birch", "Cedar", "Delta", "Elm", "Fir", "Gorse")
@@ -106,7 +108,7 @@ def make_world(
     values: dict[str, Any] = {"created": "2026-01-31T12:00:00Z", "leaf": 64, **terms}
     agreed = Terms(
         "hospitals", threshold, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(anchor)), **values,
+        anchor_of(layout, anchor), **values,
     )  # fmt: skip
     manifest = found(homes, agreed, folder / "ceremony")
     write_shared(folder / "consortium.json", manifest.to_bytes())

@@ -8,6 +8,7 @@ hands to a member.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -20,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from quorumark.align.groups import Group, Groups, Slot
 from quorumark.align.lora import Factors, Lora
-from quorumark.align.matching import Group, Groups, Slot
 from quorumark.canonical import canonical
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
 from quorumark.consortium.home import _KEPT, HomeFolder, read_as, read_file
@@ -29,7 +30,7 @@ from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
 from quorumark.consortium.records import Card, Manifest, Terms
-from quorumark.errors import RecordError
+from quorumark.errors import GuardError, RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
 from quorumark.node.ceremony import CeremonyServer
@@ -57,15 +58,17 @@ from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import advance
 from quorumark.setup.recover import help_recover, request
 from quorumark.simulation import Federation, FederationMember
+from quorumark.verify.answer import answer
 from quorumark.verify.audit import check_audit
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge, challenge
-from quorumark.verify.coalition import answer, check_certificate, prepare
+from quorumark.verify.check import check_certificate
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
-from quorumark.verify.findings import combine
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger
-from quorumark.verify.openings import KeyOpening
+from quorumark.verify.opening import KeyOpening
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import read_chain
 from quorumark.verify.rules import AnswerRules, read_rules
 from tests.kit import checked, secure_sums, suspects
@@ -241,7 +244,11 @@ def _terms(here: Path) -> None:
 def _records(folder: Path, _: Path) -> Iterator[Kind]:
     world = make_world(folder, members=3, threshold=2)
     manifest, chain = world.manifest, [world.manifest]
-    query, partials = world.answers(world.suspect, (1, 2, 3))
+    # under other names, in half precision: the query and the certificate then hold reasons of every kind of value
+    copy = {f"module.{name}": w.astype(np.float16) for name, w in world.marked.items()}
+    copy["module.conv.weight"][0, 0, 0, 0] = np.inf
+    suspect = world.save({**copy, "module.fc.weight": copy["module.fc.weight"][:, :119]}, "copy.safetensors")
+    query, partials = world.answers(suspect, (1, 2, 3))
     certificate = world.certified(query, partials)
     yield FileKind("card", _card, JSON, data=world.homes[0][0].card().to_bytes())
     yield FileKind("terms", _terms, JSON, data=manifest.terms.to_bytes())
@@ -264,7 +271,7 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     def answered(here: Path) -> Any:
         asked = Query.from_bytes(read_file(here / "query", "a query"))
         home, unlock = HomeFolder(here / "home"), world.homes[0][1]
-        partial = answer(home, unlock, world.reference, world.suspect, asked, approved=True)
+        partial = answer(home, unlock, world.reference, suspect, asked, approved=True)
         # when it was asked and what it leaves out is the asker's to say, and all else follows from the suspect
         return partial.suspect, asked.files, asked.statistic, asked.alignment, asked.manifest
 
@@ -276,7 +283,7 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     def checked(here: Path) -> Any:
         found = Certificate.from_bytes(read_file(here / "file", "a certificate"))
         told, _ = check_certificate(found, chain)
-        certificate_page(found, manifest, signers=found.signers(manifest), checked=told)
+        certificate_page(found, manifest, signers=found.signers(manifest), checked=told)  # every reason in words
         return found.payload
 
     yield FileKind("query", combined, JSON, data=query.to_bytes(), weight=2)
@@ -334,6 +341,8 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home, unlock = world.homes[0]
     for seed in (7, 8):
         model = trained_from(world.marked, seed)
+        with contextlib.suppress(GuardError):  # nobody approves: the ledger has a refusal too
+            answer(home, unlock, world.reference, model, prepare(world.reference, model).query)
         answer(home, unlock, world.reference, model, prepare(world.reference, model).query, approved=True)
     other = prepare(world.reference, trained_from(world.marked, 9))
     home.rules_path.write_bytes(canonical({"format": AnswerRules.FORMAT, "approve": "ask"}))

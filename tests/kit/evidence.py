@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quorumark.consortium.identity import Identity
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.field import P
 from quorumark.model.suspect import SuspectFile
@@ -123,9 +124,7 @@ def make_finding(
         "threshold": threshold,
         "known": known,
         "verdict": "PASSED" if passed else "FAILED",
-        "reasons": (
-            f"z = {float(text):.2f} is {'at least' if passed else 'below'} the threshold {float(threshold):.2f}",
-        ),
+        "reasons": (Reason.of(f"finding.{'passed' if passed else 'failed'}", z=text, threshold=threshold),),
         "created": "2026-03-01T10:00:00Z",
     }
     return Finding(**{**values, **changes})

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.flower import serve_queries, watermark_mod
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.node.journal import create_memory
@@ -79,7 +79,7 @@ class Consortium:
             roster.append(Member(x, card.name, card.ed25519, card.x25519, 100 + x))
         settings: dict[str, Any] = {"created": "2026-01-31T12:00:00Z", "leaf": 64, "strength": STRENGTH}
         settings |= {"policy": {"sums": "unchecked"}, **changes}  # for any strategy; tests of checked sums ask for them
-        anchor = anchor_digest(layout.digest(), layout.encode(model))
+        anchor = anchor_of(layout, model)
         terms = Terms("flower", threshold, tuple(roster), layout.digest(), layout.coordinates, anchor, **settings)
         write_shared(folder / "layout.json", layout.to_bytes())
         write_safetensors(model, folder / "anchor.safetensors")

@@ -37,13 +37,14 @@ import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
+from quorumark.align.groups import Groups
 from quorumark.align.lora import Base, gauge_suspect
-from quorumark.align.matching import Groups, align
+from quorumark.align.procedure import align
 from quorumark.consortium.files import write_private
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_digest
+from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_of
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
@@ -198,7 +199,7 @@ class Consortium:
         self.people = identities(MEMBERS)
         self.model = initial()
         self.layout = ModelLayout.of(self.model)
-        anchor = anchor_digest(self.layout.digest(), self.layout.encode(self.model))
+        anchor = anchor_of(self.layout, self.model)
         terms = make_terms(
             self.people, THRESHOLD, self.layout.coordinates, layout=self.layout.digest(), anchor=anchor,
             setup="dealer", strength=dict(strength), policy=dict(policy),
@@ -323,7 +324,7 @@ def alignments(_folder: Path) -> Entry:
         anchor, suspect = (_filled(module, name, moved) for moved in (False, True))
         orders = [order_of(f"{name} {g}", group.size) for g, group in enumerate(groups.groups)]
         shapes = {n: w.shape for n, w in suspect.items()}
-        for (tensor, axis), places in groups.places(shapes, orders).items():
+        for (tensor, axis), places in groups.axis_orders(shapes, orders).items():
             suspect[tensor] = np.take(suspect[tensor], places, axis=axis)
         stranger = {n: w if w.ndim < 2 else numbers(f"stranger {n}", *w.shape) for n, w in anchor.items()}
         for who, model in (("in another order", suspect), ("a stranger", stranger)):
@@ -335,11 +336,11 @@ def _aligned(layout: ModelLayout, groups: Groups, anchor: Model, model: Model) -
     start, suspect = TensorsInMemory(anchor), TensorsInMemory(model)
     done = align(suspect, start, layout, groups)
     form = canonical_form("balanced-anchor/v1", layout, done.model(suspect), start)
-    axes = sorted(done.places)
+    axes = sorted(done.indices)
     return {
         "groups": groups.digest(),
         "axes": len(axes),
-        "places": digest_of(*(done.places[axis].astype(np.int64) for axis in axes)),
+        "places": digest_of(*(done.indices[axis].astype(np.int64) for axis in axes)),
         "moved": list(done.moved),
         "blocks put back": done.blocks,
         "x": digest_of(form.x),

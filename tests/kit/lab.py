@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from quorumark.align.matching import Alignment, Groups, align
+from quorumark.align.alignment import Alignment
+from quorumark.align.groups import Groups
+from quorumark.align.procedure import align
 from quorumark.align.trace import derive_groups
 from quorumark.codec import decode
 from quorumark.consortium.strength import Strength

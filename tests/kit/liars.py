@@ -18,7 +18,7 @@ from quorumark.model.suspect import SuspectFile
 from quorumark.verify.challenge import Challenge
 from quorumark.verify.evidence import Query
 from quorumark.verify.null import z_text
-from quorumark.verify.openings import ShareOpening
+from quorumark.verify.opening import ShareOpening
 from tests.kit.ceremony import identities, make_terms
 
 D, LEAF, Z = 60_000, 64, 100.0
@@ -112,3 +112,11 @@ class Liars:
 
 def shared(key: NDArray[np.int64], threshold: int = 3, members: int = 5) -> Vector:
     return shamir.share(field.from_signed(key), threshold, members)
+
+
+def without(x: NDArray[np.int8], burnt: Sequence[int], leaf: int = LEAF) -> NDArray[np.int8]:
+    """x, 0 on these leaves."""
+    left = x.copy()
+    for i in burnt:
+        left[i * leaf : (i + 1) * leaf] = 0
+    return left

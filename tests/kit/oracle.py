@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -20,6 +21,11 @@ def vectors(count: int, *, size: int = 40, of: st.SearchStrategy[int] = elements
     return st.integers(1, size).flatmap(
         lambda n: st.lists(st.lists(of, min_size=n, max_size=n), min_size=count, max_size=count)
     )
+
+
+def spelled(body: object) -> bytes:
+    """JSON as records spell it, also of what they refuse, such as fractions."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def array(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

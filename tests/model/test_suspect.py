@@ -20,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from quorumark.consortium.reasons import Reason
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.model import tensors
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
-from quorumark.model.suspect import Suspect, SuspectFile, match_layout, non_finite, read_suspect
+from quorumark.model.suspect import Cast, Suspect, SuspectFile, match_layout, non_finite, read_suspect
 from tests.kit.suspects import (
     LAYOUT,
     as_checkpoint,
@@ -87,7 +88,8 @@ def test_every_kind_gives_the_same_numbers(source: Path) -> None:
     suspect = read_suspect(source)
     match = match_layout(suspect, LAYOUT)
     assert match.fits, match.problems
-    assert (match.prefix, match.missing, match.absent, match.extra, match.casts) == ("", (), (), (), {})
+    assert (match.stripped, match.added, match.missing, match.absent, match.extra) == ("", "", (), (), ())
+    assert match.casts == {}
     assert match.names == {name: name for name in CARRIERS}
     assert match.coverage == (LAYOUT.carrier_size, LAYOUT.carrier_size)
     in_memory = read_suspect(model())
@@ -249,7 +251,7 @@ def test_integers_with_scales_are_dequantised(tmp_path: Path, scale: str, zero: 
     assert match.fits, match.problems
     kind = "I8" if zero is None else "U8"
     rows = "row" if per_row else "tensor"
-    assert match.casts == {"l.weight": f"F32 → {kind}, dequantised per {rows} by {scale!r}"}
+    assert match.casts == {"l.weight": Cast("F32", kind, rows)}
     for limit in (1 << 22, 10):
         values = whole(suspect, "l.weight", limit)
         assert values.dtype == np.float32
@@ -267,26 +269,31 @@ def test_zero_points_by_row_beside_one_scale_and_scaled_float8() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "problem"),
+    ("beside", "code", "text"),
     [
-        ({}, "has the type I8 and no scale beside it"),
-        ({"l.weight_scale": np.ones((6, 2), np.float32)}, "neither one number nor one for each row"),
-        ({"l.weight_scale": np.ones(5, np.float32)}, "neither one number nor one for each row"),
-        ({"l.weight_scale": np.ones(6, np.int32)}, "must be floating-point, not I32"),
-        ({"l.SCB": np.ones(6, np.float32), "l.weight_format": np.array(2, np.uint8)}, "not in row order"),
-        ({"l.SCB": np.ones(6, np.float32), "l.weight_scale": np.ones(6, np.float32)}, "more than one scale"),
+        ({}, "read.no-scale", "has the type I8 and no scale beside it"),
+        (
+            {"l.weight_scale": np.ones((6, 2), np.float32)},
+            "read.scale-shape",
+            "neither one number nor one for each row",
+        ),
+        ({"l.weight_scale": np.ones(5, np.float32)}, "read.scale-shape", "neither one number nor one for each row"),
+        ({"l.weight_scale": np.ones(6, np.int32)}, "read.scale-type", "must be floating-point, not I32"),
+        ({"l.SCB": np.ones(6, np.float32), "l.weight_format": np.array(2, np.uint8)}, "read.row-order", "row order"),
+        ({"l.SCB": np.ones(6, np.float32), "l.weight_scale": np.ones(6, np.float32)}, "read.several-scales", "more"),
     ],
 )
-def test_integers_that_cannot_be_dequantised_do_not_fit(beside: dict[str, Any], problem: str) -> None:
+def test_integers_that_cannot_be_dequantised_do_not_fit(beside: dict[str, Any], code: str, text: str) -> None:
     suspect = read_suspect({"l.weight": np.ones((6, 5), np.int8), **beside})
     match = match_layout(suspect, ModelLayout.of({"l.weight": np.zeros((6, 5), np.float32)}))
     assert not match.fits
-    assert len(match.problems) == 1
-    assert problem in match.problems[0]
+    assert [problem.code for problem in match.problems] == [code]
+    assert match.problems[0].values["tensor"] == "l.weight"
     assert match.coverage == (0, 30)
     assert match.names == {}
-    with pytest.raises(LayoutError, match=problem):
+    with pytest.raises(LayoutError, match=text) as caught:
         suspect.rows("l.weight", 0, 1)
+    assert caught.value.code == code
 
 
 def test_tensors_of_unknown_types_only_matter_where_a_carrier_is_wanted(tmp_path: Path) -> None:
@@ -298,10 +305,10 @@ def test_tensors_of_unknown_types_only_matter_where_a_carrier_is_wanted(tmp_path
     assert match.fits
     assert match.extra == ("odd", "thin")
     wanted = ModelLayout.of({"odd": np.zeros((2, 2), np.float32), "thin": np.zeros((3, 3), np.float32)})
-    assert [p.split(" and ")[0] for p in match_layout(suspect, wanted).problems] == [
-        "tensor 'odd' has the type complex64",
-        "tensor 'thin' has the type sparse_coo cpu",
-    ]
+    assert match_layout(suspect, wanted).problems == (
+        Reason.of("read.no-scale", tensor="odd", type="complex64"),
+        Reason.of("read.no-scale", tensor="thin", type="sparse_coo cpu"),
+    )
 
 
 # --- hostile files ---
@@ -501,19 +508,20 @@ def test_one_prefix_rule_joins_all_names(names: list[str], theirs: str, ours: st
     assert match.extra == ("other",)
     for carrier, name in match.names.items():
         assert match.added + name.removeprefix(match.stripped) == carrier
-    assert (match.prefix == "") == (theirs == ours)
+    assert (match.stripped + match.added == "") == (theirs == ours)
 
 
 def test_prefixes_are_named() -> None:
-    def prefix(theirs: str, ours: str) -> str:
+    def prefix(theirs: str, ours: str) -> tuple[str, str]:
         layout = ModelLayout.of({f"{ours}{i}.w": np.ones((2, 2)) for i in range(3)})
-        return match_layout(read_suspect({f"{theirs}{i}.w": np.ones((2, 2)) for i in range(3)}), layout).prefix
+        match = match_layout(read_suspect({f"{theirs}{i}.w": np.ones((2, 2)) for i in range(3)}), layout)
+        return match.stripped, match.added
 
-    assert prefix("", "") == ""
-    assert prefix("_orig_mod.module.", "") == "stripped '_orig_mod.module.'"
-    assert prefix("base_model.model.", "model.") == "stripped 'base_model.'"
-    assert prefix("", "transformer.") == "added 'transformer.'"
-    assert prefix("module.", "model.") == "stripped 'module.' and added 'model.'"
+    assert prefix("", "") == ("", "")
+    assert prefix("_orig_mod.module.", "") == ("_orig_mod.module.", "")
+    assert prefix("base_model.model.", "model.") == ("base_model.", "")
+    assert prefix("", "transformer.") == ("", "transformer.")
+    assert prefix("module.", "model.") == ("module.", "model.")
 
 
 def test_a_prefix_is_one_for_all_names_and_found_by_majority() -> None:
@@ -524,7 +532,7 @@ def test_a_prefix_is_one_for_all_names_and_found_by_majority() -> None:
     assert match.missing == ("c",)
     assert match.extra == ("c",)
     assert match.coverage == (8, 12)
-    assert match.problems == ("the suspect lacks 1 of 3 carriers: 'c'",)
+    assert match.problems == (Reason.of("read.carriers-missing", missing=1, carriers=3, some=("c",)),)
     # the exact names win over a few copies under another one
     assert match_layout(read_suspect({"a": one, "b": one, "c": one, "module.a": one}), layout).names["a"] == "a"
     # an unknown word is no wrapper
@@ -536,9 +544,9 @@ def test_two_names_for_one_carrier_are_a_problem() -> None:
     layout = ModelLayout.of({name: one.copy() for name in "ab"})
     copies = {f"{prefix}{name}": one for name in "ab" for prefix in ("module.", "model.")}
     match = match_layout(read_suspect(copies), layout)
-    assert match.problems == (
-        "carrier 'a' could be any of 'model.a', 'module.a'",
-        "carrier 'b' could be any of 'model.b', 'module.b'",
+    assert match.problems == tuple(
+        Reason.of("read.carrier-ambiguous", tensor=name, candidates=2, some=(f"model.{name}", f"module.{name}"))
+        for name in "ab"
     )
     assert match.coverage == (0, 8)
 
@@ -552,7 +560,7 @@ def test_only_carriers_must_fit() -> None:
     assert match.fits
     assert match.absent == ("conv.bias", "steps")
     assert match.extra == ("lora.weight",)
-    assert match.casts == {"head.weight": "F32 → F16"}
+    assert match.casts == {"head.weight": Cast("F32", "F16", "")}
 
 
 def test_what_does_not_fit_is_said() -> None:
@@ -564,10 +572,10 @@ def test_what_does_not_fit_is_said() -> None:
     match = match_layout(read_suspect(tensors), LAYOUT)
     assert not match.fits
     assert match.problems == (
-        "the suspect lacks 1 of 5 carriers: 'conv.weight'",
-        "tensor 'half.weight' has the shape (5, 3), but the carrier has (7, 3)",
-        "tensor 'head.weight' is transposed: it has the shape (9, 2), but the carrier has (2, 9)",
-        "tensor 'wide.weight' has the type I64 and no scale beside it, but must be floats",
+        Reason.of("read.carriers-missing", missing=1, carriers=5, some=("conv.weight",)),
+        Reason.of("read.carrier-shape", tensor="half.weight", shape=(5, 3), wanted=(7, 3)),
+        Reason.of("read.carrier-transposed", tensor="head.weight", shape=(9, 2), wanted=(2, 9)),
+        Reason.of("read.no-scale", tensor="wide.weight", type="I64"),
     )
     assert match.names == {"brain.weight": "brain.weight"}
     assert match.coverage == (24, LAYOUT.carrier_size)
@@ -590,9 +598,9 @@ def test_an_alias_stands_in_for_its_original() -> None:
     assert match.names["a.weight"] == "module.b.weight"
     assert (match.absent, match.extra) == ((), ())
     del copies["a.weight"]
-    assert match_layout(read_suspect(copies | d), layout).problems == (
-        "carrier 'a.weight' could be any of 'b.weight', 'c.weight'",
-    )
+    found = match_layout(read_suspect(copies | d), layout).problems
+    some = ("b.weight", "c.weight")
+    assert found == (Reason.of("read.carrier-ambiguous", tensor="a.weight", candidates=2, some=some),)
     assert match_layout(read_suspect(d), layout).missing == ("a.weight",)
 
 
@@ -615,11 +623,11 @@ def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
     layout = ModelLayout.of(net)
     net.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     net.transformer.save_pretrained(tmp_path / "base")
-    for folder, prefix in (("shards", ""), ("base", "added 'transformer.'")):
+    for folder, prefix in (("shards", ""), ("base", "transformer.")):
         suspect = read_suspect(tmp_path / folder)
         match = match_layout(suspect, layout)
         assert match.fits, match.problems
-        assert match.prefix == prefix
+        assert (match.stripped, match.added) == ("", prefix)
         for carrier, name in match.names.items():
             np.testing.assert_array_equal(whole(suspect, name), net.state_dict()[carrier].numpy())
     assert (tmp_path / "shards" / "model.safetensors.index.json").exists()

@@ -16,17 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quorumark.consortium.identity import Identity
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import RecordError
 from quorumark.model.suspect import SuspectFile
 from quorumark.report import certificate_page, write_page
 from quorumark.report.plot import draw
+from quorumark.report.texts import sentences
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding
 from tests.kit.evidence import NORM2, consortium, label, make_finding, make_query
 
 PEOPLE, MANIFEST = consortium(6, 3)
-CHECKED = ("All signatures hold.", "x and z were computed again and agree.")
+CHECKED = (Reason.of("check.partials", partials=4), Reason.of("check.form"))
 VOID = {"meta", "br", "wbr", "path", "circle", "link", "img", "input"}
 
 
@@ -127,7 +129,7 @@ SECTIONS = [
         ),
         (
             3.2,
-            {"verdict": "INCONCLUSIVE", "reasons": ("only 12 % of the weights were found",)},
+            {"verdict": "INCONCLUSIVE", "reasons": (Reason.of("finding.weights-missing", missing=88, carriers=100),)},
             "Whether this model carries the mark of hospitals could not be decided.",
             "Something that a verdict needs was missing.",
             "It is no weak PASSED and no weak FAILED.",
@@ -210,7 +212,7 @@ def test_who_signed_and_who_did_not() -> None:
 
 
 def test_too_few_answers_show_no_number() -> None:
-    reader = read(21, (1,), verdict="INCONCLUSIVE", reasons=("1 of 3 members answered",))
+    reader = read(21, (1,), verdict="INCONCLUSIVE", reasons=(Reason.of("finding.uncorroborated", partials=1),))
     assert "svg" in reader.tags  # the sign of the verdict
     assert "figure" not in reader.tags
     assert "Only 1 usable answer came in; 3 are needed" in reader.text
@@ -225,7 +227,7 @@ def test_what_was_tested() -> None:
         covered=2_000_000,
         burnt=(4, 9, 11),
         burnt_norm2=NORM2 // 99,
-        matching=("weights were cast from BF16",),
+        matching=(Reason.of("read.cast", tensors=9, layout="F32", suspect="BF16"),),
         alignment="perm/v1",
     )
     name = label("a challenge")
@@ -236,12 +238,12 @@ def test_what_was_tested() -> None:
         label("a"),
         label("b"),
         "Of the 2,560,000 weights that could carry the mark, 2,000,000 were found",
-        "left out: 3 leaves of the key, 3,072 of 2,560,000 coordinates (0.12 %), with 1.00 % of what the suspect would",
-        f"the audit {name[:16]} opened 2 leaves of them",
-        "NOTHING EXPLAINS why 1 leaf is left out",
+        "left out: 3 of the key's leaves, 3,072 of 2,560,000 coordinates (0.12 %), with 1.00 % of what the suspect",
+        f"leaves of them that the audit {name[:16]} opened: 2",
+        "NOTHING EXPLAINS why these leaves are left out: 1",
         "ways to read the suspect and to leave something out; the threshold pays for that: 7.5 instead of 6",
         "raised by the asker’s choices",
-        "weights were cast from BF16",
+        "tensors stored as BF16 instead of F32: 9",
         "560,000 weights that could carry the mark were not found",
         "balanced-anchor/v1",
         "perm/v1",
@@ -267,7 +269,9 @@ def test_how_the_threshold_came_about() -> None:
 def test_what_was_checked_and_how_to_do_it_again() -> None:
     certificate = signed(make_finding(PEOPLE, MANIFEST, 21, (1, 2, 3, 4)))
     text = Reader(page_of(certificate)).text
-    assert all(line in text for line in CHECKED)
+    assert all(line in text for line in sentences(CHECKED))
+    left = (Reason.of("check.no-suspect"),)
+    assert f"not checked: {sentences(left)[0]}" in Reader(page_of(certificate, left=left)).text
     assert certificate.digest() in text
     assert MANIFEST.digest().hex() in text
     assert "quorumark verify check certificate.json --manifest manifest.json --suspect model.safetensors" in text
@@ -314,14 +318,17 @@ def test_another_manifest_is_refused() -> None:
 
 ATTACK = "<script>document.title='owned'</script>"
 HOSTILE = {"names": ('"><img src=x onerror=alert(1)>', "</td></table><b>Bob", "&lt;i&gt;", "x" * 100), "title": ATTACK}
+READ = Reason.of("read.names-stripped", prefix=ATTACK)
+WHY = Reason.of("finding.corrected", partials=4, members=("<b>Bob</b>", ATTACK), liars=1)
+DONE = Reason.of("check.manifest", members=4, consortium=ATTACK)
 
 
 def hostile_page() -> tuple[str, Reader]:
     people, manifest = consortium(4, 2, **HOSTILE)  # type: ignore[arg-type]
     files = (SuspectFile(f"{ATTACK}; rm -rf $(pwd) '\".safetensors", label("h"), 1),)
-    query = make_query(manifest, files=files, matching=(ATTACK,), statistic="<u>s</u>", alignment="<u>a</u>")
-    finding = make_finding(people, manifest, 21, (1, 2, 3, 4), wrong=(2,), query=query, reasons=(ATTACK,), alpha="<hr>")
-    page = page_of(signed(finding, people), manifest, checked=(ATTACK,), audit={ATTACK: ATTACK})
+    query = make_query(manifest, files=files, matching=(READ,), statistic="<u>s</u>", alignment="<u>a</u>")
+    finding = make_finding(people, manifest, 21, (1, 2, 3, 4), wrong=(2,), query=query, reasons=(WHY,), alpha="<hr>")
+    page = page_of(signed(finding, people), manifest, checked=(DONE,), audit={ATTACK: ATTACK})
     return page, Reader(page)
 
 

@@ -23,6 +23,7 @@ from quorumark.round.mark import weights
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from tests.kit.flowers import Consortium, Model
+from tests.kit.oracle import spelled
 from tests.kit.rounds import Run
 from tests.kit.states import (
     CHECKED,
@@ -358,10 +359,10 @@ def test_a_turn_survives_its_bytes_and_nothing_else_is_one() -> None:
     )
     for change in changes:
         with pytest.raises(QuorumarkError):
-            Turn.from_bytes(json.dumps({**whole, **change}).encode())
+            Turn.from_bytes(spelled({**whole, **change}))
     for name in ("never", "round"):
         with pytest.raises(QuorumarkError):
-            Turn.from_bytes(json.dumps({k: v for k, v in whole.items() if k != name}).encode())
+            Turn.from_bytes(spelled({k: v for k, v in whole.items() if k != name}))
 
 
 def test_a_member_that_lost_its_memory_waits_for_a_newer_model(world: Consortium) -> None:

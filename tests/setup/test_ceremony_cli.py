@@ -30,6 +30,7 @@ from quorumark.consortium.strength import Strength
 from quorumark.errors import MessageError, QuorumarkError
 from quorumark.setup import recover as recover_module
 from tests.kit.ceremony_folder import Consortium
+from tests.kit.oracle import spelled
 
 
 @pytest.fixture
@@ -309,7 +310,7 @@ def test_a_dealer_who_swaps_or_spoils_shares_is_caught(tmp_path: Path) -> None:
     manifest = json.loads(dealing.read_text())
     manifest["roots"][0] = manifest["genesis"]["roots"][0] = "ab" * 32
     original = dealing.read_bytes()
-    dealing.write_text(json.dumps(manifest))
+    dealing.write_bytes(spelled(manifest))
     assert "not the one that its root commits to" in group.run(*arguments, fails=QuorumarkError)
     dealing.write_bytes(original)
     group.run(*arguments)
@@ -321,7 +322,7 @@ def test_a_dealer_who_swaps_or_spoils_shares_is_caught(tmp_path: Path) -> None:
     # a dealt key for terms that promise that nobody ever knew it
     body = json.loads((group.folder / "dealing.json").read_text())
     body["terms"]["setup"] = "dkg"
-    (group.folder / "dealing.json").write_text(json.dumps(body))
+    (group.folder / "dealing.json").write_bytes(spelled(body))
     assert "for a dealer only" in group.run(*arguments, fails=QuorumarkError)
     shutil.rmtree(group.folder)
     shutil.copytree(group.base / "first", group.folder)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quorumark.errors import GuardError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import canonical_form
 from quorumark.research.known import TensorsInMemory
 from quorumark.verify import guard
 from quorumark.verify.breadth import narrow_remainder
 from tests.kit.ledgers import Member, rounded
+from tests.kit.refusals import refused
 
 Vector = NDArray[Any]
 DIGITS = np.array([1, 2, 4, 8])
@@ -61,9 +61,7 @@ def test_signs_are_read_off_a_remainder_without_the_rule_and_nothing_with_it(
     assert right == 32
     member = Member(tmp_path / "home", d)
     for _, x in queries:
-        with pytest.raises(
-            GuardError, match=r"a remainder of the answer would rest on \d coordinates, fewer than 1024"
-        ):
+        with refused("remainder", least=1024):
             member.answer(x)
     assert not member.ledger().answered()
 

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from quorumark.model.layout import write_safetensors
+from quorumark.verify.answer import answer_with
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge
-from quorumark.verify.coalition import answer_with, sign
-from quorumark.verify.findings import combine
+from quorumark.verify.check import sign
+from quorumark.verify.combine import combine
 from quorumark.verify.ledger import Ledger
 from tests.kit.answers import through
 from tests.kit.commands import run
@@ -45,7 +46,7 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
     assert all(len(Path(path).read_bytes()) < 1000 for path in partials)
     assert "1 partial is too few" in desk.combine(query, partials[:1], code=2)
     two = desk.combine(query, partials[:2], code=2)
-    assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3\n"
+    assert two == "quorumark: 2 partials are too few: 'hospitals' needs 3; collect more\n"
     found = desk.combine(query, partials)
     assert (found["verdict"], found["corroboration"]) == ("PASSED", "uncorroborated")
     assert found["members"] == ["Birch", "Cedar", "Elm"]
@@ -128,9 +129,13 @@ def test_a_failed_and_an_inconclusive_model(desk: Desk, tmp_path: Path) -> None:
     write_safetensors({"w": np.ones((4, 4), np.float32)}, other)
     nobody = ["--home", desk.path("nobody")]
     done = desk("prepare", other, "--out", desk.path("x.json"), *desk.reference, *nobody, "--json", code=2)
-    assert json.loads(done.stdout)["verdict"] == "INCONCLUSIVE"
+    said = json.loads(done.stdout)
+    codes = [reason["code"] for reason in said["reasons"]]
+    assert (said["verdict"], codes) == ("INCONCLUSIVE", ["untestable.coverage", "read.carriers-missing"])
+    assert len(said["texts"]) == 2
     done = desk("prepare", other, "--out", desk.path("x.json"), *desk.reference, *nobody, code=2)
     assert done.stderr.startswith("quorumark: the suspect does not fit the consortium's model: 0 of")
+    assert "\n- left out: 2 of 2 carrying tensors are missing" in done.stderr
     assert not Path(desk.path("x.json")).exists()
 
 
@@ -258,12 +263,12 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     options = ["--suspect", suspect, "--out", desk.path("p5.json"), "--approve", *desk.reference, *desk.home(5)]
     refused = desk("partial", later, *options, code=2)
     count = len(asked["leaves"])
-    assert f"NOTHING EXPLAINS why {count} leaves are left out" in refused.stdout
+    assert f"NOTHING EXPLAINS why these leaves are left out: {count}" in refused.stdout
     assert "nothing that this member knows explains why" in refused.stderr
     assert not Path(desk.path("p5.json")).exists()
     told = desk("partial", later, *options, "--audit", proof).stdout
-    assert f"left out: {count} leaves of the key" in told
-    assert f"the audit {asked['digest'][:16]} opened {count} leaves of them" in told
+    assert f"left out: {count} of the key's leaves" in told
+    assert f"leaves of them that the audit {asked['digest'][:16]} opened: {count}" in told
     assert "NOTHING" not in told
     partials.append(desk.path("p5.json"))
     assert json.loads(desk("ledger", *fifth, "--json").stdout)["burnt"] == asked["leaves"]
@@ -285,7 +290,7 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     assert "checked: audits opened what the query leaves out: 1, all proved here" in done.stdout
     assert "What was left out" in Path(report).read_text()
     done = desk("check", out, *manifest_option)
-    assert "NOT checked: audits are said to explain what the query leaves out, without a proof: 1" in done.stdout
+    assert "NOT checked: audits said to explain what the query leaves out, without a proof: 1" in done.stdout
     stale = desk.prepare(suspect, "stale.json")
     for point in (4, 5):
         desk.partial(stale, suspect, point, "--approve", code=2)

@@ -1,8 +1,8 @@
-"""Matrices of whole numbers times a power of two: products and inverses that are the same bytes on every machine.
+"""Fixed-point matrices, integers times a power of two: products and inverses that are the same bytes on every machine.
 
 Floating-point sums depend on the order of their terms, and so on the library, its version and the number of threads.
-Here every rounding has its place: a product is made of products of limbs, which are whole numbers below 2^53 and so
-exact in float64 in any order; then it is rounded once. Inverses are made in whole numbers by plain Python.
+Here every rounding is defined: a product is the sum of products of limbs, which are integers below 2^53 and so exact in
+float64 in any order; then it is rounded once. Inverses are computed in Python's integers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 __all__ = ["Fixed", "SingularError", "inverse", "minus", "plus", "stack", "times", "transposed"]
 
-_BITS = 40  # what is kept of a number, beside the largest of its matrix
-_ROOM = 58  # bits that the parts of a product may have before they are added up
-_NARROW = 16  # the other matrix has limbs of no fewer bits
-_FRACTION = 192  # fractional bits of an inverse while it is made
+_BITS = 40  # of the largest number of a matrix that are kept
+_ROOM = 58  # bits that the parts of a product may have before they are summed
+_NARROW = 16  # bits that the limbs of the other matrix have at least
+_FRACTION = 192  # fractional bits of an inverse while it is computed
 
 
 class SingularError(ArithmeticError):
-    """A matrix without an inverse."""
+    """The matrix has no inverse."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Fixed:
 
     @classmethod
     def of(cls, numbers: NDArray[Any], bits: int = _BITS) -> Fixed:
-        """Floats, to so many bits of the largest, ties to even; what is not finite counts as 0."""
+        """Floats, rounded to so many bits of the largest, ties to even; what is not finite counts as 0."""
         wide = np.where(np.isfinite(numbers), numbers, 0).astype(np.float64)
         _, exponent = np.frexp(np.abs(wide).max(initial=0.0))
         shift = bits - int(exponent)
@@ -46,11 +46,11 @@ class Fixed:
             return np.ldexp(self.values.astype(np.float64), self.exponent)
 
     def shifted(self, bits: int) -> Fixed:
-        """In units that are 2^bits times as large, rounded to the nearest."""
+        """The same in units that are 2^bits times as large, rounded to the nearest."""
         return self if bits <= 0 else Fixed(_rounded(self.values, bits), self.exponent + bits)
 
     def kept(self) -> Fixed:
-        """To 40 bits of the largest."""
+        """Rounded to 40 bits of the largest."""
         return self.shifted(_length(self.values) - _BITS)
 
 
@@ -59,7 +59,7 @@ def _length(values: NDArray[np.int64]) -> int:
 
 
 def _rounded(values: NDArray[np.int64], bits: int) -> NDArray[np.int64]:
-    """values/2^bits to the nearest, halves up."""
+    """values/2^bits, rounded to the nearest, halves up."""
     if bits > 62:
         return np.zeros_like(values)
     return (values + (np.int64(1) << np.int64(bits - 1))) >> np.int64(bits)
@@ -73,7 +73,7 @@ def times(x: Fixed, y: Fixed) -> Fixed:
     """x·y, rounded to 40 bits of the largest.
 
     v = Σ_i v_i·2^(w·i) with 0 ≤ v_i < 2^w for all limbs but the highest; the two widths and the bits of the inner
-    dimension are 53 together, so that sums are exact. A matrix of a few bits is one limb.
+    dimension add up to 53, so that sums are exact. A matrix of few bits is one limb.
     """
     bits = _length(x.values), _length(y.values)
     if not all(bits):  # zeros have no limbs
@@ -91,7 +91,7 @@ def times(x: Fixed, y: Fixed) -> Fixed:
 
 
 def _widths(one: int, other: int, room: int) -> tuple[int, int]:
-    """How wide the limbs of numbers of so many bits are, `room` bits together."""
+    """The widths of the limbs of two matrices with so many bits, `room` bits together."""
     if one + other <= room or one <= room - _NARROW:
         return max(one, 1), room - max(one, 1)
     if other <= room - _NARROW:
@@ -100,7 +100,7 @@ def _widths(one: int, other: int, room: int) -> tuple[int, int]:
 
 
 def _limbs(values: NDArray[np.int64], width: int, bits: int) -> list[NDArray[np.float64]]:
-    """As float64, the lowest first; the highest has the sign."""
+    """Limbs as float64, the lowest first; the highest has the sign."""
     found, left = [], values
     for _ in range((bits - 1) // width):
         found.append((left & np.int64((1 << width) - 1)).astype(np.float64))
@@ -108,8 +108,8 @@ def _limbs(values: NDArray[np.int64], width: int, bits: int) -> list[NDArray[np.
     return [*found, left.astype(np.float64)]
 
 
-def _alike(parts: list[Fixed]) -> tuple[list[NDArray[np.int64]], int]:
-    """All in the same units: those of the coarsest, among the parts that are not all zeros."""
+def _same_units(parts: list[Fixed]) -> tuple[list[NDArray[np.int64]], int]:
+    """All in the same units: the coarsest of the parts that are not all zeros."""
     exponent = max((part.exponent for part in parts if part.values.any()), default=0)
     return [
         part.shifted(exponent - part.exponent).values if part.values.any() else part.values for part in parts
@@ -117,13 +117,13 @@ def _alike(parts: list[Fixed]) -> tuple[list[NDArray[np.int64]], int]:
 
 
 def stack(parts: list[Fixed]) -> Fixed:
-    """Rows below each other."""
-    values, exponent = _alike(parts)
+    """The rows of all parts, below each other."""
+    values, exponent = _same_units(parts)
     return Fixed(np.concatenate(values), exponent)
 
 
 def plus(x: Fixed, y: Fixed) -> Fixed:
-    (one, two), exponent = _alike([x, y])
+    (one, two), exponent = _same_units([x, y])
     return Fixed(one + two, exponent).kept()
 
 
@@ -132,9 +132,9 @@ def minus(x: Fixed, y: Fixed) -> Fixed:
 
 
 def inverse(x: Fixed, ridge: int | None = None) -> Fixed:
-    """(x + λ·1)^-1 of a symmetric matrix without negative eigenvalues, λ = trace/(r·2^ridge), or 0 without one.
+    """(x + λ·1)^-1 of a symmetric matrix without negative eigenvalues, λ = trace/(r·2^ridge), or 0 if `ridge` is None.
 
-    By Gauss and Jordan in units of 2^-192 of the trace, every quotient rounded down.
+    Gauss–Jordan elimination in units of 2^-192 of the trace, every quotient rounded down.
     """
     size = x.values.shape[0]
     rows = [[int(v) for v in row] for row in x.values]
@@ -149,7 +149,7 @@ def inverse(x: Fixed, ridge: int | None = None) -> Fixed:
     ]
     for c in range(size):
         pivot = work[c][c]
-        if pivot < one >> _BITS:  # what is left of the row is rounding
+        if pivot < one >> _BITS:  # only rounding errors are left of the row
             raise SingularError
         work[c] = own = [(v << _FRACTION) // pivot for v in work[c]]
         for i in range(size):

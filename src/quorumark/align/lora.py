@@ -1,15 +1,15 @@
-"""LoRA: a suspect's low-rank factors, put where the anchor's are (docs/lora.md).
+"""LoRA: a suspect's low-rank factors in the anchor's gauge (docs/lora.md).
 
 Members train the factors A (r × n) and B (m × r) of W = W₀ + s·B·A, and the factors carry the mark. The same model has
 other factors, R·A and B·R⁻¹ for every invertible R, and none at all once they were added to W₀. What does not change
-is Δ = W − W₀, up to the strength s. So a verifier computes the factors from Δ, by one public rule that hangs on the
+is Δ = W − W₀, up to the strength s. So a verifier computes the factors from Δ, by one public rule that depends on the
 anchor's A₀ alone (`anchor-gauge/v1`):
 
     B = Δ·A₀ᵀ·(A₀·A₀ᵀ)⁻¹                         the one with (A − A₀)·A₀ᵀ = 0, where Δ has rank r
     A = A₀ + (BᵀB + λ·1)⁻¹·Bᵀ·(Δ − B·A₀)         λ = trace(BᵀB)/(r·2^12)
 
-Everything is done in whole numbers (`quorumark.align.fixed`), so that every machine finds the same factors. What
-the suspect says about ranks and strengths (r, α) does not matter: they are not read.
+Everything is computed in fixed point (`quorumark.align.fixed`), so that every machine finds the same factors. What
+the suspect's files say about ranks and strengths (r, α) is not read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.align.alignment import Alignment
 from quorumark.align.fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
-from quorumark.align.matching import Alignment, Groups, align
+from quorumark.align.groups import Groups
+from quorumark.align.procedure import align
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_hex, is_text, require, take
+from quorumark.consortium.reasons import Reason, printable
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order
@@ -48,38 +51,38 @@ __all__ = [
 
 PROCEDURE = "anchor-gauge/v1"
 _RIDGE = 12  # λ is 2^-12 of the mean eigenvalue of BᵀB: directions that Δ does not have get nothing
-_CUT = 6  # octaves above the middle at which Δ is cut, so that a few huge weights move little
-_UNIT = 26  # bits of Δ below the cut
+_CUT = 6  # octaves above the middle at which Δ is clipped, so that a few huge weights move little
+_UNIT = 26  # bits of Δ below the clipping
 _BLOCK = 1 << 20  # weights of Δ whose products are rounded together: part of the procedure, not to be tuned
-_CACHED = 1 << 15  # weights of a product that are summed up at a time: they stay in a cache
-_FAR = 64  # octaves from 1 that the middle of a product may be away
-_LEAST = 2.0**-40  # the base is known to that, as its digest sees it
-_EVEN = 4  # octaves above the middle from which on weights do not count while scales are looked for
-_TURNS = 4  # over rows and columns, to find their scales
+_CACHED = 1 << 15  # weights of a product that are summed at a time: they fit into a cache
+_FAR = 64  # octaves from 1 that the middle of a product may be
+_LEAST = 2.0**-40  # the precision with which the digest of the base sees it
+_USUAL = 4  # octaves above the middle below which weights count while scales are fitted
+_ITERATIONS = 4  # over rows and columns, to fit their scales
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
 Progress = Callable[[str], None]
 
 
-# --- what is agreed on ------------------------------------------------------------------------------------
+# --- the agreed factors ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)
 class Factors:
     """The two factors of one layer, and the weight of the base that their product is added to.
 
-    `down` is A, `up` is B. `turned`: the base keeps its weight as inputs × outputs (GPT-2's Conv1D).
+    `down` is A, `up` is B. `transposed`: the base stores its weight as inputs × outputs (GPT-2's Conv1D).
     """
 
     down: str
     up: str
     weight: str
-    turned: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which tensors of a layout are whose factors, and the digest of the public base model."""
+    """Which tensors of a layout are the factors of which weight, and the digest of the public base model."""
 
     FORMAT: ClassVar[str] = "quorumark-lora/v1"
 
@@ -91,13 +94,13 @@ class Lora:
         require(is_hex(self.base, 32), f"the base's digest in {what}", "must be 32 bytes in hex")
         for layer in self.layers:
             sound = all(is_text(name) and name for name in (layer.down, layer.up, layer.weight))
-            require(sound and isinstance(layer.turned, bool), what, "must name tensors")
+            require(sound and isinstance(layer.transposed, bool), what, "must name tensors")
         names = [name for layer in self.layers for name in (layer.down, layer.up)]
         once = len(set(names)) == len(names) and len({layer.weight for layer in self.layers}) == len(self.layers)
         require(bool(names) and once and list(self.layers) == sorted(self.layers), what, "must name each tensor once")
 
     def check(self, layout: ModelLayout) -> None:
-        """Whether these are the carriers of a layout, all of them, in shapes that can be multiplied."""
+        """Raises a LayoutError unless the factors are all carriers of a layout, in shapes that can be multiplied."""
         shapes = {spec.name: spec.shape for spec in layout.tensors if spec.role == "carrier"}
         for layer in self.layers:
             a, b = shapes.pop(layer.down, ()), shapes.pop(layer.up, ())
@@ -107,19 +110,20 @@ class Lora:
                     f"shapes {a} and {b}"
                 )
         if shapes:
-            raise LayoutError(f"the carrier {min(shapes)!r} is no factor: exclude it from the layout")
+            raise LayoutError(f"the carrier {min(shapes)!r} is not a factor: exclude it from the layout")
 
     def check_base(self, layout: ModelLayout, base: ModelLayout) -> None:
-        """Whether a base has the weights that the factors of a layout are added to."""
+        """Raises a LayoutError unless a base has the weights that the factors of a layout are added to."""
         shapes = {spec.name: spec.shape for spec in base.tensors}
         for spec in _whole_layout(layout, self).tensors:
             if shapes.get(spec.name) != spec.shape:
                 raise LayoutError(
-                    f"the base has no weight {spec.name!r} of the shape {spec.shape}, as its factors have"
+                    f"the base has no weight {spec.name!r} of the shape {spec.shape}, to which the factors belong: "
+                    "give the base model that the adapter was made for"
                 )
 
     def check_anchor(self, anchor: Model) -> None:
-        """Whether the anchor's factors fix a gauge: later it is too late to ask, since the anchor is agreed on."""
+        """Raises a LayoutError unless the anchor's factors fix a gauge. Once an anchor is agreed on, it is too late."""
         for layer in self.layers:
             start = Fixed.of(_whole(anchor, layer.down))
             try:
@@ -129,7 +133,7 @@ class Lora:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
-        layers = [[layer.down, layer.up, layer.weight, layer.turned] for layer in self.layers]
+        layers = [[layer.down, layer.up, layer.weight, layer.transposed] for layer in self.layers]
         return canonical({"format": self.FORMAT, "base": self.base, "layers": layers})
 
     def digest(self) -> str:
@@ -140,20 +144,21 @@ class Lora:
         what = "an adapter's description"
         taken = take(parse(data, cls.FORMAT, what), ["base", "layers"], what)
         sound = isinstance(taken["layers"], list) and all(isinstance(s, list) and len(s) == 4 for s in taken["layers"])
-        require(sound, what, "must list layers of two factors, a weight and how it lies")
+        require(sound, what, "must list each layer as [A, B, weight, transposed]")
         return cls(taken["base"], tuple(Factors(*entry) for entry in taken["layers"]))
 
 
 def _no_gauge(layer: Factors) -> LayoutError:
     return LayoutError(
-        f"the anchor's factor {layer.down!r} has dependent rows and fixes no gauge: begin with a random A, as PEFT does"
+        f"the anchor's factor {layer.down!r} has dependent rows and fixes no gauge: start from a random A, as PEFT does"
     )
 
 
 def find_factors(layout: ModelLayout, base: ModelLayout) -> tuple[Factors, ...]:
-    """The factors in an adapter's layout, by PEFT's names: PATH.lora_A.weight and PATH.lora_B.weight belong to
-    PATH.weight of the base. `.weight` may be missing, `.default` may come before it, and wrappers around PATH
-    (`base_model.model.`) do not count.
+    """The factors in an adapter's layout, by PEFT's names.
+
+    PATH.lora_A.weight and PATH.lora_B.weight belong to PATH.weight of the base. `.weight` may be missing, `.default`
+    may come before it, and wrappers around PATH (`base_model.model.`) are ignored.
     """
     weights: dict[str, list[TensorSpec]] = {}
     for spec in base.tensors:
@@ -168,14 +173,20 @@ def find_factors(layout: ModelLayout, base: ModelLayout) -> tuple[Factors, ...]:
             continue
         fitting = [w for w in weights.get(_bare(f"{path}.weight"), ()) if {*w.shape} == {shapes[up][0], shape[1]}]
         if len(fitting) != 1:
-            raise LayoutError(f"the base has no weight for {down!r} and {up!r}, or more than one: {path}.weight")
+            raise LayoutError(
+                f"the base must have one weight {path}.weight for {down!r} and {up!r}, but has {len(fitting)}: give "
+                "the base model that the adapter was made for"
+            )
         found.append((down, up, fitting[0]))
     if not found:
-        raise LayoutError("the layout has no factors: tensors named ….lora_A.weight and ….lora_B.weight")
-    turned = {down: w.shape != (shapes[up][0], shapes[down][1]) for down, up, w in found if w.shape[0] != w.shape[1]}
-    # only its module could tell how a square weight lies: as the others do
-    others = bool(turned) and all(turned.values())
-    return tuple(sorted(Factors(down, up, w.name, turned.get(down, others)) for down, up, w in found))
+        raise LayoutError(
+            "the layout has no factors: name them ….lora_A.weight and ….lora_B.weight, as PEFT does, and make them "
+            "carriers"
+        )
+    swapped = {down: w.shape != (shapes[up][0], shapes[down][1]) for down, up, w in found if w.shape[0] != w.shape[1]}
+    # a square weight does not show how it is stored: it is assumed to be stored as the others are
+    others = bool(swapped) and all(swapped.values())
+    return tuple(sorted(Factors(down, up, w.name, swapped.get(down, others)) for down, up, w in found))
 
 
 def _bare(name: str) -> str:
@@ -185,7 +196,7 @@ def _bare(name: str) -> str:
 
 
 def base_layout(base: Suspect, layers: tuple[Factors, ...] = ()) -> ModelLayout:
-    """The layout of a base model in files: the weights that factors are added to are its carriers, or all matrices."""
+    """The layout of a base model: its carriers are the weights that factors are added to, or all matrices."""
     chosen = {layer.weight for layer in layers}
     specs = []
     for name, info in base.tensors.items():
@@ -199,7 +210,10 @@ def base_layout(base: Suspect, layers: tuple[Factors, ...] = ()) -> ModelLayout:
 
 
 def gauge(delta: Blocks, anchor: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The factors (A, B) of Δ beside the anchor's A₀. `delta()` gives rows of Δ as float64 blocks, each time anew."""
+    """The factors (A, B) of Δ in the gauge of the anchor's A₀.
+
+    Each call of `delta` yields Δ in blocks of rows, as float64.
+    """
     start, pieces = Fixed.of(anchor), _pieces(delta)
     up = times(
         stack([times(piece, transposed(start)) for _, piece in pieces()]), inverse(times(start, transposed(start)))
@@ -208,19 +222,19 @@ def gauge(delta: Blocks, anchor: NDArray[Any]) -> tuple[NDArray[np.float32], NDA
     if not energy.values.any():  # nothing was added to the base, or nothing that A₀ sees
         return anchor.astype(np.float32), np.zeros(up.values.shape, np.float32)
     # Bᵀ·(Δ − B·A₀) = Bᵀ·Δ − (BᵀB)·A₀
-    across = reduce(plus, (times(_rows_turned(up, begin, piece), piece) for begin, piece in pieces()))
+    across = reduce(plus, (times(_rows_of(up, begin, piece), piece) for begin, piece in pieces()))
     moved = times(inverse(energy, _RIDGE), minus(across, times(energy, start)))
     with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
         return (anchor.astype(np.float64) + moved.floats()).astype(np.float32), up.floats().astype(np.float32)
 
 
-def _rows_turned(up: Fixed, begin: int, piece: Fixed) -> Fixed:
-    """The rows of B that belong to a piece of Δ, as columns."""
+def _rows_of(up: Fixed, begin: int, piece: Fixed) -> Fixed:
+    """The rows of B that belong to a piece of Δ, transposed."""
     return transposed(Fixed(up.values[begin : begin + len(piece.values)], up.exponent))
 
 
 def _pieces(delta: Blocks) -> Callable[[], Iterator[tuple[int, Fixed]]]:
-    """Δ in whole numbers, cut some octaves above the middle of the weights that are not 0; kept, if not too large."""
+    """Δ in fixed point, clipped some octaves above the middle of the weights that are not 0; kept if not too large."""
     histogram = np.zeros(256, np.int64)
     kept, size = [], 0
     for begin, block in delta():
@@ -237,7 +251,7 @@ def _pieces(delta: Blocks) -> Callable[[], Iterator[tuple[int, Fixed]]]:
 
 
 def _encoded(block: NDArray[np.float64], top: int) -> Fixed:
-    """Δ in units of 2^(top − 26), cut at ±2^top; what is not finite counts as 0."""
+    """Δ in units of 2^(top − 26), clipped at ±2^top; what is not finite counts as 0."""
     cut = np.clip(np.where(np.isfinite(block), block, 0.0), -(2.0**top), 2.0**top)
     return Fixed(np.rint(np.ldexp(cut, _UNIT - top)).astype(np.int64), top - _UNIT)
 
@@ -248,12 +262,12 @@ def _encoded(block: NDArray[np.float64], top: int) -> Fixed:
 def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
     """Rows of B·A, each weight by itself in float64: Σ_k B_ik·A_kj in the order of k, every step rounded correctly.
 
-    That gives the same bits on every machine, too. In units of the largest number of a factor it would not do: a huge
-    number that nothing reads, or a pair of ranks that cancel, would leave nothing of the others.
+    That gives the same bits on every machine as well. Fixed point would not do, in units of the largest number of a
+    factor: a huge number that nothing reads, or a pair of ranks that cancel, would leave nothing of the others.
     """
     columns, rows = (np.ascontiguousarray(_finite(x)) for x in (up.T, down))
     middles = _middle(columns), _middle(rows)
-    if abs(sum(middles)) > _FAR:  # only with a strength to match: products of that size would count as 0
+    if abs(sum(middles)) > _FAR:  # needs a strength to match, otherwise products would count as 0
         with np.errstate(over="ignore", under="ignore"):
             columns, rows = (np.ldexp(x, -middle) for x, middle in zip((columns, rows), middles, strict=True))
     info = TensorInfo("F64", (up.shape[0], down.shape[1]))
@@ -272,17 +286,17 @@ def _product(up: NDArray[Any], down: NDArray[Any]) -> Blocks:
 
 
 def _middle(values: NDArray[np.float64]) -> int:
-    """The exponent in the middle of the numbers that are not 0."""
+    """The median exponent of the numbers that are not 0."""
     _, exponents = np.frexp(values[values != 0])
     return int(np.median(exponents)) if exponents.size else 0
 
 
 def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Blocks:
-    """Rows of W − W₀; 0 where W is 0: a weight that somebody pruned, or rounded away, says nothing."""
+    """Rows of W − W₀; 0 where W is 0: a weight that was pruned, or rounded to 0, says nothing."""
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
         for (begin, ours), (_, theirs) in zip(
-            _matrix(suspect, name, layer.turned), _matrix(base, layer.weight, layer.turned), strict=True
+            _matrix(suspect, name, layer.transposed), _matrix(base, layer.weight, layer.transposed), strict=True
         ):
             with np.errstate(over="ignore", invalid="ignore"):  # what is not finite counts as 0 later
                 left = ours.astype(np.float64) - theirs.astype(np.float64)
@@ -293,16 +307,16 @@ def _difference(suspect: Model, name: str, base: Model, layer: Factors) -> Block
 
 
 def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors) -> Blocks:
-    """Rows of W/(d·cᵀ) − W₀, where d·cᵀ is the nearest scaling of W₀'s rows and columns to W.
+    """Rows of W/(d·cᵀ) − W₀, where d·cᵀ scales the rows and columns of W₀ to be nearest to W.
 
-    Rows and columns without a scale above 0 (channels that an alignment did not find) count as nothing added.
+    Rows and columns without a scale above 0 (channels that an alignment did not find) count as unchanged.
     """
-    found: list[NDArray[np.float64]] = []  # worked out when it is first asked for
+    found: list[NDArray[np.float64]] = []  # computed on first use
 
     def blocks() -> Iterator[tuple[int, NDArray[Any]]]:
         if not found:
-            ours = _finite(np.concatenate([rows for _, rows in _matrix(suspect, name, layer.turned)]))
-            theirs = _finite(np.concatenate([rows for _, rows in _matrix(base, layer.weight, layer.turned)]))
+            ours = _finite(np.concatenate([rows for _, rows in _matrix(suspect, name, layer.transposed)]))
+            theirs = _finite(np.concatenate([rows for _, rows in _matrix(base, layer.weight, layer.transposed)]))
             with np.errstate(all="ignore"):  # what is not finite counts as 0 later
                 by_row, by_column = _scalings(ours, theirs)
                 scale = by_row[:, None] * by_column[None, :]
@@ -315,18 +329,18 @@ def _rescaled_difference(suspect: Model, name: str, base: Model, layer: Factors)
 
 
 def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """d and c with Σ (W_ij − d_i·c_j·W₀_ij)² small: rows and columns in turns, by least squares.
+    """d and c that make Σ (W_ij − d_i·c_j·W₀_ij)² small: least squares over rows and columns, alternating.
 
-    Both are first brought to a size of about 1 everywhere. Weights that are large in either do not count: one that is
-    huge because nothing reads it, or a channel of such weights, would otherwise be all that least squares see. To cut
-    them would not do: one that is cut in one of the two only moves its row by more than Δ does.
+    Both matrices are first brought to a size of about 1 everywhere. Weights that are large in either do not count: one
+    that is huge because nothing reads it, or a channel of such weights, would otherwise dominate least squares.
+    Clipping them would not do: one that is clipped in only one of the two moves its row by more than Δ does.
     """
     (own, *mine), (public, *bases) = (_evened(x) for x in (ours, theirs))
-    usual = np.maximum(np.abs(own), np.abs(public)) < 2.0**_EVEN
+    usual = np.maximum(np.abs(own), np.abs(public)) < 2.0**_USUAL
     both, square = (Fixed.of(np.where(usual, x * public, 0.0)) for x in (own, public))
     sides = [(both, square), (transposed(both), transposed(square))]
     scales = [np.zeros(ours.shape[0]), np.ones(ours.shape[1])]
-    for turn in range(2 * _TURNS):
+    for turn in range(2 * _ITERATIONS):
         products, squares = sides[turn % 2]
         other = scales[1 - turn % 2][:, None]
         along = times(products, Fixed.of(other)).floats()[:, 0]
@@ -336,7 +350,7 @@ def _scalings(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[N
 
 
 def _evened(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]:
-    """A matrix without the sizes of its rows and columns; and these sizes, in whole octaves."""
+    """A matrix without the scales of its rows and columns; and these scales, in whole octaves."""
     bits = bits_of(values)
     rows, columns = (((x + 128) >> 8).astype(np.int32) for x in scales_of(lambda: iter([(0, bits)]), values.shape))
     return np.ldexp(values, -(rows[:, None] + columns[None, :])), rows, columns
@@ -346,9 +360,9 @@ def _finite(values: NDArray[Any]) -> NDArray[np.float64]:
     return np.where(np.isfinite(values), values, 0).astype(np.float64)
 
 
-def _matrix(model: Model, name: str, turned: bool) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Rows of a weight as outputs × inputs."""
-    if not turned:
+def _matrix(model: Model, name: str, swapped: bool) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Blocks of a weight's rows, as outputs × inputs."""
+    if not swapped:
         yield from model.blocks(name, _BLOCK)
         return
     whole = _whole(model, name).T
@@ -365,7 +379,7 @@ def _whole(model: Model, name: str) -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """The public base model: as it lies there, and as its digest sees it."""
+    """The public base model: as it is stored, and rounded as its digest sees it."""
 
     stored: Suspect
     rounded: Model
@@ -373,15 +387,15 @@ class Base:
 
 @dataclass(eq=False)
 class Gauged:
-    """A suspect's factors in the anchor's gauge: a model of the adapter's layout, worked out layer by layer.
+    """A suspect's factors in the anchor's gauge: a model of the adapter's layout, computed layer by layer.
 
     Attributes:
         layers: Δ of every layer that was found.
         anchor: the model with A₀.
         match: how the suspect's tensors were found.
-        merged: whether they are whole weights, and not factors.
-        ranks: the ranks of the suspect's factors that are not the layout's.
-        alignment: what was done to a whole model's channels before, if anything.
+        merged: whether the suspect has whole weights instead of factors.
+        ranks: the ranks of the suspect's factors that differ from the layout's.
+        alignment: how a whole model was aligned before, or None.
     """
 
     layers: Mapping[Factors, Blocks]
@@ -396,11 +410,11 @@ class Gauged:
         self._of = {name: layer for layer in self.layers for name in (layer.down, layer.up)}
 
     @property
-    def kind(self) -> str:
-        """What the suspect is, in words."""
+    def kind(self) -> Reason:
+        """What the suspect is."""
         if self.merged:
-            return "a whole model, from which the base was taken away"
-        return "an adapter" + (f" of rank {', '.join(map(str, self.ranks))}" if self.ranks else "")
+            return Reason.of("read.whole-model")
+        return Reason.of("read.adapter-of-rank", ranks=self.ranks) if self.ranks else Reason.of("read.adapter")
 
     @property
     def names(self) -> dict[str, str]:
@@ -408,14 +422,14 @@ class Gauged:
         return {name: name for name in self._of}
 
     def covered(self, layout: ModelLayout) -> int:
-        """Carrying weights that come from the suspect: all but those of channels that an alignment did not find."""
+        """How many carrying weights come from the suspect: all but those of channels that an alignment did not find."""
         total = 0
         for spec, _ in layout.spans("carrier"):
             if spec.name in self._of:
                 layer = self._of[spec.name]
                 axis = int(spec.name == layer.down)  # A has the weight's inputs, B its outputs
-                places = {} if self.alignment is None else self.alignment.places
-                found = places.get((layer.weight, axis ^ layer.turned))
+                indices = {} if self.alignment is None else self.alignment.indices
+                found = indices.get((layer.weight, axis ^ layer.transposed))
                 total += spec.size if found is None else spec.size // spec.shape[axis] * int((found >= 0).sum())
         return total
 
@@ -444,15 +458,17 @@ def gauge_suspect(
 ) -> Gauged:
     """Reads a suspect as factors in the anchor's gauge.
 
-    A suspect that has half of the layers' weights is a whole model, whatever factors lie beside them; only then is the
-    base asked for. With `groups`, those of the base model, its channels are first put where the base has them, and
-    their scales taken out. Any other suspect is an adapter.
+    A suspect that has half of the layers' weights is a whole model, even if its files have factors as well; only then
+    `base` is called. With `groups`, those of the base model, its channels are first aligned to the base, and their
+    scales removed. Any other suspect is an adapter.
     """
     if groups is None and not is_whole(suspect, layout, lora):
         return _from_factors(suspect, layout, anchor, lora)
     public = base()
     if public is None:
-        raise RecordError("the suspect is a whole model: put the base model beside the manifest, or name it: --base")
+        raise RecordError(
+            "the suspect is a whole model: put the base model next to the manifest, or name it with --base"
+        )
     if groups is None:
         match = match_layout(suspect, _whole_layout(layout, lora))
         layers = {
@@ -464,12 +480,14 @@ def gauge_suspect(
     whole = base_layout(public.stored, lora.layers)
     match = match_layout(suspect, whole, groups.resizable())
     if not match.names:
-        raise InconclusiveError("the suspect has none of the base model's weights: there is nothing to align")
+        raise InconclusiveError(
+            "the suspect has none of the base model's weights, so that it cannot be aligned: try without --align"
+        )
     every = {**match.plain, **match.names}
     found = align(suspect, public.rounded, whole, groups, every, progress=progress)
-    placed = found.model(suspect, every)
+    aligned = found.model(suspect, every)
     layers = {
-        layer: _rescaled_difference(placed, layer.weight, public.rounded, layer)
+        layer: _rescaled_difference(aligned, layer.weight, public.rounded, layer)
         for layer in lora.layers
         if layer.weight in match.names
     }
@@ -477,18 +495,18 @@ def gauge_suspect(
 
 
 def is_whole(suspect: Suspect, layout: ModelLayout, lora: Lora) -> bool:
-    """Whether a suspect has at least half of the layers' weights whole, in numbers."""
+    """Whether a suspect has at least half of the layers' weights, by count."""
     there, all_of_them = match_layout(suspect, _whole_layout(layout, lora)).coverage
     return 2 * there >= all_of_them
 
 
 def _whole_layout(layout: ModelLayout, lora: Lora) -> ModelLayout:
-    """The weights of the base that the factors belong to, without looking at the base."""
+    """The layout of the weights that the factors belong to, without reading the base."""
     shapes = {spec.name: spec.shape for spec in layout.tensors}
     specs = []
     for layer in lora.layers:
         shape = (shapes[layer.up][0], shapes[layer.down][1])
-        specs.append(TensorSpec(layer.weight, "F32", shape[::-1] if layer.turned else shape, "carrier"))
+        specs.append(TensorSpec(layer.weight, "F32", shape[::-1] if layer.transposed else shape, "carrier"))
     return ModelLayout(in_order(specs))
 
 
@@ -503,7 +521,7 @@ def _from_factors(suspect: Suspect, layout: ModelLayout, anchor: Model, lora: Lo
         down, up = match.names[layer.down], match.names[layer.up]
         rank = suspect.tensors[down].shape[0]
         if rank != suspect.tensors[up].shape[1] or not rank:
-            problems.append(f"the factors {down!r} and {up!r} cannot be multiplied")
+            problems.append(Reason.of("read.factors-do-not-fit", down=printable(down), up=printable(up)))
             continue
         if rank != shapes[layer.down][0]:
             ranks.add(rank)

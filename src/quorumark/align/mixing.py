@@ -1,42 +1,62 @@
-"""Channels that can be mixed, not only permuted, are put back to the anchor's (docs/alignment.md, "Mixings").
+"""Channels that can be mixed, not only permuted, are restored to the anchor's (docs/alignment.md, "Mixings").
 
-The values of a head and what reads them stay the same function under v → A·v, o → o·A⁻¹ for any invertible A. What such
-a map leaves of a block of h rows is the space that they span. So a block is replaced by the anchor's block projected on
-that space, which is the least-squares map of the suspect's rows to the anchor's:
+The values of a head and what reads them compute the same function under v → A·v, o → o·A⁻¹ for any invertible A. What
+such a map leaves of a block of h rows is the space that they span. So a block is replaced by the anchor's block
+projected onto that space, which is the least-squares map of the suspect's rows to the anchor's:
 
     S → A·Uᵀ·U,  U the orthonormal rows that span the suspect's S: U = (S·Sᵀ)^(−1/2)·S
 
-Queries and keys with rotary positions can only be turned, pair by pair: a pair of rows (s₁, s₂) is the complex row
+Queries and keys with rotary positions can only be rotated, pair by pair: a pair of rows (s₁, s₂) is the complex row
 s₁ + i·s₂, and the angle that brings it closest to the anchor's a is that of Σ a·s̄.
 
-Everything is made of two kinds of steps, which give the same bits on every machine: products of matrices of whole
-numbers so small that float64 holds every partial sum exactly, in any order (Cauchy and Schwarz: Σ|x·y| ≤ ‖x‖·‖y‖), and
-single operations (+ − × / √, rounding) on single numbers, which IEEE 754 rounds correctly.
+Two kinds of steps are used, which give the same bits on every machine: products of integer matrices so small that
+float64 holds every partial sum exactly, in any order (Cauchy and Schwarz: Σ|x·y| ≤ ‖x‖·‖y‖), and single operations
+(+ − × / √, rounding) on single numbers, which IEEE 754 rounds correctly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.align.arrays import finite, octaves_of
+from quorumark.align.groups import Indices
+
+__all__ = [
+    "ONE",
+    "Rows",
+    "column_scales",
+    "common_span",
+    "integer_rows",
+    "orthonormal",
+    "pair_cosines",
+    "projected",
+    "restored",
+    "restored_tensor",
+    "rotated_pairs",
+]
+
 Rows = NDArray[np.float64]
-"""… × rows × features; whole numbers where the text says so."""
+"""… × rows × features; integers where the docstring says so."""
 
 ONE = float(1 << 25)  # what 1 is in fixed point: products of rows of length 1 are below 2^51
-_STEPS = 48  # of Newton and Schulz: each brings a small singular value up by 1.5, so that 2^-25 is reached
+_STEPS = 48  # of Newton and Schulz: each raises a small singular value by 1.5, so that 2^-25 is reached
 _NEAR = 8.0  # in units of 2^-25: orthonormal to that is as near as rounding lets it come
-_TURNS = 12  # between columns' scales and the blocks of all heads, at most
+_ITERATIONS = 12  # between the scales of columns and the blocks of all heads, at most
 _SETTLED = 2.0**-10  # scales that change by less have settled
 _LARGEST_SCALE = 16.0
-_GAIN = 5, 4  # z² of a block that is put back, as it is estimated, to that of the block as it is
+_GAIN = 5, 4  # z² of a restored block, as it is estimated, to that of the block as it is
+_CLIP = 6  # octaves above the middle at which weights are clipped while mixtures are fitted
+_FAR = 3  # octaves by which the scale of a column must be wrong to be corrected before
 
 
-def whole(rows: Rows, *, pairs: bool = False) -> tuple[Rows, NDArray[np.float64]]:
-    """Rows as whole numbers of a length of at most 2^25, each with a power of 2 of its own; and those powers.
+def integer_rows(rows: Rows, *, pairs: bool = False) -> tuple[Rows, NDArray[np.float64]]:
+    """Rows as integers of a length of at most 2^25, and the power of 2 of each row.
 
-    rows = whole·power, up to rounding. A pair (rows r and r + 1) has one power for both.
+    rows = integers·power, up to rounding. The two rows of a pair (r and r + 1) share one power.
     """
     largest = np.abs(rows).max(axis=-1, keepdims=True)
     if pairs:
@@ -52,9 +72,9 @@ def orthonormal(rows: Rows) -> Rows:
     """U = (S·Sᵀ)^(−1/2)·S in units of 2^-25, for stacks of h × features: orthonormal rows with the same span.
 
     Newton and Schulz: X ← (3·I − X·Xᵀ)/2·X, from X = S scaled so that no singular value is above 1. Rows that are
-    missing (0, or the same as others) leave a space of fewer dimensions.
+    0, or the same as others, leave a space of fewer dimensions.
     """
-    x, _ = whole(rows)
+    x, _ = integer_rows(rows)
     square = x @ x.swapaxes(-1, -2)
     bound = np.abs(square).astype(np.int64).sum(axis=-1).max(axis=-1).astype(np.float64)  # ≥ the largest σ²
     x = np.rint(x * (ONE / np.sqrt(np.maximum(bound, 1.0)))[..., None, None])
@@ -70,12 +90,12 @@ def orthonormal(rows: Rows) -> Rows:
 
 def projected(anchor: Rows, basis: Rows) -> Rows:
     """A·Uᵀ·U in the anchor's units."""
-    a, power = whole(anchor)
+    a, power = integer_rows(anchor)
     return (np.rint((a @ basis.swapaxes(-1, -2)) / ONE) @ basis) / ONE * power
 
 
-def common(one: Rows, two: Rows) -> NDArray[np.int64]:
-    """How much of a span is in another's, for all pairs of n × h × features and m × h × features: Σ cos² in 2^-30."""
+def common_span(one: Rows, two: Rows) -> NDArray[np.int64]:
+    """How much two spans share, for all pairs of n × h × features and m × h × features: Σ cos² in units of 2^-30."""
     found = np.empty((one.shape[0], two.shape[0]), np.int64)
     for i, u in enumerate(one):
         cosines = np.rint((u @ two.swapaxes(-1, -2)) / float(1 << 35))  # m × h × h, 15 bits
@@ -90,9 +110,9 @@ def _complex_products(one: Rows, two: Rows) -> tuple[Rows, Rows, Rows, Rows]:
     return real, imaginary, (one * one).sum(axis=(-1, -2)), (two * two).sum(axis=(-1, -2))
 
 
-def alike(one: Rows, two: Rows) -> NDArray[np.int64]:
-    """Of n and m blocks of pairs (n × 2p × features), Σ over pairs of |Σ a·s̄|/(‖a‖·‖s‖), in 2^-30."""
-    a, s = (whole(x, pairs=True)[0].reshape(x.shape[0], -1, 2, x.shape[-1]) for x in (one, two))
+def pair_cosines(one: Rows, two: Rows) -> NDArray[np.int64]:
+    """For n and m blocks of pairs (n × 2p × features), Σ over pairs of |Σ a·s̄|/(‖a‖·‖s‖), in units of 2^-30."""
+    a, s = (integer_rows(x, pairs=True)[0].reshape(x.shape[0], -1, 2, x.shape[-1]) for x in (one, two))
     found = np.empty((a.shape[0], s.shape[0]), np.int64)
     for i, each in enumerate(a):
         real, imaginary, mine, theirs = _complex_products(each[None], s)
@@ -101,9 +121,9 @@ def alike(one: Rows, two: Rows) -> NDArray[np.int64]:
     return found
 
 
-def turned(rows: Rows, seen: Rows, anchor: Rows) -> Rows:
-    """Pairs of rows (… × 2p × columns), each turned to the anchor's by the angle that `seen`, the same rows, have."""
-    a, s = (whole(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, seen))
+def rotated_pairs(rows: Rows, clipped: Rows, anchor: Rows) -> Rows:
+    """Pairs of rows (… × 2p × columns), each rotated to the anchor's by the angle between `clipped` rows and these."""
+    a, s = (integer_rows(x, pairs=True)[0].reshape(*x.shape[:-2], -1, 2, x.shape[-1]) for x in (anchor, clipped))
     real, imaginary, _, _ = _complex_products(a, s)
     size = np.sqrt(real * real + imaginary * imaginary)
     there = size > 0
@@ -116,33 +136,31 @@ def turned(rows: Rows, seen: Rows, anchor: Rows) -> Rows:
 
 
 def column_scales(suspect: Rows, anchor: Rows) -> NDArray[np.float64]:
-    """What each column of the suspect must be multiplied with to have the anchor's size, every row counting alike."""
-    theirs, ours = (_coarse(whole(rows)[0], rows.shape[-1]) for rows in (suspect, anchor))
+    """The factor that gives each column of the suspect the anchor's size, with the same weight for every row."""
+    theirs, ours = (_coarse(integer_rows(rows)[0], rows.shape[-1]) for rows in (suspect, anchor))
     return _ratio(np.sqrt(_sums(ours, ours)), np.sqrt(_sums(theirs, theirs)))
 
 
 def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where both are there; 1 elsewhere."""
+    """Where both are above 0; 1 elsewhere."""
     there = (above > 0) & (below > 0)
     found = np.divide(above, below, out=np.ones_like(above), where=there)
     return np.clip(found, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
 
 
-def unmixed(
+def restored(
     suspect: Rows, anchor: Rows, scales: NDArray[np.float64]
 ) -> tuple[Rows, NDArray[np.bool_], NDArray[np.float64]]:
-    """Blocks of a tensor (n × copies × h × columns) put back: the same matrix mixed all copies of a block.
+    """Restored blocks of a tensor (n × copies × h × columns): the same matrix mixed all copies of a block.
 
-    `scales` of columns are what to begin with; they are improved along with the blocks, in turns. Returns what is put
-    back, in the anchor's scales; which blocks are to be replaced by that; and the scales that bring other rows there.
+    The `scales` of columns are a first guess; they are improved along with the blocks. Returns the restored blocks, in
+    the anchor's scales; which blocks are to be replaced by them; and the scales that bring other rows there.
     """
     copies, size, columns = suspect.shape[1:]
     theirs, ours = (x.swapaxes(1, 2).reshape(-1, size, copies * columns) for x in (suspect, anchor))
-    found, fitted = _projected_in_turns(theirs, ours, scales)
-    alone, _ = _projected_in_turns(
-        theirs.reshape(-1, 1, copies * columns), ours.reshape(-1, 1, copies * columns), scales
-    )
-    exact, _ = whole(ours)
+    found, fitted = _fitted(theirs, ours, scales)
+    alone, _ = _fitted(theirs.reshape(-1, 1, copies * columns), ours.reshape(-1, 1, copies * columns), scales)
+    exact, _ = integer_rows(ours)
     energy = _units((exact * exact).sum(axis=-1))
     after, before = (_distance(exact, fit) for fit in (found, alone.reshape(ours.shape)))
     each = zip(after.tolist(), before.tolist(), energy.tolist(), strict=True)
@@ -150,14 +168,14 @@ def unmixed(
     return found.reshape(-1, size, copies, columns).swapaxes(1, 2), np.array(mixed, np.bool_), fitted
 
 
-def _projected_in_turns(theirs: Rows, ours: Rows, scales: NDArray[np.float64]) -> tuple[Rows, NDArray[np.float64]]:
-    """The anchor's blocks (n × h × copies·columns) projected on the suspect's spans, and the scales of columns."""
+def _fitted(theirs: Rows, ours: Rows, scales: NDArray[np.float64]) -> tuple[Rows, NDArray[np.float64]]:
+    """The anchor's blocks (n × h × copies·columns) projected onto the suspect's spans, and the scales of columns."""
     columns = scales.size
     copies = theirs.shape[-1] // columns
-    exact, power = whole(ours)
+    exact, power = integer_rows(ours)
     a = _coarse(exact, columns)
     basis = orthonormal(theirs * np.tile(scales, copies))
-    for _ in range(_TURNS):
+    for _ in range(_ITERATIONS):
         found = projected(ours, basis)
         p = _coarse(found / power, columns)
         change = _ratio(_sums(a, p), _sums(p, p))  # the scale of least squares for each column: ⟨a, p⟩/⟨p, p⟩
@@ -169,30 +187,30 @@ def _projected_in_turns(theirs: Rows, ours: Rows, scales: NDArray[np.float64]) -
 
 
 def _is_mixed(after: int, before: int, energy: int, size: int, features: int) -> bool:
-    """Whether z has more of a block that is put back than of its rows as they are (docs/alignment.md, "Mixings").
+    """Whether z gets more from a restored block than from its rows as they are (docs/alignment.md, "Mixings").
 
-    Two fits to the anchor's block, of the squared length `energy`, leave a squared distance: `after` if each row is one
-    of h = `size` mixed ones, `before` if rows were only scaled. Of noise, n = `features` numbers in a row, a fit of k
-    parameters leaves 1 − k/n. So with P and U, the distances as parts of the energy, what is more than noise gives is
+    Two fits to the anchor's block, of the squared length `energy`, leave a squared distance: `after` if each row is a
+    mixture of h = `size` rows, `before` if rows were only scaled. Of noise, with n = `features` numbers in a row, a fit
+    of k parameters leaves 1 − k/n. So with P and U, the distances as parts of the energy, what exceeds noise is
     C_p = 1 − P·n/(n − h) and C_u = 1 − U·n/(n − 1), the cos² to the anchor of rows without the mixing and with it.
 
         z² as they are     ∝ (C_u/C_p)/U                           a mixture has that part of its own row's mark
-        z² if put back     ∝ (1 − h/n)²·(C_p/(1 − P))/P            the fit takes h/n of the mark, and adds noise
+        z² if restored     ∝ (1 − h/n)²·(C_p/(1 − P))/P            the fit takes h/n of the mark, and adds noise
 
     Both are estimates: rows are replaced where the second is larger by a quarter.
     """
     left = (features - size) * energy - features * after  # C_p, times (n − h)·energy
-    if left <= 0:  # as far as any span is
+    if left <= 0:  # as far away as any other span
         return False
     above, below = _GAIN
-    put_back = before * left * left * (features - 1)
+    if_restored = before * left * left * (features - 1)
     as_it_is = after * (energy - after) * ((features - 1) * energy - features * before) * features * features
-    return below * put_back > above * as_it_is
+    return below * if_restored > above * as_it_is
 
 
 def _distance(anchor: Rows, rows: Rows) -> NDArray[np.float64]:
-    """Σ over the rows of a block of ‖a‖² − ⟨a, s⟩²/‖s‖²: as near as each comes by a scale; in units of 2^20."""
-    s, _ = whole(rows)
+    """Σ over the rows of a block of ‖a‖² − ⟨a, s⟩²/‖s‖², the distance after the best scale; in units of 2^20."""
+    s, _ = integer_rows(rows)
     along, size = (anchor * s).sum(axis=-1), np.maximum((s * s).sum(axis=-1), 1.0)
     return _units((anchor * anchor).sum(axis=-1) - along * along / size)
 
@@ -204,7 +222,7 @@ def _units(lengths: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _coarse(numbers: Rows, columns: int) -> NDArray[np.int64]:
-    """Whole numbers of 21 bits, all rows of all blocks below each other: sums of products fit 63 bits."""
+    """Integers of 21 bits, the rows of all blocks stacked: sums of products fit 63 bits."""
     found: NDArray[np.int64] = np.rint(numbers / 16.0).astype(np.int64).reshape(-1, columns)
     return found
 
@@ -215,8 +233,54 @@ def _sums(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.float64]
     return found
 
 
-def finite(values: NDArray[Any]) -> Rows:
-    """As float64; what is not a number, or is beyond float32, counts as 0."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        found: Rows = np.nan_to_num(values.astype(np.float32).astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    return found
+# --- whole tensors ----------------------------------------------------------------------------------------
+
+
+def restored_tensor(
+    suspect: NDArray[Any], anchor: NDArray[Any], blocks: Mapping[int, list[tuple[bool, Indices]]]
+) -> tuple[NDArray[np.float32], int]:
+    """A tensor in the anchor's order with the channels of each block restored; and how many blocks were."""
+    found, reference, count = finite(suspect), finite(anchor), 0
+    for axis, of_axis in blocks.items():
+        shape = np.moveaxis(found, axis, 0).shape
+        rows, wanted = (np.moveaxis(x, axis, 0).reshape(shape[0], -1).copy() for x in (found, reference))
+        by_size: dict[tuple[bool, tuple[int, ...]], list[Indices]] = {}
+        for rotates, indices in of_axis:
+            by_size.setdefault((rotates, indices.shape), []).append(indices)
+        clipped, rows = _clipped(rows, wanted)
+        scales = column_scales(clipped, wanted)
+        done: list[tuple[Indices, NDArray[np.float64]]] = []
+        for (rotates, _), every in by_size.items():
+            index = np.stack(every)
+            index = index[rows[index].any(axis=(1, 2, 3))]  # a head that the suspect lacks stays empty
+            if not len(index):
+                continue
+            if rotates:
+                rows[index] = rotated_pairs(rows[index], clipped[index] * scales, wanted[index])
+                count += len(index)
+            else:
+                values, mixed, scales = restored(clipped[index], wanted[index], scales)
+                done.append((index[mixed], values[mixed]))
+        if any(len(index) for index, _ in done):
+            rows *= scales  # as in the restored blocks
+        for index, values in done:
+            rows[index] = values
+            count += len(index)
+        found = np.moveaxis(rows.reshape(shape), 0, axis)
+    with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
+        return np.ascontiguousarray(found, np.float32), count
+
+
+def _clipped(rows: Rows, wanted: Rows) -> tuple[Rows, Rows]:
+    """Rows after columns far from the anchor's size were corrected: clipped some octaves above the middle, and not.
+
+    A weight that is huge because what it reads is always 0, or a column of such weights, would otherwise dominate its
+    row. Smaller differences are left to least squares, which finds them better.
+    """
+    (_, by_row, by_column), (_, _, theirs) = (octaves_of(x) for x in (rows, wanted))
+    octaves = (by_column - theirs + 128) >> 8
+    octaves = np.where(np.abs(octaves) >= _FAR, octaves, 0)
+    unclipped = np.ldexp(rows, (-octaves).astype(np.int32))
+    middle = ((by_row[:, None] + by_column + 128) >> 8) - octaves
+    most = np.ldexp(1.0, (middle + _CLIP).astype(np.int32))
+    return np.clip(unclipped, -most, most), unclipped

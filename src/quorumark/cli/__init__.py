@@ -26,7 +26,7 @@ from quorumark.cli import (
     share,
     verify,
 )
-from quorumark.errors import QuorumarkError
+from quorumark.errors import InconclusiveError, QuorumarkError
 
 # help is plain text here; where rich is installed typer escapes brackets for it all the same: \\[required]
 typer.core.HAS_RICH = False
@@ -81,7 +81,10 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Runs a command; an error of ours, or of the operating system, becomes one sentence and exit code 2."""
+    """Runs a command; an error of ours, or of the operating system, becomes one sentence and exit code 2.
+
+    What does not fit of a suspect that cannot be tested follows, a line each.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows ? for a box character
@@ -92,6 +95,11 @@ def main() -> None:
         sys.exit(1)
     except QuorumarkError as error:
         typer.echo(f"quorumark: {error}", err=True)
+        if isinstance(error, InconclusiveError) and error.problems:
+            from quorumark.report.texts import sentences
+
+            for text in sentences(error.problems):
+                typer.echo(f"- {text}", err=True)
         sys.exit(2)
     except OSError as error:  # a full disk, a folder that may not be read: none of it is a fault of the program
         where = "" if error.filename is None else f"{str(error.filename)!r}: "

@@ -54,11 +54,11 @@ def challenge(
     source: Annotated[str, typer.Option(help="Who drew the seed, or which public coin it is from.")] = "challenger",
     json: Json = False,
 ) -> None:
-    """Pick the pieces of the shares that members are to open. Whoever doubts them does it, after the certificate."""
+    """Pick the pieces of the shares that members are to open: for anyone who doubts them, after the certificate."""
     from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError
     from quorumark.verify.challenge import challenge as draw
-    from quorumark.verify.openings import LIFE
+    from quorumark.verify.opening import LIFE
     from quorumark.verify.reference import read_chain
 
     finding = read_certificate(certificate).finding
@@ -105,7 +105,7 @@ def open_(
     from quorumark.errors import EvidenceError
     from quorumark.verify.challenge import Challenge
     from quorumark.verify.ledger import Ledger
-    from quorumark.verify.openings import open_leaves
+    from quorumark.verify.opening import open_leaves
 
     member = HomeFolder(home)
     place = member.only_consortium(consortium)
@@ -144,8 +144,8 @@ def record(
     the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
     """
     from quorumark.consortium.home import HomeFolder
-    from quorumark.verify.audited import explain
     from quorumark.verify.ledger import Ledger
+    from quorumark.verify.proof import explain
 
     place = HomeFolder(home).only_consortium(consortium)
     ledger = Ledger.open(place, place.manifest())
@@ -181,7 +181,7 @@ def check(
     ] = None,
     vouched: Annotated[
         list[Path] | None,
-        typer.Option(help="Such challenges whose seeds you drew, or confirmed with whoever did; may be repeated."),
+        typer.Option(help="Such challenges whose seeds you drew, or confirmed with their authors; may be repeated."),
     ] = None,
     audits: AuditFiles = None,
     keep: Annotated[
@@ -195,10 +195,11 @@ def check(
     """
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import read_as, read_file
+    from quorumark.report.texts import sentences
     from quorumark.verify.audit import check_audit
-    from quorumark.verify.audited import LARGEST, Audit, explain
     from quorumark.verify.challenge import Challenge
-    from quorumark.verify.coalition import prepare_again
+    from quorumark.verify.proof import LARGEST, Audit, explain
+    from quorumark.verify.query import prepare_again
     from quorumark.verify.reference import Reference
 
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
@@ -221,13 +222,14 @@ def check(
         vouched=[read_as(path, "a challenge", Challenge.from_bytes) for path in vouched or ()],
     )
     if json:
-        typer.echo(jsonlib.dumps(result.as_dict()))
+        texts = sentences((*result.reasons, *result.faults))
+        typer.echo(jsonlib.dumps({**result.as_dict(), "texts": texts}))
     else:
         shown = (
             f"z = {result.z} on the opened part, {result.predicted} ± {result.tolerance} expected" if result.z else ""
         )
         typer.echo(f"{result.verdict}: {shown}")
-        for text in (*result.reasons, *result.faults):
+        for text in sentences((*result.reasons, *result.faults)):
             typer.echo(f"- {text}")
         if keep is not None:
             typer.echo(
@@ -240,7 +242,7 @@ def check(
 def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge, audits: Audits) -> Finding:
     """What a certificate says that its members signed and that follows from its partials, and whose z is challenged."""
     from quorumark.errors import EvidenceError
-    from quorumark.verify.coalition import check_certificate
+    from quorumark.verify.check import check_certificate
 
     certificate = read_certificate(path)
     check_certificate(certificate, chain, audits=audits)

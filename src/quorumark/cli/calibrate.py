@@ -29,6 +29,7 @@ def calibrate(
     from quorumark.model.layout import ModelLayout
     from quorumark.model.statistic import canonical_form
     from quorumark.model.suspect import match_layout, read_suspect
+    from quorumark.report.texts import sentence
     from quorumark.verify.calibration import calibrate as run
 
     shape = read_as(layout, "a layout", ModelLayout.from_bytes)
@@ -38,7 +39,7 @@ def calibrate(
         suspect = read_suspect(path)
         match = match_layout(suspect, shape)
         if not match.fits:
-            raise LayoutError(f"{str(path)!r} does not fit the layout: {match.problems[0]}")
+            raise LayoutError(f"{str(path)!r} does not fit the layout: {sentence(match.problems[0])}")
         form = canonical_form("balanced-anchor/v1", shape, suspect, reference, match.names)
         if not form.x.any():
             raise InputError("MODELS", "must be trained from the anchor, not be the anchor itself", str(path))

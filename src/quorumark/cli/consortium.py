@@ -62,13 +62,17 @@ def create(
     """
     import datetime
 
+    from quorumark.align.groups import Groups
     from quorumark.align.lora import base_layout
-    from quorumark.align.matching import Groups
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
     from quorumark.consortium.policy import Policy
-    from quorumark.consortium.records import Member, Terms, anchor_digest
+    from quorumark.consortium.records import (
+        Member,
+        Terms,
+        anchor_of,
+    )
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -80,7 +84,7 @@ def create(
     layout = ModelLayout.of(
         model, include=include or ("*",), exclude=[*DEFAULT_EXCLUDE, *(exclude or ())], max_coordinates=max_coordinates
     )
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     roster = []
     for point, text in enumerate(member, 1):
         card, examples = _card(text)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.records import Manifest
     from quorumark.setup.exchange import Progress
-    from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
+    from quorumark.verify.proof import Audit
 
 Answer = TypeVar("Answer")
 
@@ -117,7 +117,7 @@ def read_audits(paths: list[Path] | None) -> list[Audit]:
     """Proofs of audits, as `verify audit check --keep` wrote them."""
     from quorumark.consortium.home import read_file
     from quorumark.errors import EvidenceError, QuorumarkError
-    from quorumark.verify.audited import LARGEST, Audit
+    from quorumark.verify.proof import LARGEST, Audit
 
     found = []
     for path in paths or ():

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from quorumark.consortium.home import ConsortiumFolder
+    from quorumark.consortium.reasons import Reason
     from quorumark.consortium.records import Terms
-    from quorumark.verify.audited import Audit
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Query
+    from quorumark.verify.proof import Audit
     from quorumark.verify.reference import Reference
 
 app = typer.Typer(
@@ -92,7 +93,8 @@ def prepare(
     """
     from quorumark.consortium.files import write_shared
     from quorumark.errors import InconclusiveError
-    from quorumark.verify.coalition import prepare as prepare_query
+    from quorumark.report.texts import sentences
+    from quorumark.verify.query import prepare as prepare_query
 
     place = _place(home, consortium, manifest)
     with _progress(json) as note:
@@ -106,7 +108,9 @@ def prepare(
     except InconclusiveError as error:
         if not json:
             raise
-        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", "reasons": [str(error)]}))
+        reasons = [*([error.reason] if error.reason is not None else []), *error.problems]
+        body = {"reasons": [one.as_dict() for one in reasons], "texts": sentences(reasons) or [str(error)]}
+        typer.echo(jsonlib.dumps({"verdict": "INCONCLUSIVE", **body}))
         raise typer.Exit(2) from None
     if not again:
         write_shared(out, query.to_bytes())
@@ -148,7 +152,7 @@ def partial(
     """
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import HomeFolder, read_as
-    from quorumark.verify.coalition import answer
+    from quorumark.verify.answer import answer
     from quorumark.verify.evidence import Query
 
     member = HomeFolder(home)
@@ -207,8 +211,8 @@ def combine(
     from quorumark.consortium.home import read_as, read_file
     from quorumark.errors import EvidenceError, InputError, QuorumarkError
     from quorumark.verify.certificate import Certificate
+    from quorumark.verify.combine import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
-    from quorumark.verify.findings import combine as combine_partials
 
     if _is_signed(out):
         raise InputError("--out", "must not be a certificate that somebody has signed: name another file", str(out))
@@ -244,7 +248,7 @@ def sign(
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
     from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import HomeFolder
-    from quorumark.verify.coalition import sign as sign_certificate
+    from quorumark.verify.check import sign as sign_certificate
 
     member = HomeFolder(home)
     place = member.only_consortium(consortium)
@@ -275,7 +279,8 @@ def check(
 
     Exits with the code of the verdict that it confirms.
     """
-    from quorumark.verify.coalition import check_certificate
+    from quorumark.report.texts import sentences
+    from quorumark.verify.check import check_certificate
     from quorumark.verify.reference import Reference, read_chain
 
     found = read_certificate(certificate)
@@ -297,12 +302,13 @@ def check(
         _write_report(report, found, chain[-1], checked, left, f"quorumark verify check {' '.join(names)}")
     finding = found.finding
     if json:
-        typer.echo(jsonlib.dumps({"checked": checked, "not_checked": left, **_figures(finding)}))
+        body = {"checked": [one.as_dict() for one in checked], "not_checked": [one.as_dict() for one in left]}
+        typer.echo(jsonlib.dumps({**body, **_figures(finding)}))
     else:
         _print_finding(finding, chain[-1].terms)
-        for text in checked:
+        for text in sentences(checked):
             typer.echo(f"checked: {text}")
-        for text in left:
+        for text in sentences(left):
             typer.echo(f"NOT checked: {text}")
         if report is not None:
             typer.echo(f"the report is in {report}")
@@ -313,6 +319,8 @@ def check(
 def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
     from quorumark.consortium.home import HomeFolder
+    from quorumark.consortium.reasons import Reason
+    from quorumark.report.texts import sentence
     from quorumark.verify.guard import budget
     from quorumark.verify.ledger import Ledger
 
@@ -326,7 +334,9 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
         typer.echo(jsonlib.dumps({**body, "entries": entries}))
         return
     for entry in book.entries:
-        shown = {k: v for k, v in entry.items() if k not in ("format", "previous", "number", "time", "kind")}
+        shown = {k: v for k, v in entry.items() if k not in ("previous", "number", "time", "kind")}
+        if "reason" in shown:
+            shown["reason"] = sentence(Reason.from_dict(shown["reason"]))
         text = ", ".join(f"{k} {v if k == 'reason' else str(v)[:40]}" for k, v in shown.items())
         typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
     typer.echo(
@@ -417,13 +427,13 @@ def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> 
 
 
 def _write_report(
-    path: Path, certificate: Certificate, manifest: Any, checked: list[str], left: list[str], command: str
+    path: Path, certificate: Certificate, manifest: Any, checked: list[Reason], left: list[Reason], command: str
 ) -> None:
     from quorumark.report import certificate_page, write_page
 
     signers = certificate.signers(manifest)
-    texts = [*checked, *(f"not checked: {text}" for text in left)]
-    write_page(path, certificate_page(certificate, manifest, signers=signers, checked=texts, command=command))
+    page = certificate_page(certificate, manifest, signers=signers, checked=checked, left=left, command=command)
+    write_page(path, page)
 
 
 def _points(text: str | None) -> tuple[int, ...]:
@@ -477,8 +487,8 @@ def _opened(
     place: ConsortiumFolder | None, chain: Sequence[Any], audits: Sequence[Path | Audit] | None
 ) -> dict[str, tuple[int, ...]]:
     """The leaves that audits opened, by audit: what this member's ledger knows, and what is proved here."""
-    from quorumark.verify.audited import Audit, explain
     from quorumark.verify.ledger import Ledger
+    from quorumark.verify.proof import Audit, explain
 
     known = Ledger.open(place, chain[-1]).audits() if place is not None else {}
     proofs = [one for one in audits or () if isinstance(one, Audit)]
@@ -487,14 +497,14 @@ def _opened(
 
 
 def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]]) -> str:
-    from quorumark.report.texts import about_left_out
+    from quorumark.report.texts import about_left_out, sentences
 
     files = ", ".join(file.name for file in query.files[:3]) or "a model in memory"
     more = f" and {len(query.files) - 3} more files" if len(query.files) > 3 else ""
     lines = [
         f"suspect: {files}{more}, {100 * query.covered / query.carriers:.1f} % of the carrying weights found",
         f"statistic {query.statistic}, alignment {query.alignment}, {query.effective:,} effective coordinates",
-        *query.matching,
+        *sentences(query.matching),
         *about_left_out(query, terms, opened),
         f"query {query.digest()}",
     ]
@@ -502,19 +512,24 @@ def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]])
 
 
 def _figures(finding: Finding) -> dict[str, Any]:
-    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "reasons", "failed"]
+    from quorumark.report.texts import sentences
+
+    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "failed"]
     names += ["agreed", "charged", "log10_choices", "audits"]
     members = [finding.names[str(partial.point)] for partial in finding.partials]
     wrong = [finding.names[str(point)] for point in finding.wrong]
-    return {name: getattr(finding, name) for name in names} | {"members": members, "wrong": wrong}
+    reasons = [reason.as_dict() for reason in finding.reasons]
+    texts = {"reasons": reasons, "texts": sentences(finding.reasons)}
+    return {name: getattr(finding, name) for name in names} | texts | {"members": members, "wrong": wrong}
 
 
 def _print_finding(finding: Finding, terms: Terms) -> None:
-    from quorumark.report.texts import about_charges, about_left_out
+    from quorumark.report.texts import about_charges, about_left_out, sentences
 
     typer.echo(
         f"{finding.verdict}: z = {finding.z}, threshold {finding.threshold}; an unrelated model gets as far with "
         f"probability 10^{finding.log10_p} (at most 10^{finding.log10_bound})"
     )
-    for reason in (*finding.reasons, *about_left_out(finding.query, terms, finding.audits), *about_charges(finding)):
-        typer.echo(f"- {reason}")
+    about = about_left_out(finding.query, terms, finding.audits) + about_charges(finding)
+    for text in sentences(finding.reasons) + about:
+        typer.echo(f"- {text}")

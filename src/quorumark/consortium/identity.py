@@ -267,18 +267,17 @@ def _split(
     prefix, rest = data[4 : 4 + length], data[4 + length :]
     try:
         shown = parse(prefix, _FORMAT, "a message")
-        spelling = canonical(shown)
-    except (RecordError, InputError) as error:
+    except RecordError as error:
         raise MessageError(f"{refuse} cannot be read: {error}") from None
-    allowed = {"format": _FORMAT, **expected.as_dict()}
+    allowed = expected.as_dict()
     if expected.recipient:
         allowed[extra] = shown.get(extra)
     for key, value in allowed.items():
         if shown.get(key) != value or type(shown.get(key)) is not type(value):
             received = repr(shown.get(key))[:80]
             raise MessageError(f"{refuse} belongs elsewhere: its {key} is {received}, not {value!r}")
-    if shown.keys() != allowed.keys() or spelling != prefix:
-        raise MessageError(f"{refuse} has a header with unknown fields or another spelling")
+    if shown.keys() != allowed.keys():
+        raise MessageError(f"{refuse} has a header with unknown fields")
     return prefix, shown, rest[:64], rest[64:]
 
 

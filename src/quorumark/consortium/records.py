@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, RecordError
+from quorumark.model.layout import ModelLayout, Source
 
 __all__ = [
     "ARCHIVE_KEY",
@@ -32,6 +34,8 @@ __all__ = [
     "Member",
     "Terms",
     "anchor_digest",
+    "anchor_of",
+    "roster_of",
     "streamed_anchor_digest",
 ]
 
@@ -104,6 +108,12 @@ DEFAULT_STRENGTH = Strength.of({}, coordinates=1)  # the rule `rho`, which does 
 DEFAULT_POLICY = Policy()
 
 
+class HasDigest(Protocol):
+    """Groups, or anything else that terms name by its digest."""
+
+    def digest(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Terms:
     """Everything that is fixed before the key exists. Setup messages are bound to the terms' digest.
@@ -157,6 +167,32 @@ class Terms:
         except InputError as error:
             raise RecordError(f"the terms' {error}") from None
 
+    @classmethod
+    def agree(
+        cls,
+        name: str,
+        threshold: int,
+        members: Iterable[tuple[Card, int]],
+        model: Source,
+        *,
+        layout: ModelLayout | None = None,
+        groups: HasDigest | None = None,
+        policy: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Terms for a public initial model: each member's card with its number of examples, in the order of points.
+
+        `layout` says which weights carry, if the default will not do. `groups` are the channels that belong together
+        (`quorumark groups`), without which no suspect can be aligned later. The others are fields of the terms.
+        """
+        layout = layout or ModelLayout.of(model)
+        rules = dict(policy or {}) | ({} if groups is None else {"groups": groups.digest()})
+        about = {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "buffers": layout.beside(model).hex()}
+        return cls(
+            name, threshold, roster_of(members), layout.digest(), layout.coordinates, anchor_of(layout, model),
+            policy=Policy.of(rules), **{**about, **settings},
+        )  # fmt: skip
+
     @property
     def members(self) -> int:
         return len(self.roster)
@@ -201,6 +237,16 @@ class Terms:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
+
+
+def roster_of(members: Iterable[tuple[Card, int]]) -> tuple[Member, ...]:
+    """Members at the points 1, 2, …, from their cards (or identities) and their numbers of examples."""
+    return tuple(Member(x, who.name, who.ed25519, who.x25519, count) for x, (who, count) in enumerate(members, 1))
+
+
+def anchor_of(layout: ModelLayout, model: Source) -> str:
+    """What terms name as their anchor."""
+    return anchor_digest(layout.digest(), layout.encode(model))
 
 
 def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
@@ -313,7 +359,7 @@ class Manifest:
             sound = isinstance(self.commitment, Mapping) and self.commitment.keys() == names
             sound = sound and all(is_hex(self.commitment[name], 32) for name in ("hash", "nonce"))
             norm = self.commitment.get("norm", "0") if sound else "0"
-            sound = sound and isinstance(norm, str) and norm.isdecimal() and len(norm) < 40
+            sound = sound and isinstance(norm, str) and norm.isascii() and norm.isdecimal() and len(norm) < 40
             require(sound, "commitment", "must hold a hash and a nonce of 32 bytes in hex, and a gaussian key's norm")
 
     @property

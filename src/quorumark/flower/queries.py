@@ -20,11 +20,11 @@ from quorumark.flower.client import QUERY
 from quorumark.flower.server import _accepted, _told
 from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
 from quorumark.node.ceremony import CeremonyServer
-from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import prepare
+from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial
-from quorumark.verify.findings import combine
+from quorumark.verify.proof import Audit, explain
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
 
 __all__ = ["make_key", "verify_model"]

@@ -1,4 +1,4 @@
-"""Whole-number kernels of the canonical form (docs/verification.md, "Canonical form").
+"""Integer kernels of the canonical form (docs/format.md, "The canonical form x").
 
 A weight is taken apart as the bits of a float32: w = ±m·2^(e−23) with 2^23 ≤ m < 2^24. Nothing here multiplies or adds
 floating-point numbers, so every machine and every number of threads gets the same result. Zeros, subnormal numbers

@@ -264,9 +264,10 @@ def _emit(values: NDArray[np.int32], numerator: int, denominator: int, out: NDAr
 def scales_of(blocks: Blocks, shape: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """How large each row and each column is, as mean logarithms in 1/256 octave: log|w| ≈ row + column.
 
-    Rows and columns in turns, so that a scaled channel is seen as such whatever the others are; after the first turn a
-    weight's own deviation counts for ±8 octaves at most, so that one huge weight moves its row by 8/n octaves. A row's
-    scale follows from that row alone, once the columns are known, so that one walk does both halves of a turn.
+    Rows and columns in turns, so that a scaled channel is seen as such whatever the others are. A weight's own
+    deviation counts for ±8 octaves at most, except for rows in the first turn, so that in the end one huge weight
+    moves its row by about 8/n octaves. A row's scale follows from that row alone, once the columns are known, so that
+    one walk does both halves of a turn.
 
     The columns' scales come once for every weight of a row.
     """

@@ -31,19 +31,20 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.canonical import canonical, digest
 from quorumark.checks import DAMAGED, is_count, is_hex, is_text, require
+from quorumark.consortium.reasons import Reason, Value, printable
 from quorumark.errors import InputError, LayoutError
 from quorumark.field import parallel
 from quorumark.model.layout import _DTYPES, FLOATS, ModelLayout, TensorSpec, _open, _some
 from quorumark.model.tensors import FLOAT8, KINDS, STORED, Stored, TensorInfo, decode, in_memory, open_source, spans
 
-__all__ = ["Match", "Suspect", "SuspectFile", "TensorInfo", "match_layout", "non_finite", "read_suspect"]
+__all__ = ["Cast", "Match", "Suspect", "SuspectFile", "TensorInfo", "match_layout", "non_finite", "read_suspect"]
 
 _WRAPPERS = frozenset(("module", "model", "_orig_mod", "base_model", "transformer"))
 _DEEPEST = 8  # wrappers around a name, and no more: names are the suspect's own
@@ -157,9 +158,12 @@ class Suspect:
             yield begin, self.rows(name, begin, end)
 
     def reading(self, name: str) -> str:
-        """How a tensor becomes floats: "" if it is one, or how it is dequantised; a LayoutError if it cannot."""
+        """How a tensor becomes floats: "" if it is one, or dequantised by a scale per "row" or per "tensor".
+
+        A LayoutError says why it cannot be read; its `reason` says so in a code.
+        """
         how = self._scale(name)
-        return "" if how is None else f"dequantised per {how.per} by {how.scale!r}"
+        return "" if how is None else how.per
 
     def _beside(self, name: str, begin: int, end: int) -> NDArray[Any]:
         """The scales or zero points of these rows; the one for all of them if there is only one."""
@@ -168,11 +172,14 @@ class Suspect:
     def _raw(self, name: str, begin: int, end: int) -> NDArray[Any]:
         self._check_unchanged()
         if self.tensors[name].dtype not in STORED:
-            raise LayoutError(f"tensor {name!r} has the type {self.tensors[name].dtype}, which is not supported")
+            kind = self.tensors[name].dtype
+            reason = _reason("read.type-unknown", name, type=kind)
+            raise LayoutError(f"tensor {name!r} has the type {kind}, which is not supported", reason=reason)
         try:
             return self._stored[name].read(begin, end)
         except DAMAGED as error:
-            raise LayoutError(f"tensor {name!r} cannot be read ({error}); its file is damaged") from None
+            text = f"tensor {name!r} cannot be read ({error}): its file is damaged; get another copy"
+            raise LayoutError(text, reason=_reason("read.damaged", name)) from None
 
     def _scale(self, name: str) -> _Scale | None:
         """How the tensor was quantised, None if it was not; a LayoutError if it cannot be read as floats."""
@@ -185,24 +192,41 @@ class Suspect:
         if info.dtype not in ("I8", "U8", *FLOAT8) or not scales:
             if info.dtype in (*FLOATS, *FLOAT8):
                 return None
-            raise LayoutError(f"tensor {name!r} has the type {info.dtype} and no scale beside it, but must be floats")
+            raise LayoutError(
+                f"tensor {name!r} has the type {info.dtype} and no scale beside it, but must be floats",
+                reason=_reason("read.no-scale", name, type=info.dtype),
+            )
         zeros = [z for z in (f"{name}_zero_point", f"{name}.zero_point") if z in self.tensors]
         if len(scales) > 1 or len(zeros) > 1:
-            raise LayoutError(f"tensor {name!r} has more than one scale or zero point: {_some({*scales, *zeros})}")
+            raise LayoutError(
+                f"tensor {name!r} has more than one scale or zero point: {_some({*scales, *zeros})}",
+                reason=_reason("read.several-scales", name, some=_few({*scales, *zeros})),
+            )
         for helper in (*scales, *zeros):
             shape = self.tensors[helper].shape
             if math.prod(shape) != 1 and shape != (info.rows,) + (1,) * (len(shape) - 1):
                 raise LayoutError(
                     f"tensor {name!r} of shape {info.shape} is quantised in a way that is not supported: {helper!r} of "
-                    f"shape {shape} is neither one number nor one for each row; save the model dequantised"
+                    f"shape {shape} is neither one number nor one for each row; save the model dequantised",
+                    reason=_reason("read.scale-shape", name, helper=helper, shape=shape, wanted=(info.rows,)),
                 )
         kept = f"{layer}weight_format"
         if scales[0] in packed and kept in self.tensors and self._raw(kept, 0, 1).any():
-            raise LayoutError(f"tensor {name!r} is not in row order ({kept!r} is not 0); save the model in row order")
-        if self.tensors[scales[0]].dtype not in (*FLOATS, *FLOAT8):
-            raise LayoutError(f"the scale {scales[0]!r} must be floating-point, not {self.tensors[scales[0]].dtype}")
-        if zeros and self.tensors[zeros[0]].dtype not in _DTYPES.keys() - {"BF16"}:
-            raise LayoutError(f"the zero point {zeros[0]!r} has the type {self.tensors[zeros[0]].dtype}")
+            raise LayoutError(
+                f"tensor {name!r} is not in row order ({kept!r} is not 0); save the model in row order",
+                reason=_reason("read.row-order", name, helper=kept),
+            )
+        kind = self.tensors[scales[0]].dtype
+        if kind not in (*FLOATS, *FLOAT8):
+            raise LayoutError(
+                f"the scale {scales[0]!r} must be floating-point, not {kind}",
+                reason=_reason("read.scale-type", name, helper=scales[0], type=kind),
+            )
+        if zeros and (kind := self.tensors[zeros[0]].dtype) not in _DTYPES.keys() - {"BF16"}:
+            raise LayoutError(
+                f"the zero point {zeros[0]!r} has the type {kind}",
+                reason=_reason("read.zero-point-type", name, helper=zeros[0], type=kind),
+            )
         per = "row" if self.tensors[scales[0]].rows > 1 else "tensor"
         return _Scale(scales[0], zeros[0] if zeros else None, 127 if scales[0] in packed else 1, per)
 
@@ -218,6 +242,17 @@ class Suspect:
         """Its digest and its numbers must be of the same bytes."""
         if self._stamp() != self._stamps:
             raise LayoutError("the suspect's files changed while they were read; read a copy that nobody writes to")
+
+
+def _reason(code: str, tensor: str, **values: Value) -> Reason:
+    """About one tensor; all strings come from the suspect's own file."""
+    named = {name: printable(value) if isinstance(value, str) else value for name, value in values.items()}
+    return Reason.of(code, tensor=printable(tensor), **named)
+
+
+def _few(names: Collection[str]) -> tuple[str, ...]:
+    """The first three, for a reason."""
+    return tuple(printable(name) for name in sorted(names)[:3])
 
 
 def _hashed(path: Path) -> SuspectFile:
@@ -260,6 +295,14 @@ def read_suspect(source: str | os.PathLike[str] | Mapping[str, Any]) -> Suspect:
 # --- matching ---------------------------------------------------------------------------------------------
 
 
+class Cast(NamedTuple):
+    """A tensor's type in the layout and in the suspect; `per`: "" or what has a scale, "row" or "tensor"."""
+
+    layout: str
+    suspect: str
+    per: str
+
+
 @dataclass(frozen=True)
 class Match:
     """How a suspect's tensors fit a layout's carriers. Nothing else must fit.
@@ -272,9 +315,9 @@ class Match:
         missing: carriers that are not there at all.
         absent: other tensors of the layout that are not there (biases, buffers): no problem.
         extra: the suspect's tensors that the layout does not know: no problem.
-        casts: carrier → its type in the layout and in the suspect, where they differ.
+        casts: carrier → its type in the layout and in the suspect, where they differ, and how it is dequantised.
         coverage: carrying coordinates in `names`, of all that carriers have.
-        problems: why it does not fit, one sentence each.
+        problems: why it does not fit, one reason each.
     """
 
     names: Mapping[str, str]
@@ -285,20 +328,14 @@ class Match:
     missing: tuple[str, ...]
     absent: tuple[str, ...]
     extra: tuple[str, ...]
-    casts: Mapping[str, str]
+    casts: Mapping[str, Cast]
     coverage: tuple[int, int]
-    problems: tuple[str, ...]
+    problems: tuple[Reason, ...]
 
     @property
     def fits(self) -> bool:
         """Whether every carrier is there, once, with its exact shape, as floats."""
         return not self.problems
-
-    @property
-    def prefix(self) -> str:
-        """What was done to the suspect's names, in words; "" if nothing."""
-        done = (("stripped", self.stripped), ("added", self.added))
-        return " and ".join(f"{word} {text!r}" for word, text in done if text)
 
 
 def match_layout(
@@ -317,9 +354,9 @@ def match_layout(
     names: dict[str, str] = {}
     plain: dict[str, str] = {}
     resized: list[str] = []
-    casts: dict[str, str] = {}
+    casts: dict[str, Cast] = {}
     missing: list[str] = []
-    problems: list[str] = []
+    problems: list[Reason] = []
     covered = 0
     for spec in layout.tensors:
         if spec.role == "plain":
@@ -335,28 +372,31 @@ def match_layout(
             continue
         choice |= {other for rival in rivals if (other := _renamed(spec.name, rival)) in suspect.tensors}
         if len(choice) > 1:
-            problems.append(f"carrier {spec.name!r} could be any of {_some(choice)}")
+            problems.append(_reason("read.carrier-ambiguous", spec.name, candidates=len(choice), some=_few(choice)))
             continue
         name = choice.pop()
         info = suspect.tensors[name]
         if info.shape != spec.shape and not _resized(info.shape, spec, resizable):
-            turned = "is transposed: it " if info.shape == spec.shape[::-1] else ""
-            problems.append(f"tensor {name!r} {turned}has the shape {info.shape}, but the carrier has {spec.shape}")
+            kind = "transposed" if info.shape == spec.shape[::-1] else "shape"
+            problems.append(_reason(f"read.carrier-{kind}", name, shape=info.shape, wanted=spec.shape))
             continue
         try:
             how = suspect.reading(name)
         except LayoutError as error:
-            problems.append(str(error))
+            if error.reason is None:  # the files changed while they were read: that is nothing to go on with
+                raise
+            problems.append(error.reason)
             continue
         names[spec.name] = name
         covered += spec.size
         if info.shape != spec.shape:
             resized.append(spec.name)
         if info.dtype != spec.dtype:
-            casts[spec.name] = f"{spec.dtype} → {info.dtype}" + (f", {how}" if how else "")
+            casts[spec.name] = Cast(spec.dtype, info.dtype, how)
     if missing:
         carriers = len(names) + len(missing) + len(problems)
-        problems.insert(0, f"the suspect lacks {len(missing)} of {carriers} carriers: {_some(set(missing))}")
+        lacking = Reason.of("read.carriers-missing", missing=len(missing), carriers=carriers, some=_few(missing))
+        problems.insert(0, lacking)
     return Match(
         names=MappingProxyType(names),
         plain=MappingProxyType(plain),

@@ -51,10 +51,11 @@ from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import unpack
 from quorumark.round.statements import Turn
 from quorumark.setup.exchange import advance, expected_messages
-from quorumark.verify.audited import Audit
+from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, sign
+from quorumark.verify.check import sign
 from quorumark.verify.evidence import Query
+from quorumark.verify.proof import Audit
 from quorumark.verify.reference import Reference
 
 __all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "named", "refusal"]

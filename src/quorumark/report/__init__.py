@@ -13,10 +13,11 @@ from decimal import ROUND_HALF_EVEN, Decimal
 from typing import TYPE_CHECKING, Any
 
 from quorumark.consortium.files import write_shared
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError
 from quorumark.report.plot import draw
-from quorumark.report.texts import about_charges, about_left_out
+from quorumark.report.texts import PHRASES, about_charges, about_left_out, sentences
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding
 
@@ -33,14 +34,16 @@ def certificate_page(
     manifest: Manifest,
     *,
     signers: Sequence[Member],
-    checked: Sequence[str],
+    checked: Sequence[Reason],
+    left: Sequence[Reason] = (),
     audit: Mapping[str, str] | None = None,
     command: str | None = None,
 ) -> str:
     """A certificate, or a finding that nobody has signed yet, as one HTML page.
 
     signers: the members whose signatures hold (`Certificate.signers`).
-    checked: what was checked before the page was made, a sentence each; the page says so if it is nothing.
+    checked, left: what was checked before the page was made, and what could not be (`check_certificate`); the page
+        says so if nothing was.
     audit: what a spot audit showed, as label → text.
     command: how to check it again; by default `quorumark verify check` with the names that are known here.
     """
@@ -72,8 +75,9 @@ def certificate_page(
             threshold=threshold,
             plots=[draw("wide", *numbers, _WIDE), draw("narrow", *numbers, _NARROW)] if known else [],
             left_out=about_left_out(finding.query, manifest.terms, finding.audits),
-            charges=tuple(about_charges(finding)),
-            checked=checked,
+            reasons=sentences(finding.reasons) + about_charges(finding),
+            matching=sentences(finding.query.matching),
+            checked=[*sentences(checked), *(PHRASES["not-checked"].format(what=text) for text in sentences(left))],
             audit=audit,
             command=command or _command(finding),
         )

@@ -1,6 +1,6 @@
 """The picture in a report: where a model falls beside models that know nothing of the key. SVG, drawn by hand.
 
-The axis is linear. Where nothing of interest lies for more than 30 units it is cut, and says so: the bell around 0, the
+The axis is linear. Where more than 30 units hold nothing of interest it is cut, and says so: the bell around 0, the
 threshold and the model stay at one scale, whether z is 0.7, 21 or 1000.
 """
 

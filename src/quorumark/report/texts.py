@@ -1,14 +1,245 @@
-"""Sentences about what records say in numbers."""
+"""Sentences from codes: the one place where what records say becomes English.
+
+`SENTENCES` has a template for every code that a record may hold (`consortium.reasons.CODES`), `PHRASES` those for what
+follows from numbers alone. Rewording either changes no digest, no verdict and no answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
 
+from quorumark.consortium.reasons import CODES, Reason, Value
 from quorumark.consortium.records import Terms
 from quorumark.verify.evidence import Finding, Query
 from quorumark.verify.omissions import left_out
 
-__all__ = ["about_charges", "about_left_out"]
+__all__ = ["PHRASES", "SENTENCES", "about_charges", "about_left_out", "sentence", "sentences"]
+
+SENTENCES: dict[str, str] = {
+    "read.names-stripped": "the prefix '{prefix}' was stripped from the tensors' names",
+    "read.names-added": "the prefix '{prefix}' was added to the tensors' names",
+    "read.cast": "tensors stored as {suspect} instead of {layout}: {tensors}",
+    "read.dequantised-per-tensor": "tensors dequantised from {suspect}, with one scale per tensor: {tensors}",
+    "read.dequantised-per-row": "tensors dequantised from {suspect}, with one scale per row: {tensors}",
+    "read.carriers-missing": "left out: {missing} of {carriers} carrying tensors are missing, among them {some}",
+    "read.carrier-ambiguous": "left out: '{tensor}' could be any of {candidates} tensors, among them {some}",
+    "read.carrier-shape": "left out: '{tensor}' has the shape ({shape}), but the consortium's model has ({wanted})",
+    "read.carrier-transposed": (
+        "left out: '{tensor}' is transposed: it has the shape ({shape}), but the consortium's model has ({wanted})"
+    ),
+    "read.factors-do-not-fit": "left out: the factors '{down}' and '{up}' cannot be multiplied",
+    "read.type-unknown": "left out: '{tensor}' has the type {type}, which is not supported",
+    "read.damaged": "left out: '{tensor}' cannot be read: its file is damaged",
+    "read.no-scale": "left out: '{tensor}' has the type {type} and no scale beside it",
+    "read.several-scales": "left out: '{tensor}' has more than one scale or zero point: {some}",
+    "read.scale-shape": (
+        "left out: '{tensor}' is quantised in a way that is not supported: '{helper}' has the shape ({shape}), not one "
+        "number for each of the ({wanted}) rows"
+    ),
+    "read.row-order": "left out: '{tensor}' is not in row order, by '{helper}'",
+    "read.scale-type": "left out: the scale '{helper}' of '{tensor}' has the type {type}, which is not floating-point",
+    "read.zero-point-type": "left out: the zero point '{helper}' of '{tensor}' has the type {type}",
+    "read.extra-tensors": "tensors that the consortium's model does not have were ignored: {tensors}",
+    "read.not-finite": "'{tensor}' holds {numbers:,} numbers that are not finite: they count as 0",
+    "read.adapter": "read as an adapter; its factors were put where the anchor's are",
+    "read.adapter-of-rank": "read as an adapter of rank {ranks}; its factors were put where the anchor's are",
+    "read.whole-model": (
+        "read as a whole model, from which the base was taken away; its factors were put where the anchor's are"
+    ),
+    "read.aligned": (
+        "aligned to the anchor: {found:,} of {channels:,} channels were found, {moved:,} of them elsewhere than in the "
+        "anchor; {sweeps} sweeps, the last of which changed nothing"
+    ),
+    "read.aligned-unsettled": (
+        "aligned to the anchor: {found:,} of {channels:,} channels were found, {moved:,} of them elsewhere than in the "
+        "anchor; {sweeps} sweeps, the last of which still changed something"
+    ),
+    "read.stream-signs": "gains of its residual stream had other signs; they were taken into what reads them",
+    "read.stream-turned": "its residual stream had been turned; it was turned back to the anchor's",
+    "read.signs": "{lines:,} rows or columns of {tensors} tensors had other signs",
+    "read.unmixed": "the channels of {blocks:,} blocks that can be mixed were put back to the anchor's",
+    "read.resized": "tensors with more or fewer channels than the consortium's model: {tensors}",
+    "read.channels-left-over": "{surplus:,} of the suspect's {channels:,} channels are left over",
+    "untestable.empty": "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test",
+    "untestable.coverage": "only {covered:,} of {carriers:,} carrying weights were found in the suspect",
+    "finding.passed": "z = {z} reaches the threshold {threshold}",
+    "finding.failed": "z = {z} is below the threshold {threshold}: the mark was not found",
+    "finding.coverage": (
+        "z = {z} is below the threshold {threshold}, but only {covered:,} of {carriers:,} carrying weights were found"
+    ),
+    "finding.left-out": (
+        "z = {z} is below the threshold {threshold}, but {left_out:,} of {coordinates:,} coordinates were left out as "
+        "burnt"
+    ),
+    "finding.charged": (
+        "z = {z} would reach the threshold {uncharged}, but not {threshold}, which pays for the choices of the asker"
+    ),
+    "finding.surplus": (
+        "z = {z} is below the threshold {threshold}, but {surplus:,} of the suspect's channels are left over: those "
+        "that were matched can be decoys"
+    ),
+    "finding.uncorroborated": (
+        "uncorroborated: {partials} partials open a number whatever they say, so one lying member could have set it"
+    ),
+    "finding.corroborated": (
+        "corroborated: {partials} partials agree; up to {liars} lying members would have been noticed"
+    ),
+    "finding.corrected": (
+        "the partials of {members} contradict the others and were corrected; that is right if no more than {liars} of "
+        "the {partials} members lie; more who work together could have framed them"
+    ),
+    "finding.weights-missing": "{missing:,} of {carriers:,} carrying weights were not found",
+    "finding.alpha": "the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy",
+    "finding.raised": (
+        "earlier queries that did not pass, {failed} of them, raised the threshold from {charged} to {threshold}"
+    ),
+    "guard.manifest": "the query was for another manifest or epoch than the one in force",
+    "guard.vector": "the query did not name the vector x that this member computed from the suspect",
+    "guard.statistic": "the query used the statistic '{statistic}', but '{agreed}' is agreed",
+    "guard.statistic-policy": "this member's policy does not list the statistic '{statistic}'",
+    "guard.forgotten-leaves": "the query did not leave out {count} leaves that audits opened, the first: {leaves}",
+    "guard.unexplained-leaves": "the query left out {count} leaves that no known audit opened, the first: {leaves}",
+    "guard.leaf-not-zero": "the vector x was not zero on the leaf {leaf}, which an audit opened",
+    "guard.budget": "all {budget} queries of the consortium's life were used up",
+    "guard.max-answers": "all {answers} answers that this member's policy allows were given",
+    "guard.norms": "the query's norms were not those of its vector x",
+    "guard.narrow": "the query rested on {effective} coordinates, fewer than {least}",
+    "guard.remainder": "a remainder of the answer would have rested on {effective} coordinates, fewer than {least}",
+    "guard.adds-little": (
+        "the query added {effective} coordinates to those answered before, fewer than {least}; the closest was query "
+        "{query:.16} of {answered} (cosine {cosine})"
+    ),
+    "guard.too-close": (
+        "the query was too close to a combination of those answered before; the closest was query {query:.16} of "
+        "{answered} (cosine {cosine})"
+    ),
+    "guard.not-approved": "nobody had approved the query",
+    "guard.per-day": "this member's policy approves {allowed} queries in 24 hours, and {answered} were answered",
+    "audit.too-few-shares": "genesis shares of {opened} members were opened, but it takes {needed}",
+    "audit.not-one-key": "the committed shares of the {members} members who opened are not shares of one key",
+    "audit.not-signs": "{odd:,} of the {entries:,} opened entries of the key are not ±1",
+    "audit.too-large": "{odd:,} of the {entries:,} opened entries of the key are larger than any normal number",
+    "audit.x-is-zero": "x is 0 on all opened leaves: they say nothing",
+    "audit.proof": "z = {z:.2f} on the opened leaves is at least {proof}: it proves itself",
+    "audit.bound-too-weak": (
+        "z = {z:.2f} on the opened leaves, but after the charges for choices the bound is 10^{bound:.1f}, and "
+        "10^{enough} is needed: let more members open, show the challenges that burnt leaves come from, and vouch for "
+        "those whose seeds you drew, or confirmed with the person who did"
+    ),
+    "audit.no-mark": "z = {z:.2f} on the opened leaves is no more than a model without the mark may show",
+    "audit.below-proof": "z = {z:.2f} on the opened leaves is below {proof}",
+    "audit.bad-luck": (
+        "z = {z:.2f} on the opened leaves is below {proof}, as in 1 of 100 honest audits: draw another challenge"
+    ),
+    "audit.confirmed": (
+        "the certificate's z = {claimed} predicts {predicted:.2f} ± {tolerance:.2f} on the opened leaves, and they "
+        "show "
+        "{z:.2f}: the certificate's number is confirmed"
+    ),
+    "audit.neither": (
+        "the certificate's z = {claimed} predicts {predicted:.2f} ± {tolerance:.2f} on the opened leaves, and they "
+        "show "
+        "{z:.2f}: that neither confirms nor contradicts the certificate's number, since a model without the mark may "
+        "show as much; too few leaves were opened"
+    ),
+    "audit.contradicted": (
+        "the certificate's z = {claimed} predicts {predicted:.2f} ± {tolerance:.2f} on the opened leaves, but they "
+        "show "
+        "{z:.2f}: the certificate's number is contradicted"
+    ),
+    "audit.seed": (
+        "the leaves were drawn by a seed of '{source}': it must have been drawn after the query was fixed, by you or "
+        "by "
+        "somebody you trust in this"
+    ),
+    "audit.some-members": (
+        "shares of {opened} of the {members} first members were opened; the bound is charged for the choice"
+    ),
+    "audit.burnt-vouched": (
+        "leaves left out as burnt by earlier challenges that you vouch for: {leaves}; seeds of {sources}"
+    ),
+    "audit.burnt-claimed": (
+        "leaves left out as burnt by earlier challenges whose seeds may have been chosen: {leaves}; seeds of "
+        "{sources}; "
+        "the bound is charged for them"
+    ),
+    "audit.burnt-unexplained": (
+        "leaves left out as burnt that nothing explains: {leaves}; the bound is charged for them"
+    ),
+    "fault.opening-malformed": (
+        "opening {number} of {files} is left out: it is damaged, or not an opening of this epoch"
+    ),
+    "fault.opening-of-nobody": "an opening is left out: no member is at point {point}",
+    "fault.opening-signature": "the opening of {name} is left out: its signature does not hold",
+    "fault.opening-of-another-challenge": "the opening of {name} is left out: it answers another challenge",
+    "fault.opening-of-other-leaves": "the opening of {name} is left out: it does not open exactly the leaves asked for",
+    "fault.opening-lacks-archives": "the opening of {name} is left out: it does not hold keys for all archives",
+    "fault.opening-leaf": (
+        "the opening of {name} is left out: the leaf {leaf} is not what the genesis root commits to"
+    ),
+    "fault.share-misfit": "the committed share of {name} does not fit the others' and is left out",
+    "fault.keys-misfit": "the keys that {members} opened do not fit the others' and were left out",
+    "fault.too-few-keys": "the archives' keys take {needed} members' openings, but there are {opened}",
+    "fault.archive-unusable": "the file '{file}' is left out: it is not an archive of this consortium, or is damaged",
+    "fault.archive-of-nobody": "the archive '{file}' is left out: it is not of an archived share",
+    "fault.archive-closed": (
+        "the archive of the genesis share at point {point} is left out: the keys do not open it, or it is damaged"
+    ),
+    "fault.archive-leaf": (
+        "the archive of the genesis share at point {point} is left out: the leaf {leaf} is not what the genesis root "
+        "commits to"
+    ),
+    "check.manifest": "the manifest is signed by all {members} members of '{consortium}'",
+    "check.signatures": "the certificate is signed by {members}",
+    "check.partials": "{partials} signed partials open the number, and z and the verdict follow from it",
+    "check.audits": "audits opened what the query leaves out: {audits}, all proved here",
+    "check.unexplained": "nothing explains {leaves} of the leaves left out, and the threshold pays for that",
+    "check.suspect": "the suspect's files are those that were tested",
+    "check.form": "the canonical form was computed again from the suspect and the anchor, and is the same",
+    "check.no-proof": (
+        "audits said to explain what the query leaves out, without a proof: {audits}; with those leaves unexplained "
+        "the threshold is {threshold}"
+    ),
+    "check.no-suspect": "the suspect was not given, so its digests were not compared",
+    "check.no-reference": (
+        "the canonical form was not computed again: that takes the suspect, the layout and the anchor"
+    ),
+    "check.no-groups": "the canonical form was not computed again: that takes groups.json as well",
+    "check.no-factors": "the canonical form was not computed again: that takes lora.json as well",
+    "check.no-base": "the canonical form was not computed again: that takes the adapter's base model as well",
+}
+"""Code → template. Values are numbers (decimals as `Decimal`), strings, or lists that are joined by commas."""
+
+PHRASES: dict[str, str] = {
+    "not-checked": "not checked: {what}",
+    "left-out": (
+        "left out: {leaves:,} of the key's leaves, {gone:,} of {coordinates:,} coordinates ({percent:.2f} %), with "
+        "{energy:.2f} % of what the suspect would have shown"
+    ),
+    "audit-opened": "leaves of them that the audit {audit:.16} opened: {leaves:,}",
+    "unexplained": "NOTHING EXPLAINS why these leaves are left out: {leaves:,}",
+    "charges": (
+        "the asker had up to 10^{log10_choices} ways to read the suspect and to leave something out; the threshold "
+        "pays for that: {charged} instead of {agreed}"
+    ),
+}
+
+
+def sentence(reason: Reason) -> str:
+    """What a code says, for people."""
+    kinds = CODES[reason.code]
+    return SENTENCES[reason.code].format_map({n: _shown(kinds[n], value) for n, value in reason.values.items()})
+
+
+def sentences(reasons: Sequence[Reason]) -> list[str]:
+    return [sentence(reason) for reason in reasons]
+
+
+def _shown(kind: str, value: Value) -> Value | Decimal:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return Decimal(value) if kind == "decimal" else value
 
 
 def about_left_out(query: Query, terms: Terms, audits: Mapping[str, Collection[int]]) -> list[str]:
@@ -18,18 +249,22 @@ def about_left_out(query: Query, terms: Terms, audits: Mapping[str, Collection[i
     burnt, whole = set(query.burnt), query.norm2 + query.burnt_norm2
     gone = left_out(terms, query.burnt)
     texts = [
-        f"left out: {_count(len(burnt), 'leaf', 'leaves')} of the key, {gone:,} of {terms.coordinates:,} coordinates "
-        f"({100 * gone / terms.coordinates:.2f} %), with {100 * query.burnt_norm2 / max(whole, 1):.2f} % of what the "
-        "suspect would have shown"
+        PHRASES["left-out"].format(
+            leaves=len(burnt),
+            gone=gone,
+            coordinates=terms.coordinates,
+            percent=100 * gone / terms.coordinates,
+            energy=100 * query.burnt_norm2 / max(whole, 1),
+        )
     ]
     explained: set[int] = set()
     for name, leaves in sorted(audits.items()):
         if burnt.issuperset(leaves):
             explained.update(leaves)
-            texts.append(f"the audit {name[:16]} opened {_count(len(leaves), 'leaf', 'leaves')} of them")
+            texts.append(PHRASES["audit-opened"].format(audit=name, leaves=len(leaves)))
     rest = len(burnt - explained)
     if rest:
-        texts.append(f"NOTHING EXPLAINS why {_count(rest, 'leaf is', 'leaves are')} left out")
+        texts.append(PHRASES["unexplained"].format(leaves=rest))
     return texts
 
 
@@ -38,10 +273,5 @@ def about_charges(finding: Finding) -> list[str]:
     if finding.charged == finding.agreed:
         return []
     return [
-        f"the asker had up to 10^{finding.log10_choices} ways to read the suspect and to leave something out; the "
-        f"threshold pays for that: {finding.charged} instead of {finding.agreed}"
+        PHRASES["charges"].format(log10_choices=finding.log10_choices, charged=finding.charged, agreed=finding.agreed)
     ]
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"

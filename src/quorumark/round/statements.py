@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quorumark.canonical import canonical, digest, parse
-from quorumark.checks import is_count
+from quorumark.checks import is_count, take
 from quorumark.consortium.identity import Identity, open_message
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.round.group import Group, check_round_number, word
@@ -140,7 +140,8 @@ class Turn:
     @classmethod
     def from_bytes(cls, data: bytes) -> Turn:
         try:
-            body = parse(data, cls.FORMAT, "a round's turn")
+            what = "a round's turn"
+            body = take(parse(data, cls.FORMAT, what), ("round", "halvings", "repeats", *_LISTS), what)
             round_no, halvings, repeats = (body[name] for name in ("round", "halvings", "repeats"))
             if not is_count(halvings) or not is_count(repeats):
                 raise ValueError

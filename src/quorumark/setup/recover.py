@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
 from quorumark.canonical import canonical, parse
+from quorumark.checks import take
 from quorumark.consortium.files import only_one, write_shared
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_file
 from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
@@ -187,8 +188,8 @@ def _check_helpers(manifest: Manifest, point: int, helpers: tuple[int, ...]) -> 
 
 def _read_request(body: bytes, manifest: Manifest, point: int) -> tuple[str, tuple[int, ...], str]:
     """The nonce, the helpers and the key of a request, checked."""
-    read = parse(body, _FORMAT, "a request")
-    nonce, helpers, key = read.get("nonce"), read.get("helpers"), read.get("key")
+    read = take(parse(body, _FORMAT, "a request"), ("nonce", "helpers", "key"), "a request")
+    nonce, helpers, key = read["nonce"], read["helpers"], read["key"]
     texts = all(isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) for text in (nonce, key))
     if not texts or not isinstance(helpers, list):
         raise CeremonyError(f"the request of {manifest.terms.member(point).name!r} is damaged")

@@ -11,19 +11,9 @@ Why z_sub ≥ 12 is a proof. The genesis roots fix every genesis share, hence τ
 those roots. To a model that does not come from the key, σ is a row of coin flips, and Hoeffding's inequality gives
 P(z_sub ≥ a) ≤ exp(−a²/2): 10^-31 for a = 12. Who repeats the setup, or draws seeds, until it fits needs 10^31 tries.
 
-Which members. Shares that do not lie on one polynomial of degree t−1 (t: the first threshold) give another τ_raw for
-every choice of members, so the same members must open all leaves, and the choice has a price. Every t points fix one
-τ_raw, and m points that agree stand for C(m,t) such choices with the same τ_raw; so no more than C(K,t)/C(m,t)
-different keys can be shown by m of K members, and the bound is multiplied by that: 1 if all K open.
+What choices cost, of members and of leaves, is in `choices`.
 
-Which leaves. x is 0 on leaves that earlier audits opened ("burnt"). Whoever could name any leaves as burnt would leave
-out those that speak against it; u leaves that nothing explains cost a factor L·C(L,u). Earlier challenges explain
-leaves: they are drawn again from their seeds, and must leave out nothing but what challenges before them opened. But
-whoever knows the key can make up challenges, and draw seeds until they fit. So a challenge of c leaves costs a factor
-L·min(C(L,c), 2^80), for all the seeds that anybody can try, unless the reader vouches for it: it drew that seed itself,
-or asked whoever did.
-
-The leaves are drawn in `challenge`, and opened and read in `openings`.
+The leaves are drawn in `challenge`, and opened and read in `opening` and `leaves`.
 """
 
 from __future__ import annotations
@@ -34,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
-from math import comb, prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,6 +34,7 @@ from quorumark import shamir
 from quorumark.checks import require
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.identity import verify_chain
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import InputError, ShareError
 from quorumark.field import Vector
@@ -58,19 +48,11 @@ from quorumark.verify.challenge import (
     leaves_needed,
     spread,
 )
+from quorumark.verify.choices import Earlier, about_choices, charge_of
 from quorumark.verify.evidence import VERDICTS, Query
+from quorumark.verify.leaves import from_archives, from_shares, outliers
 from quorumark.verify.null import decimal_of, log10_bound, z_text
-from quorumark.verify.omissions import MOST_SEEDS
-from quorumark.verify.openings import (
-    LIFE,
-    Burns,
-    KeyOpening,
-    ShareOpening,
-    from_archives,
-    from_shares,
-    open_leaves,
-    outliers,
-)
+from quorumark.verify.opening import LIFE, Burns, KeyOpening, ShareOpening, open_leaves
 
 __all__ = [
     "LIFE",
@@ -95,6 +77,7 @@ _LARGEST_ENTRY = 1 << 12  # of a gaussian key, in steps of 2^-8: 16 standard dev
 # contexts of our own: what a host program does to the default one must not change a result
 _MATH = Context(prec=60, rounding=ROUND_HALF_EVEN)
 _UP = Context(prec=60, rounding=ROUND_CEILING)
+_STEP = Decimal("0.000001")
 
 Integers: TypeAlias = NDArray[np.integer[Any]]
 
@@ -104,7 +87,7 @@ Integers: TypeAlias = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What an audit shows. `verdict` PASSED is a proof; `reasons` and `faults` are sentences.
+    """What an audit shows. `verdict` PASSED is a proof; `reasons` and `faults` are codes.
 
     `z` is z_sub, and `predicted` what the certificate's z leads one to expect, ± `tolerance`; `agrees` whether the two
     fit. The certificate's number counts as confirmed if they do and predicted − tolerance ≥ 6: with less, what a model
@@ -115,8 +98,8 @@ class AuditResult:
     """
 
     verdict: str
-    reasons: tuple[str, ...]
-    faults: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+    faults: tuple[Reason, ...]
     members: tuple[int, ...]
     leaves: int
     coordinates: int
@@ -135,8 +118,12 @@ class AuditResult:
         return self.verdict == "PASSED"
 
     def as_dict(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in ("reasons", "faults", "members")}
-        return {f.name: getattr(self, f.name) for f in fields(self)} | lists
+        body = {f.name: getattr(self, f.name) for f in fields(self)}
+        return body | {
+            "reasons": [reason.as_dict() for reason in self.reasons],
+            "faults": [fault.as_dict() for fault in self.faults],
+            "members": list(self.members),
+        }
 
 
 def check_audit(
@@ -153,7 +140,7 @@ def check_audit(
 
     `archives`: copies of members' archives, after a resharing. `earlier`: the challenges of the audits in which the
     query's burnt leaves were opened; each is charged for, since its seed may have been chosen. `vouched`: those whose
-    seeds the reader drew, or confirmed with whoever did; they cost nothing. What the question itself gets wrong is an
+    seeds the reader drew, or confirmed with its author; they cost nothing. What the question itself gets wrong is an
     error; a member's fault is named in the result, and the audit goes on without that member.
     """
     # 1.–3. the chain, the query under its last manifest, the challenge for that query, leaves drawn from the seed
@@ -172,22 +159,24 @@ def check_audit(
     facts = _Facts(challenge, query, x, chain, opened, tuple(faults))
     # 7. one set of members for all leaves, and no fewer than the first threshold
     if len(opened) < facts.threshold:
-        text = f"{len(opened)} members' genesis shares were opened, but it takes {facts.threshold}"
-        return facts.result("INCONCLUSIVE", text)
-    # 8. their values lie on polynomials of degree t−1: there is one key
+        few = Reason.of("audit.too-few-shares", opened=len(opened), needed=facts.threshold)
+        return facts.result("INCONCLUSIVE", few)
+    # 8. their values are on polynomials of degree t−1: there is one key
     try:
         facts = _of_one_key(facts)
-    except ShareError as error:
-        return facts.result("FAILED", f"the committed shares are not shares of one key: {error}")
+    except ShareError:
+        return facts.result("FAILED", Reason.of("audit.not-one-key", members=len(opened)))
     # 9. that key is of the kind that the terms say
     some = dict(itertools.islice(facts.opened.items(), facts.threshold))
     raw = arithmetic.to_signed(shamir.reconstruct(some, facts.threshold))
     wrong = _odd_entries(raw, manifest.terms.key)
-    if wrong:
+    if wrong is not None:
         return facts.result("FAILED", wrong)
     # 10. z on the opened part, under the whitening; 11. what it is worth after the charges; 12. against the certificate
-    told = _Earlier.of(facts, earlier, vouched)
-    return facts.judged(raw, _charge(facts, told), _about_choices(facts, told))
+    told = Earlier.of(challenge, query, facts.leaves, earlier, vouched)
+    members = len(manifest.genesis.roots)
+    charge = charge_of(query, facts.leaves, told, members, len(facts.opened), facts.threshold)
+    return facts.judged(raw, charge, about_choices(challenge, query, told, members, len(facts.opened)))
 
 
 def _check_x(x: Integers, query: Query, terms: Terms) -> None:
@@ -221,20 +210,17 @@ def _of_one_key(facts: _Facts) -> _Facts:
     """
     wrong = outliers(facts.opened, facts.threshold)
     first = facts.chain[0].terms
-    faults = [
-        f"the committed share of {first.member(x).name!r} does not fit the others' and is left out" for x in wrong
-    ]
+    faults = [Reason.of("fault.share-misfit", name=first.member(x).name) for x in wrong]
     left = {point: values for point, values in facts.opened.items() if point not in wrong}
     return replace(facts, opened=left, faults=(*facts.faults, *faults))
 
 
-def _odd_entries(raw: NDArray[np.int64], kind: str) -> str:
-    """Why the shared values are no key; empty if they are one."""
-    if kind == "rademacher":
-        odd = int(np.count_nonzero(np.abs(raw) != 1))
-        return f"{odd} of the {raw.size} opened entries of the key are not ±1" if odd else ""
-    odd = int(np.count_nonzero(np.abs(raw) > _LARGEST_ENTRY))
-    return f"{odd} of the {raw.size} opened entries of the key are larger than any normal number" if odd else ""
+def _odd_entries(raw: NDArray[np.int64], kind: str) -> Reason | None:
+    """Why the shared values are no key; None if they are one."""
+    signs = kind == "rademacher"
+    odd = int(np.count_nonzero(np.abs(raw) != 1 if signs else np.abs(raw) > _LARGEST_ENTRY))
+    code = "audit.not-signs" if signs else "audit.too-large"
+    return Reason.of(code, odd=odd, entries=raw.size) if odd else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +232,7 @@ class _Facts:
     x: Integers
     chain: Sequence[Manifest]
     opened: Mapping[int, Vector]
-    faults: tuple[str, ...]
+    faults: tuple[Reason, ...]
 
     @property
     def threshold(self) -> int:
@@ -257,7 +243,7 @@ class _Facts:
         terms = self.chain[-1].terms
         return leaf_count(terms.coordinates, terms.leaf)
 
-    def result(self, verdict: str, *reasons: str, **values: Any) -> AuditResult:
+    def result(self, verdict: str, *reasons: Reason, **values: Any) -> AuditResult:
         members, asked = tuple(self.opened), len(self.challenge.leaves)
         size = sum(part.stop - part.start for part in self._parts())
         return AuditResult(verdict, reasons, self.faults, members, asked, size, **values)
@@ -268,14 +254,14 @@ class _Facts:
         size, length = terms.leaf, terms.coordinates
         return [slice(leaf * size, min((leaf + 1) * size, length)) for leaf in self.challenge.leaves]
 
-    def judged(self, raw: NDArray[np.int64], charge: Fraction, about: Sequence[str]) -> AuditResult:
+    def judged(self, raw: NDArray[np.int64], charge: Fraction, about: Sequence[Reason]) -> AuditResult:
         parts, genesis = self._parts(), self.chain[-1].genesis
         x = np.concatenate([self.x[part] for part in parts]).astype(np.int64)
         minus = np.concatenate([genesis.whitening(part.start, part.stop - part.start) for part in parts])
         products = x * np.where(minus, -raw, raw)
         value, squares = int(products.sum()), _sum_squares(products)
         if squares == 0:
-            return self.result("INCONCLUSIVE", "x is 0 on all opened leaves: they say nothing", *about)
+            return self.result("INCONCLUSIVE", Reason.of("audit.x-is-zero"), *about)
         z = z_text(value, squares)
         share = _MATH.divide(Decimal(_sum_squares(x)), Decimal(self.query.norm2))
         claimed = decimal_of("z", self.challenge.z)
@@ -284,126 +270,44 @@ class _Facts:
         agrees = abs(Decimal(z) - predicted) <= tolerance
         log_charge = _MATH.subtract(_log10(charge.numerator), _log10(charge.denominator))
         bound = min(_MATH.add(Decimal(log10_bound(z)), log_charge), Decimal(0))
-        verdict, reasons = _verdict(Decimal(z), bound, agrees)
-        expected = f"the certificate's z = {self.challenge.z} predicts {predicted:.2f} ± {tolerance:.2f} on the "
-        if agrees and _MATH.subtract(predicted, tolerance) >= _NOTHING:
-            reasons.append(
-                f"{expected}opened leaves, and they show {Decimal(z):.2f}: the certificate's number is confirmed"
-            )
-        elif agrees:
-            reasons.append(
-                f"{expected}opened leaves, and they show {Decimal(z):.2f}: that neither confirms nor contradicts the "
-                "certificate's number, since a model without the mark may show as much; too few leaves were opened"
-            )
-        else:
-            reasons.append(
-                f"{expected}opened leaves, but they show {Decimal(z):.2f}: the certificate's number is contradicted"
-            )
+        verdict, why = _verdict(z, bound, agrees)
+        shown = {
+            "claimed": self.challenge.z,
+            "predicted": f"{_MATH.quantize(predicted, _STEP):f}",
+            "tolerance": f"{_MATH.quantize(tolerance, _STEP):f}",
+            "z": z,
+        }
+        # with predicted − tolerance below 6, what a model without the mark may show would agree as well
+        clear = _MATH.subtract(predicted, tolerance) >= _NOTHING
+        said = "contradicted" if not agrees else "confirmed" if clear else "neither"
         return self.result(
             verdict,
-            *reasons,
+            why,
+            Reason.of(f"audit.{said}", **shown),
             *about,
             z=z,
-            predicted=f"{_MATH.quantize(predicted, Decimal('0.000001')):f}",
-            tolerance=f"{_MATH.quantize(tolerance, Decimal('0.000001')):f}",
+            predicted=shown["predicted"],
+            tolerance=shown["tolerance"],
             agrees=agrees,
             charge=f"{_UP.quantize(log_charge, Decimal('0.01')):f}",
             log10_bound=f"{_UP.quantize(bound, Decimal('0.01')):f}",
         )
 
 
-def _verdict(z: Decimal, bound: Decimal, agrees: bool) -> tuple[str, list[str]]:
+def _verdict(z: str, bound: Decimal, agrees: bool) -> tuple[str, Reason]:
     """z_sub ≥ 12 that the charges leave standing is a proof; less may be bad luck, if it agrees with the claim."""
-    if z >= PROOF and bound <= _ENOUGH:
-        return "PASSED", [f"z = {z:.2f} on the opened leaves is at least {PROOF}: it proves itself"]
-    if z >= PROOF:
-        return "INCONCLUSIVE", [
-            f"z = {z:.2f} on the opened leaves, but after the charges for choices the bound is 10^{bound:.1f}, and "
-            f"10^{_ENOUGH} is needed: let more members open, show the challenges that burnt leaves come from, and "
-            "vouch for those whose seeds you drew, or confirmed with whoever did"
-        ]
-    if z < _NOTHING:
-        return "FAILED", [f"z = {z:.2f} on the opened leaves is no more than a model without the mark may show"]
+    value, proof = Decimal(z), str(PROOF)
+    if value >= PROOF and bound <= _ENOUGH:
+        return "PASSED", Reason.of("audit.proof", z=z, proof=proof)
+    if value >= PROOF:
+        worth = f"{_UP.quantize(bound, Decimal('0.01')):f}"
+        return "INCONCLUSIVE", Reason.of("audit.bound-too-weak", z=z, bound=worth, enough=str(_ENOUGH))
+    if value < _NOTHING:
+        return "FAILED", Reason.of("audit.no-mark", z=z)
     if not agrees:
-        return "FAILED", [f"z = {z:.2f} on the opened leaves is below {PROOF}"]
-    return "INCONCLUSIVE", [
-        f"z = {z:.2f} on the opened leaves is below {PROOF}, as 1 honest audit in 100 is: draw another challenge"
-    ]
+        return "FAILED", Reason.of("audit.below-proof", z=z, proof=proof)
+    return "INCONCLUSIVE", Reason.of("audit.bad-luck", z=z, proof=proof)
 
 
 def _log10(value: int) -> Decimal:
     return _MATH.log10(Decimal(value))
-
-
-@dataclass(frozen=True)
-class _Earlier:
-    """Challenges of earlier audits and the leaves that they drew: with the reader's word for the seeds, or without."""
-
-    claimed: tuple[Challenge, ...]
-    vouched: tuple[Challenge, ...]
-    leaves: frozenset[int]
-    sure: frozenset[int]
-
-    @classmethod
-    def of(cls, facts: _Facts, earlier: Sequence[Challenge], vouched: Sequence[Challenge]) -> _Earlier:
-        """Draws them again. Each may leave out only what others here opened, or it could be made to draw anything; and
-        the query leaves out all that they opened."""
-        known = {one.digest(): one for one in vouched}
-        claimed = {one.digest(): one for one in earlier if one.digest() not in known}
-        waiting = list(enumerate((*known.values(), *claimed.values()), 1))
-        found: set[int] = set()
-        while waiting:
-            ready = [(number, one) for number, one in waiting if found.issuperset(one.burnt)]
-            for number, one in ready or waiting[:1]:
-                what = f"earlier challenge {number}"
-                require(one.genesis == facts.challenge.genesis, what, "is for another genesis")
-                require(one.leaves == one.drawn(facts.leaves), what, "asks for other leaves than its seed draws")
-                lacking = set(one.burnt) - found
-                rule = f"leaves out {len(lacking)} leaves that no challenge before it opened: show those challenges too"
-                require(not lacking, what, rule)
-                kept = set(one.leaves) - set(facts.query.burnt)
-                require(not kept, what, f"opened {len(kept)} leaves that the query does not leave out")
-            found.update(leaf for _, one in ready for leaf in one.leaves)
-            waiting = [item for item in waiting if item not in ready]
-        sure = frozenset(leaf for one in known.values() for leaf in one.leaves)
-        return cls(tuple(claimed.values()), tuple(known.values()), frozenset(found), sure)
-
-
-def _charge(facts: _Facts, earlier: _Earlier) -> Fraction:
-    """By what the bound is multiplied: C(K,t)/C(m,t) for the members; for burnt leaves that the reader does not vouch
-    for, the smaller of two counts of choices: as if nothing explained them, or by the challenges that do."""
-    t, members, leaves = facts.threshold, len(facts.chain[-1].genesis.roots), facts.leaves
-
-    def any_leaves(count: int) -> int:
-        return leaves * comb(leaves, count) if count else 1
-
-    burnt = set(facts.query.burnt)
-    seeds = prod(leaves * min(comb(leaves, len(one.leaves)), MOST_SEEDS) for one in earlier.claimed)
-    choices = min(any_leaves(len(burnt - earlier.sure)), seeds * any_leaves(len(burnt - earlier.leaves)))
-    return Fraction(comb(members, t), comb(len(facts.opened), t)) * choices
-
-
-def _about_choices(facts: _Facts, earlier: _Earlier) -> list[str]:
-    """What a reader must know to believe that nobody chose what suited it."""
-    source = facts.challenge.source
-    said = f"the leaves were drawn by a seed of {source!r}"
-    texts = [f"{said}: it must have been drawn after the query was fixed, by you or by somebody who you trust in this"]
-    members, opened = len(facts.chain[-1].genesis.roots), len(facts.opened)
-    if opened < members:
-        texts.append(
-            f"{opened} of the {members} first members' shares were opened; the bound is charged for the choice"
-        )
-    burnt = set(facts.query.burnt)
-    if burnt:
-        sure, left = len(burnt & earlier.sure), len(burnt - earlier.leaves)
-        texts.append(
-            f"{len(burnt)} leaves are left out as burnt: {sure} of them by earlier challenges that you vouch for"
-            f"{_sources(earlier.vouched)}; {len(burnt) - sure - left} by others{_sources(earlier.claimed)}, whose "
-            f"seeds may have been chosen, and {left} are not explained: both are charged for"
-        )
-    return texts
-
-
-def _sources(challenges: Sequence[Challenge]) -> str:
-    names = sorted({repr(one.source) for one in challenges})
-    return f", drawn by seeds of {', '.join(names)}" if names else ""

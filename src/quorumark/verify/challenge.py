@@ -4,7 +4,7 @@ How many. z on a part φ of the leaves is about z·√φ, with a standard deviat
 contributions differ by h of their mean; h = 1/2 is assumed. φ is chosen such that z·√φ = 12 + 2.4·s, so that an honest
 audit falls short in 1 of 100 cases. For L ≫ z² that is (14.4/z)²: 0.7 % at z = 170.
 
-A challenge is unsigned, and its seed and z are the asker's: it burns no leaf (`audited`).
+A challenge is unsigned, and its seed and z are the asker's: it burns no leaf (`proof`).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Challenge:
     def __post_init__(self) -> None:
         for name in ("manifest", "genesis", "query", "x", "seed"):
             require(is_hex(getattr(self, name), 32), f"a challenge's {name}", "must be 32 bytes in hex")
-        require(is_decimal(self.z), "a challenge's z", "must be a decimal number as text")
-        require(is_text(self.source, 200) and bool(self.source), "a challenge's source", "must be a printable text")
+        require(is_decimal(self.z), "a challenge's z", "must be a decimal number as a string")
+        require(is_text(self.source, 200) and bool(self.source), "a challenge's source", "must be a printable string")
         for name in ("burnt", "leaves"):
             numbers = getattr(self, name)
             sound = all(is_count(n) for n in numbers) and list(numbers) == sorted(set(numbers))

@@ -5,7 +5,8 @@
     Partial    one member's answer ⟨x, its share⟩ mod p: a small signed file that can be e-mailed
     Finding    what the partials say together: z, the verdict, and all that it rests on; a certificate's content
 
-All three are canonical JSON with a version (docs/format.md, "Evidence"); fractions are decimal texts.
+All three are canonical JSON with a version (docs/format.md, "Evidence"); fractions are decimal strings, and what people
+read as sentences is in codes (`consortium.reasons`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Self
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.consortium.identity import Identity, verify
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Terms
 from quorumark.field import P
 from quorumark.model.statistic import vector_digest
@@ -40,16 +42,21 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
+def _are(reasons: tuple[object, ...], family: str) -> bool:
+    """Whether these are reasons that belong here."""
+    return all(isinstance(reason, Reason) and reason.family == family for reason in reasons)
+
+
 @dataclass(frozen=True)
 class Query:
     """What is asked. All of it but `created` follows from the suspect, the manifest, the layout, the anchor and
     `burnt`, so everybody can compute it again.
 
-    x is a vector of whole numbers, one for each of the d = `coordinates` of the key; `norm1`, `norm2` and `norm4` are
+    x is a vector of integers, one for each of the d = `coordinates` of the key; `norm1`, `norm2` and `norm4` are
     Σ|x|, Σx² and Σx⁴. `covered` of the `carriers` coordinates that could carry were found in the suspect. `burnt`: the
     leaves of the shares that are left out, since audits opened them; `burnt_norm2` is the Σx² that x would have had on
-    them. `matching` says how the suspect was read:
-    texts for people (prefix, casts, missing and extra tensors, numbers that are not finite, what was aligned).
+    them. `matching` says how the suspect was read, in
+    codes (prefix, casts, missing and extra tensors, numbers that are not finite, what was aligned).
     `alignment` is "none", or procedures, each with the digest of what was agreed on for it: the groups for an alignment
     (docs/alignment.md), the factors for an adapter (docs/lora.md), both joined by "+".
     `surplus` counts the suspect's channels that the alignment left over: with any, a low z does not clear the suspect
@@ -73,7 +80,7 @@ class Query:
     norm4: int
     burnt: tuple[int, ...]
     burnt_norm2: int
-    matching: tuple[str, ...]
+    matching: tuple[Reason, ...]
     created: str
     surplus: int = 0
 
@@ -91,18 +98,18 @@ class Query:
             "burnt_norm2",
             "surplus",
         ):
-            require(is_count(getattr(self, name)), f"a query's {name}", "must be a whole number, at least 0")
+            require(is_count(getattr(self, name)), f"a query's {name}", "must be an integer, at least 0")
         require(self.carriers > 0, "a query's carriers", "must be at least 1")
         for name, most in (("statistic", 100), ("alignment", 200)):
-            require(is_text(getattr(self, name), most), f"a query's {name}", "must be a text")
+            require(is_text(getattr(self, name), most), f"a query's {name}", "must be a printable string")
         require(self.covered <= self.carriers, "a query's coverage", "must not exceed the carriers")
         require(
             all(is_count(leaf) for leaf in self.burnt) and list(self.burnt) == sorted(set(self.burnt)),
             "a query's burnt leaves",
-            "must be whole numbers in order, each once",
+            "must be integers in order, each once",
         )
         require(bool(self.burnt) or not self.burnt_norm2, "a query's burnt_norm2", "must be 0 if nothing is left out")
-        require(all(is_text(text) for text in self.matching), "a query's matching", "must be printable texts")
+        require(_are(self.matching, "read"), "a query's matching", "must be reasons whose codes start with read")
         require(is_time(self.created), "a query's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     @property
@@ -115,7 +122,7 @@ class Query:
         return body | {
             "files": [file.as_dict() for file in self.files],
             "burnt": list(self.burnt),
-            "matching": list(self.matching),
+            "matching": [reason.as_dict() for reason in self.matching],
         }
 
     def same_but_time(self, other: Query) -> bool:
@@ -136,7 +143,8 @@ class Query:
         taken["files"] = tuple(
             SuspectFile(**take(entry, field_names(SuspectFile), "a suspect's file")) for entry in taken["files"]
         )
-        return cls(**{**taken, "burnt": tuple(taken["burnt"]), "matching": tuple(taken["matching"])})
+        matching = tuple(Reason.from_dict(entry) for entry in taken["matching"])
+        return cls(**{**taken, "burnt": tuple(taken["burnt"]), "matching": matching})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -205,9 +213,15 @@ class Partial(Signed):
         for name in ("manifest", "query", "suspect", "x", "ledger"):
             require(is_hex(getattr(self, name), 32), f"a partial's {name}", "must be 32 bytes in hex")
         require(is_hex(self.signature, 64), "a partial's signature", "must be 64 bytes in hex")
-        require(is_count(self.epoch) and is_count(self.point, 1), "a partial's epoch and point", "must be numbers")
+        require(
+            is_count(self.epoch) and is_count(self.point, 1),
+            "a partial's epoch and point",
+            "must be integers, from 0 and from 1",
+        )
         sound = isinstance(self.answer, str) and re.fullmatch("0|[1-9][0-9]{0,18}", self.answer) is not None
-        require(sound and int(self.answer) < P, "a partial's answer", "must be a number below 2^61 − 1, in digits")
+        require(
+            sound and int(self.answer) < P, "a partial's answer", "must be an integer below 2^61 − 1, in decimal digits"
+        )
         require(
             all(is_count(x, 1) for x in self.members) and list(self.members) == sorted(set(self.members)),
             "a partial's members",
@@ -242,9 +256,9 @@ class Partial(Signed):
 class Finding:
     """What a coalition's partials say, with everything that it rests on: the predicate of a certificate.
 
-    `value` is Y = ⟨x, τ⟩ as a signed whole number in digits, `z` = Y/‖x‖; `threshold` the z* that applied, which is
+    `value` is Y = ⟨x, τ⟩ as a signed integer in digits, `z` = Y/‖x‖; `threshold` the z* that applied, which is
     `agreed` (the policy's z*, or the one for `alpha`) raised by `failed` earlier queries. `wrong` lists points whose
-    partials contradict the others. `reasons` are sentences: why this verdict, and what limits it. `known` are all
+    partials contradict the others. `reasons` are codes: why this verdict, and what limits it. `known` are all
     earlier queries that any of the partials knows of.
 
     `audits` explain what the query leaves out: leaves, by the digest of the challenge that had them opened.
@@ -276,13 +290,13 @@ class Finding:
     threshold: str
     known: Mapping[str, str]
     verdict: str
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     created: str
 
     def __post_init__(self) -> None:
         require(is_text(self.consortium, 100) and bool(self.consortium), "a finding's consortium", "must be a name")
         for name in ("members", "quorum", "failed"):
-            require(is_count(getattr(self, name)), f"a finding's {name}", "must be a whole number")
+            require(is_count(getattr(self, name)), f"a finding's {name}", "must be an integer, at least 0")
         require(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
         require(self.corroboration in CORROBORATION, "corroboration", f"must be one of {', '.join(CORROBORATION)}")
         for name in (
@@ -296,8 +310,8 @@ class Finding:
             "charged",
             "threshold",
         ):
-            require(is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as text")
-        require(is_text(self.alpha, 100), "a finding's alpha", "must be a text")
+            require(is_decimal(getattr(self, name)), f"a finding's {name}", "must be a decimal number as a string")
+        require(is_text(self.alpha, 100), "a finding's alpha", "must be a printable string")
         require(all(is_count(x, 1) for x in self.wrong), "a finding's wrong partials", "must be points")
         sound = isinstance(self.names, Mapping) and all(is_text(v, 100) for pair in self.names.items() for v in pair)
         require(sound, "a finding's names", "must map points to names")
@@ -311,7 +325,7 @@ class Finding:
             for name, leaves in self.audits.items()
         )
         require(sound, "a finding's audits", "must map digests to leaf numbers in order, each once")
-        require(all(is_text(text) for text in self.reasons), "a finding's reasons", "must be printable texts")
+        require(_are(self.reasons, "finding"), "a finding's reasons", "must be reasons whose codes start with finding")
         require(is_time(self.created), "a finding's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     def as_dict(self) -> dict[str, Any]:
@@ -323,7 +337,7 @@ class Finding:
             "wrong": list(self.wrong),
             "audits": {name: list(leaves) for name, leaves in self.audits.items()},
             "known": dict(self.known),
-            "reasons": list(self.reasons),
+            "reasons": [reason.as_dict() for reason in self.reasons],
         }
 
     @classmethod
@@ -341,6 +355,6 @@ class Finding:
                 "partials": tuple(Partial.from_dict(entry) for entry in taken["partials"]),
                 "wrong": tuple(taken["wrong"]),
                 "audits": {name: tuple(leaves) for name, leaves in audits.items()},
-                "reasons": tuple(taken["reasons"]),
+                "reasons": tuple(Reason.from_dict(entry) for entry in taken["reasons"]),
             }
         )

@@ -22,7 +22,7 @@ leaves out exactly what this member knows to be opened (`omissions`).
 Each member guards alone, and knows of other members' answers only what it is told. t−1 colluders need one more answer,
 so they can let each of the other K−t+1 members spend a budget of its own, and put x to one and x + e_j to another: the
 bounds hold for each member's answers, not for all together. A member who lists failed queries that never were can hold
-up a proof, in a partial that it signed. And whoever sets a member's whole folder back to an earlier day makes it
+up a proof, in a partial that it signed. And setting a member's whole folder back to an earlier day makes it
 forget; others hold the later heads of its ledger in its partials.
 
     with ledger.exclusive():                                    # nobody else answers between the check and the record
@@ -44,13 +44,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.consortium.policy import Policy
+from quorumark.consortium.reasons import Reason, Value
 from quorumark.consortium.records import Manifest
 from quorumark.errors import GuardError, KeystoreError
 from quorumark.model.statistic import norms, vector_digest
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
-from quorumark.verify.ledger import Ledger, Numbers, StoredVector
+from quorumark.verify.ledger import Ledger
 from quorumark.verify.rules import AnswerRules
+from quorumark.verify.vectors import Numbers, StoredVector
 
 __all__ = ["budget", "check_query", "least_effective"]
 
@@ -58,7 +60,7 @@ _ADDED = 1024  # coordinates that what a query adds must rest on
 _DISTINCT = 1e-10  # what floating point can tell: far above its 2^-52, below 1024 places in 10^9 coordinates
 _DAY = 24 * 60 * 60
 _FLOATS = 1 << 22  # float64 numbers in memory while residuals are computed: 32 MB
-_SHOWN = 5  # leaves in a sentence
+_SHOWN = 5  # leaves in a reason
 
 
 def budget(coordinates: int, policy: Policy | None = None) -> int:
@@ -81,9 +83,10 @@ def least_effective(coordinates: int, policy: Policy | None = None) -> int:
     return min(coordinates, max(1024, coordinates // 32) if agreed is None else agreed)
 
 
-def _require(good: bool, text: str) -> None:
+def _require(good: bool, code: str, text: str, **values: Value) -> None:
+    """The text is for the person who asks; the ledger keeps the code."""
     if not good:
-        raise GuardError(text)
+        raise GuardError(text, reason=Reason.of(f"guard.{code}", **values))
 
 
 def check_query(
@@ -91,7 +94,8 @@ def check_query(
 ) -> str:
     """Whether this member answers a query with the vector x, which it has computed from the suspect itself.
 
-    A GuardError says why not. Otherwise it returns who approved: "--approve" (a person) or "rules".
+    A GuardError says why not, and its `reason` says so in a code. Otherwise it returns who approved: "person" (the
+    command's --approve) or "rules".
     """
     with ledger.exclusive():
         return _check_query(query, x, manifest, ledger, rules, approved)
@@ -106,42 +110,57 @@ def _check_query(
     # 1. It is about this consortium as it is now, and x is the vector that it names.
     _require(
         query.manifest == manifest.digest().hex() and query.epoch == manifest.epoch,
+        "manifest",
         "the query is for another manifest or epoch than the one in force here; run consortium update, and ask again "
         "under the newest manifest",
     )
     _require(
         query.coordinates == d == x.size and vector_digest(x) == query.x,
+        "vector",
         "the query does not name the vector x that this member computed from the suspect; compare the suspect's files",
     )
 
     # 2. The statistic is the agreed one: another could be made to show other combinations of the key.
     _require(
         query.statistic == terms.statistic,
+        "statistic",
         f"the query uses the statistic {query.statistic!r}, but {terms.statistic!r} is agreed; ask again with that one",
+        statistic=query.statistic,
+        agreed=terms.statistic,
     )
     _require(
         rules.statistics is None or query.statistic in rules.statistics,
+        "statistic-policy",
         f"this member's rules do not list the statistic {query.statistic!r}; its statistics can be changed there",
+        statistic=query.statistic,
     )
 
     # 3. It leaves out exactly what this member knows to be opened. Signs there are public, so weights there can be made
-    # to fit; and whoever could leave out more would drop what speaks for a suspect, or against it (`omissions`).
+    # to fit; and who could leave out more would drop what speaks for a suspect, or against it (`omissions`).
     burnt = ledger.burnt()
     forgotten, added = sorted(set(burnt) - set(query.burnt)), sorted(set(query.burnt) - set(burnt))
     _require(
         not forgotten,
+        "forgotten-leaves",
         f"the query does not leave out {_leaves(forgotten)}, which an audit opened; ask again with what explains that "
         "audit (verify prepare --audit)",
+        count=len(forgotten),
+        leaves=tuple(forgotten[:_SHOWN]),
     )
     _require(
         not added,
+        "unexplained-leaves",
         f"the query leaves out {_leaves(added)}, and nothing that this member knows explains why; send it the audits "
         "that opened them (verify partial --audit), or ask again without leaving them out",
+        count=len(added),
+        leaves=tuple(added[:_SHOWN]),
     )
     for leaf in query.burnt:
         _require(
             not x[leaf * terms.leaf : (leaf + 1) * terms.leaf].any(),
+            "leaf-not-zero",
             f"the vector x is not zero on the leaf {leaf}, which an audit opened; ask again without it",
+            leaf=leaf,
         )
 
     # 4. The budget, for the consortium's life: n answers give a vector of cosine √(n/d) with the key.
@@ -149,13 +168,17 @@ def _check_query(
         known, most = ledger.known().keys() | {query.x}, budget(d, terms.policy)
         _require(
             len(known) <= most,
+            "budget",
             f"{most} different queries are the budget of this consortium's life, and all are used; the members can "
             "amend the terms with another policy budget=N, which tells more of the key",
+            budget=most,
         )
         answers = len(ledger.answered()) + 1
         _require(
             rules.max_answers is None or answers <= rules.max_answers,
+            "max-answers",
             f"this member's rules allow {rules.max_answers} answers, and all are given; raise max_answers there",
+            answers=rules.max_answers or 0,
         )
 
     # 5. x rests on many coordinates: ‖x‖₂⁴/‖x‖₄⁴, from x itself; and so does every remainder of ⟨x, τ⟩ (`breadth`).
@@ -163,20 +186,28 @@ def _check_query(
     norm1, norm2, norm4 = norms(x)
     _require(
         (norm1, norm2, norm4) == (query.norm1, query.norm2, query.norm4),
+        "norms",
         "the query's norms are not those of its vector x; compute the query again from the suspect",
     )
+    effective = norm2 * norm2 // norm4 if norm4 else 0
     _require(
         norm4 > 0 and norm2 * norm2 >= least * norm4,
-        f"the query rests on {norm2 * norm2 // norm4 if norm4 else 0} coordinates, fewer than {least}, and would read "
-        "off signs of the key; ask about a model whose weights differ from the anchor in more places",
+        "narrow",
+        f"the query rests on {effective} coordinates, fewer than {least}, and would read off signs of the key; ask "
+        "about a model whose weights differ from the anchor in more places",
+        effective=effective,
+        least=least,
     )
 
     narrow = narrow_remainder(x, min(least, _ADDED))
     _require(
         narrow is None,
+        "remainder",
         f"a remainder of the answer would rest on {narrow.effective if narrow else 0} coordinates, fewer than "
         f"{min(least, _ADDED)}, and would read off signs of the key: nearly all entries of x share a divisor; no "
         "trained model looks like that",
+        effective=narrow.effective if narrow else 0,
+        least=min(least, _ADDED),
     )
 
     # 6. So does what x adds to the answers that were given. Signs in burnt leaves are public, so whatever an earlier x
@@ -186,16 +217,20 @@ def _check_query(
 
     # 7. A person approved it, or the member's rules do.
     if approved:
-        return "--approve"
+        return "person"
     _require(
         rules.approve == "always",
+        "not-approved",
         "nobody has approved this query here; look at the suspect and its purpose, then answer with --approve",
     )
     today = ledger.answers_since(calendar.timegm(time.gmtime()) - _DAY)
     _require(
         again or today < (rules.max_queries_per_day or 0),
+        "per-day",
         f"this member's rules approve {rules.max_queries_per_day} queries in 24 hours, and {today} were answered; "
         "wait, or answer with --approve",
+        allowed=rules.max_queries_per_day or 0,
+        answered=today,
     )
     return "rules"
 
@@ -218,16 +253,23 @@ def _check_residual(x: Numbers, ledger: Ledger, least: int, public: Sequence[sli
         return  # an answered x but for leaves that were burnt since: its answer follows from the earlier one
     nearest = int(np.argmax(np.abs(found.cosines)))
     entry, cosine = past[nearest], abs(float(found.cosines[nearest]))
+    near: dict[str, Value] = {"query": entry["query"], "answered": entry["time"][:10], "cosine": f"{cosine:.3f}"}
     earlier = f"the model of query {entry['query'][:16]} that was answered on {entry['time'][:10]}"
     _require(
         found.effective >= least,
+        "adds-little",
         f"this query adds {found.effective} coordinates to those answered before, fewer than {least}, and would read "
         f"off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
+        effective=found.effective,
+        least=least,
+        **near,
     )
     _require(
         found.distinct >= _DISTINCT,
+        "too-close",
         "this query is too close to a combination of those answered before to tell what it adds, and could be made to "
         f"read off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
+        **near,
     )
 
 
@@ -250,7 +292,7 @@ def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Re
     are read in step, piece by piece; the projection is repeated on what is left until r is orthogonal to rounding. m
     stored vectors cost about m²·d multiplications.
 
-    r can be far smaller than rounding, and still be one coordinate that whole numbers read exactly: x_1 = 32·c_1 − c_2,
+    r can be far smaller than rounding, and still be one coordinate that integers read exactly: x_1 = 32·c_1 − c_2,
     x_2 = 32·c_2 − c_3, … So `distinct`, the smallest eigenvalue of G, says whether rounding can hide anything.
     """
     count = len(paths)

@@ -13,28 +13,25 @@ import contextlib
 import os
 import re
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_count, is_hex, is_text, is_time
-from quorumark.consortium.files import locked, replacing, write_private
+from quorumark.consortium.files import locked, write_private
 from quorumark.consortium.home import ConsortiumFolder, read_file
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.model.statistic import vector_digest
-from quorumark.verify.evidence import Partial, Query, now
+from quorumark.verify.evidence import Query, now
+from quorumark.verify.vectors import Numbers, StoredVector
 
-__all__ = ["Ledger", "StoredVector", "reconcile"]
+__all__ = ["Ledger"]
 
 FORMAT = "quorumark-ledger/v1"
 HEAD_FORMAT = "quorumark-ledger-head/v1"
-_VECTOR = "quorumark-vector/v1"
 _KINDS = {
     "answered": {"x", "suspect", "query", "files", "left_out", "approved_by"},
     "refused": {"query", "reason"},
@@ -42,11 +39,13 @@ _KINDS = {
     "seen": {"x", "outcome", "source"},
     "burnt": {"leaves", "audit"},
 }
-_COMMON = {"format", "number", "previous", "time", "kind"}
+_COMMON = {"number", "previous", "time", "kind"}
 # a ledger comes back from backups, so its entries may be anybody's: what each field may hold
 _TYPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("previous", "x", "suspect", "query", "certificate", "audit"), lambda v: is_hex(v, 32)),
-    **dict.fromkeys(("approved_by", "reason", "source"), lambda v: isinstance(v, str)),
+    "approved_by": lambda v: v in ("person", "policy"),
+    "reason": lambda v: _is_refusal(v),
+    "source": lambda v: v == "" or is_hex(v, 32),
     "number": is_count,
     "time": lambda v: is_time(v) and _moment(v) is not None,
     "files": lambda v: isinstance(v, list) and all(is_text(name) for name in v),
@@ -57,92 +56,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 # not make a ledger that is too large to be read
 _MOST_REFUSALS = 1000
 _MOST_LINES = 100_000  # of which the last ones are answers and burnt leaves only
-_LONGEST_REASON = 300
-_PIECE = 1 << 16  # bytes of a stored vector that are read at a time
-
-Numbers = NDArray[np.signedinteger[Any]]
-
-
-# --- the vector x ------------------------------------------------------------------------------------------
-
-
-def _plain(x: Numbers) -> Numbers:
-    """A flat vector of signed whole numbers, little-endian."""
-    if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
-        raise InputError("x", "must be a flat vector of signed whole numbers", getattr(x, "dtype", type(x).__name__))
-    return np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
-
-
-class StoredVector:
-    """A vector in a file: a line "quorumark-vector/v1 TYPE LENGTH", then its little-endian numbers under zlib.
-
-    It is read piece by piece, and no file stays open meanwhile: there may be many of them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        if not path.is_file():  # a pipe would be waited for
-            raise self._damaged()
-        try:
-            with path.open("rb") as file:
-                line = file.readline(100)
-                self._offset = file.tell()
-        except OSError as error:
-            raise KeystoreError(f"cannot read {str(path)!r}: {error.strerror}") from None
-        found = re.fullmatch(rb"quorumark-vector/v1 (int8|int16|int32|int64) ([0-9]{1,18})\n", line)
-        if not found:
-            raise self._damaged()
-        self._type = np.dtype(found[1].decode()).newbyteorder("<")
-        self.size = int(found[2])
-        self._left = self.size
-        self._zlib = zlib.decompressobj()
-        self._buffer = b""
-
-    def _damaged(self) -> KeystoreError:
-        remedy = "put it back from a backup, or answer the query of that model again after removing the file"
-        return KeystoreError(f"{str(self._path)!r} is not a whole vector of an answered query: {remedy}")
-
-    @staticmethod
-    def write(path: Path, x: Numbers) -> None:
-        plain = _plain(x)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        packer = zlib.compressobj(level=1)
-        view = plain.data.cast("B")
-        with replacing(path) as file:
-            file.write(f"{_VECTOR} {plain.dtype.name} {plain.size}\n".encode())
-            for start in range(0, len(view), 1 << 22):
-                file.write(packer.compress(view[start : start + (1 << 22)]))
-            file.write(packer.flush())
-
-    def take(self, count: int) -> Numbers:
-        """The next numbers; with the last ones the checksum must hold."""
-        wanted = count * self._type.itemsize
-        pieces, have = [self._buffer], len(self._buffer)
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                while have < wanted or (count == self._left and not self._zlib.eof):
-                    packed = self._zlib.unconsumed_tail or file.read(_PIECE)
-                    piece = self._zlib.decompress(packed, 1 << 20)
-                    if not piece and not packed:
-                        raise self._damaged()
-                    pieces.append(piece)
-                    have += len(piece)
-                    if count == self._left and have > wanted:  # it inflates to more than it says it holds
-                        raise self._damaged()
-                self._offset = file.tell()
-        except OSError as error:
-            raise KeystoreError(f"cannot read {str(self._path)!r}: {error.strerror}") from None
-        except zlib.error:
-            raise self._damaged() from None
-        whole = b"".join(pieces)
-        self._buffer, self._left = whole[wanted:], self._left - count
-        if self._left == 0 and self._buffer:
-            raise self._damaged()
-        return np.frombuffer(whole[:wanted], self._type)
-
-
-# --- the ledger --------------------------------------------------------------------------------------------
 
 
 class Ledger:
@@ -222,22 +135,21 @@ class Ledger:
         broken = [i for i, names in sorted(named.items()) if i < len(hashes) and names != {hashes[i]}]
         if broken:
             line = broken[0]
-            # a line whose own `previous` was changed breaks the link before it and, by its new hash, the one behind it
+            # a line whose own `previous` was changed breaks the link before it and, by its new hash, the one after it
             sound = line == 0 or line + 1 in broken or (line == count and head == hashes[line])
             changed = line + 1 if sound else line
             raise self._wrong(changed, "was changed, or does not follow the lines around it")
         if len(entries) > count + 1:
-            raise self._wrong(count + 2, "was added behind the ledger's head")
+            raise self._wrong(count + 2, "was added after the ledger's head")
 
     def _entry(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             body = parse(line, FORMAT, "an entry of a ledger")
-            canonical_line = canonical(body)
         except RecordError as error:
             raise self._wrong(number, f"cannot be read ({error})") from None
         kind = body.get("kind")
         known = isinstance(kind, str) and kind in _KINDS and body.keys() == _COMMON | _KINDS[kind]
-        if not known or canonical_line != line or not all(_TYPES[n](v) for n, v in body.items() if n in _TYPES):
+        if not known or not all(_TYPES[n](v) for n, v in body.items() if n in _TYPES):
             raise self._wrong(number, "is not an entry that this release writes")
         if body["number"] != number:
             raise self._wrong(number, f"has the number {body['number']}")
@@ -271,9 +183,8 @@ class Ledger:
     def _append(self, kind: str, **values: Any) -> None:
         """The line first, then the head: whatever a crash leaves of it, `_read` can tell."""
         number = len(self.entries) + 1
-        common = {"format": FORMAT, "number": number, "previous": self.head, "time": now(), "kind": kind}
-        entry = common | values
-        line = canonical(entry)
+        entry = {"number": number, "previous": self.head, "time": now(), "kind": kind} | values
+        line = canonical({"format": FORMAT, **entry})
         try:
             descriptor = os.open(self._place.ledger_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as file:
@@ -289,8 +200,10 @@ class Ledger:
     def record_answer(self, query: Query, x: Numbers, approved_by: str) -> None:
         """Before an answer leaves. The same x again adds nothing, and puts a lost vector back.
 
-        `approved_by`: "--approve" for a person, or "policy".
+        `approved_by`: "person" or "policy".
         """
+        if approved_by not in ("person", "policy"):
+            raise InputError("approved_by", "must be person or policy", repr(approved_by))
         if vector_digest(x) != query.x:
             raise InputError("x", "must be the vector that the query names", "another one")
         with self.exclusive():
@@ -302,10 +215,10 @@ class Ledger:
                 asked = {"x": query.x, "suspect": query.suspect, "query": query.digest()}
                 self._append("answered", **asked, files=files, left_out=len(query.burnt), approved_by=approved_by)
 
-    def record_refusal(self, query: Query, reason: str) -> None:
+    def record_refusal(self, query: Query, reason: Reason) -> None:
         """A query that was refused, once for each reason; the first thousand of them."""
         with self.exclusive():
-            entry = {"query": query.digest(), "reason": reason[:_LONGEST_REASON]}
+            entry = {"query": query.digest(), "reason": reason.as_dict()}
             if sum(e["kind"] == "refused" for e in self.entries) >= _MOST_REFUSALS or self._full:
                 return
             if not any(e["kind"] == "refused" and entry.items() <= e.items() for e in self.entries):
@@ -323,13 +236,15 @@ class Ledger:
                 self._append("outcome", **entry)
 
     def learn(self, known: Mapping[str, str], source: str = "") -> None:
-        """What somebody else says of earlier queries; `source`, for people, says who.
+        """What somebody else says of earlier queries; `source` is the digest of the certificate that says so, if any.
 
         Hearsay counts if it makes things worse, and never if it makes them better: "failed" replaces open and another's
         "passed"; "passed" counts for an x that nobody had mentioned, and replaces nothing. Only a certificate
         (`record_outcome`) turns an open or failed query into a passed one, and hearsay does not touch it. A liar can
-        use up the budget with queries that never were; `source` then tells whom to ask.
+        use up the budget with queries that never were; `source` then tells whose certificate to look at.
         """
+        if source:
+            _hex("source", source)
         for x, outcome in known.items():
             _hex("x", x)
             _check_outcome(outcome, ("passed", "failed", "open"))
@@ -345,10 +260,10 @@ class Ledger:
         """Leaves of the shares that an audit opened: their signs are public, and no query may rest on them again.
 
         `audit_digest` is that of its challenge. Only for audits in which this member opened its own share, or that are
-        proved (`audited.explain`): with anything else in it this member would refuse every honest query for ever.
+        proved (`proof.explain`): with anything else in it this member would refuse every honest query for ever.
         """
         if not all(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf >= 0 for leaf in leaves):
-            raise InputError("leaves", "must be whole numbers, at least 0", list(leaves))
+            raise InputError("leaves", "must be integers, at least 0", list(leaves))
         with self.exclusive():
             if _hex("audit", audit_digest) not in self.audits():
                 self._append("burnt", leaves=sorted(set(leaves)), audit=audit_digest)
@@ -393,7 +308,7 @@ class Ledger:
         return self._place.queries_path / f"{x}.bin"
 
     def kept_queries(self) -> list[Mapping[str, Any]]:
-        """The answered queries. All their vectors must be there: x + e_j is a fresh query to whoever forgot x."""
+        """The answered queries. All their vectors must be there: x + e_j is a fresh query to a member that forgot x."""
         answered = [entry for entry in self.entries if entry["kind"] == "answered"]
         for path in (self.vector_path(entry["x"]) for entry in answered):
             if not path.exists():
@@ -406,6 +321,13 @@ class Ledger:
     def answers_since(self, moment: float) -> int:
         times = [_moment(entry["time"]) for entry in self.entries if entry["kind"] == "answered"]
         return sum(t is not None and t > moment for t in times)
+
+
+def _is_refusal(body: object) -> bool:
+    try:
+        return Reason.from_dict(body).family == "guard"
+    except RecordError:
+        return False
 
 
 def _moment(text: str) -> int | None:
@@ -425,28 +347,3 @@ def _hex(name: str, value: str) -> str:
 def _check_outcome(outcome: str, allowed: Sequence[str]) -> None:
     if outcome not in allowed:
         raise InputError("outcome", f"must be one of {', '.join(allowed)}", repr(outcome))
-
-
-# --- what the members know together ------------------------------------------------------------------------
-
-
-def reconcile(partials: Sequence[Partial]) -> tuple[dict[str, str], int]:
-    """All earlier queries that the partials of one query know of, and how many of them count as failed.
-
-    For each x the worst that any partial says: an x counts as passed only if every partial that knows of it says so;
-    else it is failed if anybody says failed, or open. A "passed" that one member claims alone is believed, since
-    refusing it would gain nothing: that member could as well have left the x out. What honest members of this
-    coalition answered themselves is in their own histories as failed or open until they have seen its certificate, and
-    no claim of others overrides that. Open ones count as failed. The query's own x is left out.
-    """
-    if not partials:
-        raise InputError("partials", "must be there", "none")
-    if len({partial.x for partial in partials}) != 1:
-        raise InputError("partials", "must answer one query", "answers to several")
-    known: dict[str, str] = {}
-    for partial in partials:
-        for x, outcome in partial.history.items():
-            if x != partial.x:
-                known[x] = max(known.get(x, "passed"), outcome, key=("passed", "open", "failed").index)
-    known = dict(sorted(known.items()))
-    return known, sum(outcome != "passed" for outcome in known.values())

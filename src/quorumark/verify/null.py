@@ -4,7 +4,7 @@ The statistic is z = ⟨x, τ⟩/‖x‖ with a public x that does not depend on
 z has mean 0 and variance 1 exactly, whatever x is, and Hoeffding's inequality gives a bound that needs no
 approximation: P(z ≥ a) ≤ exp(−a²/2). The normal tail is what z follows in practice.
 
-Everything that ends up in a certificate is computed here with whole numbers and the decimal module, so that another
+Everything that ends up in a certificate is computed here with integers and the decimal module, so that another
 machine, years later, prints the same digits.
 """
 
@@ -27,7 +27,7 @@ _LOG_ROOT_2PI = _MATH.divide(_MATH.ln(Decimal("6.2831853071795864769252867665590
 
 
 def _quotient(value: int, squared: int) -> Decimal:
-    """value/√squared, rounded to nearest at six decimals, from whole numbers only."""
+    """value/√squared, rounded to nearest at six decimals, from integers only."""
     if squared <= 0:
         raise InputError("squared", "must be above 0", squared)
     scale = 10**_DIGITS

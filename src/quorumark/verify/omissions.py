@@ -24,7 +24,7 @@ exp(−z*²/2)/2, and so has any −n_S ≥ √(b² + 2·ln N). If neither happe
 
 The threshold is the smaller of the two. After an audit of 0.7 % of 11,000 leaves it is 7.2 instead of 6.
 
-Whoever asks also chooses how the suspect is read, among the V ways that the terms allow: as it is, aligned (where the
+The asker also chooses how the suspect is read, among the V ways that the terms allow: as it is, aligned (where the
 terms name groups), as an adapter. That choice comes first, by the union bound: z* above is √(z*² + 2·ln V).
 """
 
@@ -46,7 +46,7 @@ MOST_SEEDS = 1 << 80
 """How many seeds of a challenge anybody can try."""
 
 Audits: TypeAlias = Mapping[str, Collection[int]]
-"""Leaves by the digest of the challenge that had them opened. Only what was proved (`audited.explain`), or what a
+"""Leaves by the digest of the challenge that had them opened. Only what was proved (`proof.explain`), or what a
 member wrote into its own ledger."""
 
 # contexts of our own: what a host program does to the default one must not change a certificate

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from quorumark import codec
+from quorumark.align.groups import Groups
 from quorumark.align.lora import Base, Lora, base_layout, find_factors
-from quorumark.align.matching import Groups
 from quorumark.consortium.home import follow_back, read_as
 from quorumark.consortium.records import Manifest, streamed_anchor_digest
 from quorumark.errors import LayoutError, RecordError
@@ -34,7 +34,7 @@ BASE = ("base.safetensors", "base")
 def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
     """All manifests up to one in a file, the earlier ones from the folder `history` beside it; every link checked.
 
-    A manifest that lies in such a folder itself has the earlier ones beside it.
+    A manifest that is in such a folder itself has the earlier ones beside it.
     """
     path = Path(manifest)
     history = path.parent if path.resolve().parent.name == "history" else path.parent / "history"
@@ -45,7 +45,7 @@ def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
 class Anchor:
     """The anchor as its digest sees it, in fixed point with 40 fractional bits, read in blocks.
 
-    What lies below that is not committed to. Rows are balanced whatever their size, so whoever could choose it after
+    Smaller parts are not committed to. Rows are balanced whatever their size, so whoever could choose them after
     the key is known would give any model any z.
     """
 
@@ -102,7 +102,7 @@ class Reference:
         base: Source | Suspect | None = None,
         *,
         progress: Callable[[str], None] | None = None,
-    ) -> Reference:
+    ) -> Self:
         """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups.
 
         For an adapter also the description of its factors, and the base model as tensors, a file or a folder.
@@ -138,7 +138,7 @@ class Reference:
         base: str | os.PathLike[str] | None = None,
         *,
         progress: Callable[[str], None] | None = None,
-    ) -> Reference:
+    ) -> Self:
         """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named.
 
         So is groups.json, where the consortium agreed on groups; without it only alignment is not possible. For an

@@ -52,11 +52,11 @@ def read_rules(path: str | os.PathLike[str]) -> AnswerRules:
     """A member's rules; without a file, a person is asked."""
     if not Path(path).exists():
         return AnswerRules()
-    body = parse(read_file(Path(path), "a member's rules"), AnswerRules.FORMAT, "a member's rules")
+    body = parse(read_file(Path(path), "a member's rules"), AnswerRules.FORMAT, "a member's rules", by_hand=True)
     names = field_names(AnswerRules)
     unknown = [name for name in body if name not in ("format", *names) and not name.startswith("x-")]
     if unknown:
-        raise RecordError(f"a member's rules cannot be used: unknown critical field {unknown[0]!r}")
+        raise RecordError(f"a member's rules cannot be used: unknown field {unknown[0]!r}")
     if "approve" not in body:
         raise RecordError("a member's rules cannot be used: 'approve' is missing")
     values = {name: body[name] for name in names if name in body}

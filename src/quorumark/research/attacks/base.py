@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from quorumark.align.matching import Groups
+from quorumark.align.groups import Groups
 from quorumark.errors import InputError, MissingDependencyError
 from quorumark.model.layout import ModelLayout
 

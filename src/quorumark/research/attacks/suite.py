@@ -32,7 +32,7 @@ from quorumark.research.attacks.plan import Job, Plan, known_only
 from quorumark.research.known import KnownKey
 from quorumark.research.page import Row, read_rows, write_rows
 from quorumark.research.rows import ORIGINAL
-from quorumark.verify.coalition import prepare
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
 
 __all__ = [

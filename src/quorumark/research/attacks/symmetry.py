@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.align.matching import Axis, Group
+from quorumark.align.groups import Axis, Group
 from quorumark.errors import InputError
 from quorumark.research.attacks.base import Attack, Target, Weights, _torch, aliases, kind_of
 
@@ -25,7 +25,7 @@ def permute(target: Target, seed: int) -> tuple[Weights, dict[str, Any]]:
     rng = np.random.default_rng(seed)
     weights = target.copied()
     orders = [rng.permutation(group.size) for group in target.groups.groups]
-    moved = target.groups.places({name: tuple(w.shape) for name, w in weights.items()}, orders)
+    moved = target.groups.axis_orders({name: tuple(w.shape) for name, w in weights.items()}, orders)
     for (name, axis), order in moved.items():
         weights[name] = weights[name].index_select(axis, torch.from_numpy(order).to(weights[name].device))
     return weights, {"groups": len(orders)}

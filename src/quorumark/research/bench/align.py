@@ -44,7 +44,7 @@ def rows(folder: Path | None = None) -> Iterator[AlignRow]:
     """A row for each disguise of the model in a folder as transformers writes it; of a small random one without."""
     import torch
 
-    from quorumark.align.matching import align
+    from quorumark.align.procedure import align
     from quorumark.align.trace import derive_groups
     from quorumark.model.layout import ModelLayout
     from quorumark.research import attacks

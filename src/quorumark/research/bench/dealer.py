@@ -18,7 +18,7 @@ from quorumark import field
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Card, Member, Terms
+from quorumark.consortium.records import Card, Terms, roster_of
 from quorumark.errors import MissingDependencyError
 from quorumark.research.bench import SetupRow, setup_row
 from quorumark.research.bench.peers import BEST_BYTES, LAYER_BYTES, PAPER_MODULUS, paper_elements, paper_sharing
@@ -108,7 +108,7 @@ def _fitting(wanted: int, count: int, threshold: int, free: int) -> int:
 
 def _terms(first: Card, count: int, threshold: int, size: int) -> Terms:
     cards = [first, *(Identity.generate(f"member {x}").card() for x in range(2, count + 1))]
-    roster = tuple(Member(x, card.name, card.ed25519, card.x25519, 1) for x, card in enumerate(cards, 1))
+    roster = roster_of((card, 1) for card in cards)
     created = "2026-01-31T12:00:00Z"
     return Terms("bench", threshold, roster, "00" * 32, size, "00" * 32, created=created, setup="dealer")
 

@@ -206,7 +206,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.policy import Policy
-    from quorumark.consortium.records import Member, Terms, anchor_digest
+    from quorumark.consortium.records import Terms, anchor_of, roster_of
     from quorumark.consortium.strength import Strength
     from quorumark.model.layout import ModelLayout
     from quorumark.node.journal import create_memory
@@ -220,10 +220,10 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
         unlock = Unlock.key_file(key)
         people[x] = HomeFolder.create(folder / f"member-{x}", f"member {x}", unlock), unlock
     cards = {x: home.card() for x, (home, _) in people.items()}
-    roster = tuple(Member(x, card.name, card.ed25519, card.x25519, 100 + x) for x, card in cards.items())
+    roster = roster_of((card, 100 + x) for x, card in cards.items())
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(model)), created="2026-01-31T12:00:00Z",
+        anchor_of(layout, model), created="2026-01-31T12:00:00Z",
         setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
         policy=Policy(sums="unchecked"),  # the round itself, as it was always measured
     )  # fmt: skip

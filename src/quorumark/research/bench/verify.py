@@ -24,7 +24,7 @@ from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import new_salt
-from quorumark.consortium.records import Genesis, Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_of, roster_of
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form, inner_product
@@ -94,7 +94,7 @@ def _kernels(layout: ModelLayout, anchor: Any, model: Any) -> Iterator[Row]:
 
 def _commands(folder: Path, layout: ModelLayout, anchor: Any, model: Any) -> Iterator[Row]:
     """prepare, partial, combine and check, each as a command."""
-    homes = two_members(folder, layout, anchor_digest(layout.digest(), layout.encode(anchor)))
+    homes = two_members(folder, layout, anchor_of(layout, anchor))
     write_safetensors(anchor, folder / "anchor.safetensors")
     write_safetensors(model, folder / "suspect.safetensors")
     write_shared(folder / "layout.json", layout.to_bytes())
@@ -153,7 +153,7 @@ def two_members(folder: Path, layout: ModelLayout, anchor: str) -> list[Path]:
         (HomeFolder.create(folder / n, n, Unlock.key_file(folder / f"{n}.key")), folder / f"{n}.key") for n in names
     ]
     people: list[Identity] = [home.identity(Unlock.key_file(key)) for home, key in opened]
-    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100) for x, p in enumerate(people, 1))
+    roster = roster_of((person.card(), 100) for person in people)
     terms = Terms(
         "bench", 2, roster, layout.digest(), layout.coordinates, anchor,
         created="2026-01-31T12:00:00Z", setup="dealer",

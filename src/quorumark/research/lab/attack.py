@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quorumark.align.matching import Groups, align
+from quorumark.align.groups import Groups
+from quorumark.align.procedure import align
 from quorumark.align.trace import derive_groups
 from quorumark.consortium.files import replacing
 from quorumark.errors import InconclusiveError, InputError

@@ -13,7 +13,7 @@ certificate of a query that it answered, which leaves out only what was proved b
 any number anyway.
 
     audit = Audit.of(certificate, challenge, openings, chain, archives)       # anybody, after the openings
-    audits = explain(chain, [audit])                                          # name → leaves, for whoever checks
+    audits = explain(chain, [audit])                                          # name → leaves, for anybody who checks
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from quorumark.consortium.records import Manifest
 from quorumark.errors import EvidenceError, QuorumarkError
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge, check_challenge, genesis_digest
-from quorumark.verify.findings import check_signed
+from quorumark.verify.check import check_signed
+from quorumark.verify.leaves import check_opening, from_archives, from_shares
 from quorumark.verify.omissions import Audits
-from quorumark.verify.openings import KeyOpening, check_opening, from_archives, from_shares, leaf_dict, leaf_from
+from quorumark.verify.opening import KeyOpening, leaf_dict, leaf_from
 
 __all__ = ["LARGEST", "Audit", "explain"]
 
@@ -55,7 +56,7 @@ class Audit:
 
     @property
     def name(self) -> str:
-        """The digest of the challenge: certificates and ledgers name an audit by it, whoever opened."""
+        """The digest of the challenge: certificates and ledgers name an audit by it, no matter who opened."""
         return self.challenge.digest()
 
     @classmethod
@@ -127,10 +128,10 @@ class Audit:
         manifest, first = past[-1], past[0].terms.threshold
         terms, genesis = manifest.terms, manifest.genesis
         if manifest.epoch == 0:
-            opened, faults = from_shares(self.challenge, past, self.openings)
+            opened, _ = from_shares(self.challenge, past, self.openings)
             needed = max(first, terms.threshold)
             if len(opened) < needed:
-                raise EvidenceError(_too_few(len(opened), needed, faults))
+                raise EvidenceError(_too_few(len(opened), needed))
             return
         signers = set()
         for data in self.openings:
@@ -138,9 +139,13 @@ class Audit:
             check_opening(opening, self.challenge, terms)
             signers.add(opening.point)
         if len(signers) < terms.threshold:
-            raise EvidenceError(_too_few(len(signers), terms.threshold, ()))
+            raise EvidenceError(_too_few(len(signers), terms.threshold))
         for point, leaves in self.leaves.items():
-            require(1 <= point <= len(genesis.roots), f"point {point}", "is nobody's in the genesis")
+            require(
+                1 <= point <= len(genesis.roots),
+                f"point {point}",
+                f"must be one of the genesis, which has {len(genesis.roots)}",
+            )
             require(
                 tuple(leaf.index for leaf in leaves) == self.challenge.leaves,
                 f"what is opened of the share at point {point}",
@@ -150,12 +155,17 @@ class Audit:
                 if root_from(leaf, terms.leaf, terms.coordinates).hex() != genesis.roots[point - 1]:
                     raise EvidenceError(f"leaf {leaf.index} at point {point} is not what the genesis root commits to")
         if len(self.leaves) < first:
-            raise EvidenceError(f"leaves of {len(self.leaves)} archived genesis shares are in it, but it takes {first}")
+            raise EvidenceError(
+                f"leaves of {len(self.leaves)} archived genesis shares are in it, but it takes {first}: add copies of "
+                "more archives"
+            )
 
 
-def _too_few(found: int, needed: int, faults: Sequence[str]) -> str:
-    said = f" ({faults[0]})" if faults else ""
-    return f"{found} members' openings hold, but it takes {needed}: fewer make nothing public{said}"
+def _too_few(found: int, needed: int) -> str:
+    return (
+        f"{found} members' openings hold, but it takes {needed}: fewer make nothing public; collect more (verify audit "
+        "check says what is wrong with each)"
+    )
 
 
 def _is_sound(data: bytes, challenge: Challenge, past: Sequence[Manifest]) -> bool:

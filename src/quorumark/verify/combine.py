@@ -1,58 +1,27 @@
-"""What the partials of a query say together: the number, z, the threshold, the verdict (docs/verification.md).
+"""Combining: what the partials of a query say together, as a number, z, a threshold, a verdict (docs/verification.md).
 
-finding = combine(manifest, query, partials, audits=explain(chain, files))
-check_signed(certificate, manifest)     # years later: signed by all who count, and all of it follows again
+finding = combine(manifest, query, partials, audits=explain(chain, files))              # anybody
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from decimal import Decimal
 
 from quorumark import shamir
-from quorumark.align import lora as gauge
-from quorumark.align import matching as alignment
+from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P
 from quorumark.verify import null
-from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.guard import budget
-from quorumark.verify.ledger import reconcile
 from quorumark.verify.omissions import Audits, Omitted, left_out
+from quorumark.verify.query import how_aligned
 
-__all__ = ["again", "agreed_alignment", "check_signed", "combine", "how_aligned"]
+__all__ = ["again", "combine", "reconcile"]
 
-NO_ALIGNMENT = "none"
 _FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
-
-
-# --- how the suspect was matched --------------------------------------------------------------------------
-
-
-def agreed_alignment(terms: Terms, procedure: str | None, *, lora: bool) -> str:
-    """What a query says about how the suspect was matched: procedures, with what the terms name for them."""
-    used = [] if procedure is None else [f"{procedure}:{terms.policy.groups}"]
-    used += [f"{gauge.PROCEDURE}:{terms.policy.lora}"] if lora else []
-    return "+".join(used) or NO_ALIGNMENT
-
-
-def how_aligned(terms: Terms, text: str) -> dict[str, bool]:
-    """What a query's text asks for, `align` and `lora`; an EvidenceError if that is not what the terms name.
-
-    Which procedure aligns follows from the groups, which are not needed here: those with mixings or a stream have
-    others.
-    """
-    procedures = (None, *alignment.PROCEDURES) if terms.policy.groups else (None,)
-    for procedure, lora in itertools.product(procedures, (False, True) if terms.policy.lora else (False,)):
-        if text == agreed_alignment(terms, procedure, lora=lora):
-            return {"align": procedure is not None, "lora": lora}
-    raise EvidenceError("the query is aligned in another way than the one that was agreed on with the terms")
-
-
-# --- combining --------------------------------------------------------------------------------------------
 
 
 def combine(
@@ -67,22 +36,26 @@ def combine(
     """What the partials say together. Each check is numbered; an EvidenceError names whose partial is refused, and why.
 
     `alpha` sets the threshold by a probability of false alarm instead of the policy's z; it can only raise it.
-    `audits` explain what the query leaves out: proved ones (`audited.explain`), or those of a member's own ledger.
+    `audits` explain what the query leaves out: proved ones (`proof.explain`), or those of a member's own ledger.
     """
     terms = manifest.terms
     # 1. the query is for this manifest, as all members signed it
     if (query.manifest, query.epoch) != (manifest.digest().hex(), manifest.epoch):
-        raise EvidenceError("the query belongs to another manifest than the one given")
+        raise EvidenceError(
+            "the query was made under another manifest than the one given: prepare it again under this one"
+        )
     if (query.coordinates, query.statistic) != (terms.coordinates, terms.statistic):
-        raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}")
+        raise EvidenceError(f"the query is not by the agreed statistic, {terms.statistic}: prepare it again")
     how_aligned(terms, query.alignment)
     if any(leaf * terms.leaf >= terms.coordinates for leaf in query.burnt):
-        raise EvidenceError("the query leaves out leaves that no share has")
+        raise EvidenceError("the query leaves out leaves that no share has: prepare it again")
     # 2. every partial is a member's, signed by it, one for each
     by_point: dict[int, Partial] = {}
     for partial in partials:
         if partial.point not in range(1, terms.members + 1):
-            raise EvidenceError(f"a partial is for point {partial.point}, which is nobody's in {terms.name!r}")
+            raise EvidenceError(
+                f"a partial is for point {partial.point}, but {terms.name!r} has {terms.members} members: leave it out"
+            )
         name = terms.member(partial.point).name
         partial.verify(terms)
         # 3. it answers this query: this manifest and epoch, this suspect, this x
@@ -104,13 +77,15 @@ def combine(
     points = sorted(by_point)
     if len(points) < terms.threshold:
         are = "partial is" if len(points) == 1 else "partials are"
-        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}")
+        raise EvidenceError(f"{len(points)} {are} too few: {terms.name!r} needs {terms.threshold}; collect more")
     used = tuple(by_point[point] for point in points)
     # 5. they open one number
     value, wrong, corroboration = _open(manifest, used)
     # 6. which a key of this kind can give
     if value * value > _largest_squared(manifest, query):
-        raise EvidenceError("no key can give the number that the partials open: at least one of them is wrong")
+        raise EvidenceError(
+            "no key can give the number that the partials open: at least one of them is wrong; collect more"
+        )
     # 7. the members' ledgers: earlier queries, and what became of them
     known, failed = reconcile(used)
     most = budget(terms.coordinates, terms.policy)
@@ -119,13 +94,13 @@ def combine(
             f"the members' ledgers together know of {len(known)} other queries: with this one more than the "
             f"{most} that the consortium may answer in its life"
         )
-    # 8. choices that whoever asked had are paid for: what was left out, and how the suspect is read
+    # 8. choices that the asker had are paid for: what was left out, and how the suspect is read
     omitted = Omitted.of(query, terms, audits or {})
     # 9. z, and what it means
     policy = terms.policy.as_dict()["z"]
     agreed = null.threshold_for(alpha) if alpha else policy
     if Decimal(agreed) < terms.policy.z:
-        # whoever combines may not lower it: what passes then counts as no failure in the members' ledgers either
+        # who combines may not lower it: what passes then counts as no failure in the members' ledgers either
         raise InputError(
             "alpha", f"must not allow more than the agreed threshold {policy}: choose a smaller one", alpha
         )
@@ -135,9 +110,9 @@ def combine(
     verdict, reasons = _verdict(terms, query, z, threshold, null.raised_threshold(agreed, failed))
     reasons += _caveats(manifest, used, wrong, corroboration, query)
     if alpha:
-        reasons.append(f"the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy")
+        reasons.append(Reason.of("finding.alpha", alpha=alpha))
     if failed:
-        reasons.append(f"{failed} earlier queries that did not pass raised the threshold from {charged} to {threshold}")
+        reasons.append(Reason.of("finding.raised", failed=failed, charged=charged, threshold=threshold))
     return Finding(
         consortium=terms.name,
         members=terms.members,
@@ -164,6 +139,28 @@ def combine(
         reasons=tuple(reasons),
         created=created or now(),
     )
+
+
+def reconcile(partials: Sequence[Partial]) -> tuple[dict[str, str], int]:
+    """All earlier queries that the partials of one query know of, and how many of them count as failed.
+
+    For each x the worst that any partial says: an x counts as passed only if every partial that knows of it says so;
+    else it is failed if anybody says failed, or open. A "passed" that one member claims alone is believed, since
+    refusing it would gain nothing: that member could as well have left the x out. What honest members of this
+    coalition answered themselves is in their own histories as failed or open until they have seen its certificate, and
+    no claim of others overrides that. Open ones count as failed. The query's own x is left out.
+    """
+    if not partials:
+        raise EvidenceError("no partials given")
+    if len({partial.x for partial in partials}) != 1:
+        raise EvidenceError("the partials answer several queries: combine those of one")
+    known: dict[str, str] = {}
+    for partial in partials:
+        for x, outcome in partial.history.items():
+            if x != partial.x:
+                known[x] = max(known.get(x, "passed"), outcome, key=("passed", "open", "failed").index)
+    known = dict(sorted(known.items()))
+    return known, sum(outcome != "passed" for outcome in known.values())
 
 
 def _open(manifest: Manifest, partials: Sequence[Partial]) -> tuple[int, tuple[int, ...], str]:
@@ -215,56 +212,41 @@ def _largest_squared(manifest: Manifest, query: Query) -> int:
     return 2 * query.norm2 * _key_energy(manifest)
 
 
-def _verdict(terms: Terms, query: Query, z: str, threshold: str, uncharged: str) -> tuple[str, list[str]]:
-    coverage = f"{100 * query.covered / query.carriers:.1f} % of the carrying weights"
+def _verdict(terms: Terms, query: Query, z: str, threshold: str, uncharged: str) -> tuple[str, list[Reason]]:
+    def because(code: str, **values: int | str) -> list[Reason]:
+        return [Reason.of(f"finding.{code}", z=z, threshold=threshold, **values)]
+
     if Decimal(z) >= Decimal(threshold):
-        return "PASSED", [f"z = {z} reaches the threshold {threshold}"]
+        return "PASSED", because("passed")
     if query.covered * 100 < _FULL_COVERAGE * query.carriers:
-        return "INCONCLUSIVE", [f"z = {z} is below the threshold {threshold}, but only {coverage} were found"]
-    # whoever leaves out enough gets a low z for any model
+        return "INCONCLUSIVE", because("coverage", covered=query.covered, carriers=query.carriers)
+    # leaving out enough gives a low z for any model
     size, gone = terms.coordinates, left_out(terms, query.burnt)
     if (query.covered * size - gone * query.carriers) * 100 < _FULL_COVERAGE * query.carriers * size:
-        return "INCONCLUSIVE", [
-            f"z = {z} is below the threshold {threshold}, but {gone:,} of {size:,} coordinates were left out as burnt"
-        ]
+        return "INCONCLUSIVE", because("left-out", left_out=gone, coordinates=size)
     if Decimal(z) >= Decimal(uncharged):
-        return "INCONCLUSIVE", [
-            f"z = {z} would reach the threshold {uncharged}, but not {threshold}, which pays for the choices of "
-            "the asker"
-        ]
-    if query.surplus:
-        return "INCONCLUSIVE", [
-            f"z = {z} is below the threshold {threshold}, but {query.surplus:,} of the suspect's channels are left "
-            "over: those that were matched can be decoys"
-        ]
-    return "FAILED", [f"z = {z} is below the threshold {threshold}: the mark was not found"]
+        return "INCONCLUSIVE", because("charged", uncharged=uncharged)
+    if query.surplus:  # the channels that were matched can be decoys
+        return "INCONCLUSIVE", because("surplus", surplus=query.surplus)
+    return "FAILED", because("failed")
 
 
 def _caveats(
     manifest: Manifest, partials: Sequence[Partial], wrong: Sequence[int], corroboration: str, query: Query
-) -> list[str]:
+) -> list[Reason]:
     terms, count = manifest.terms, len(partials)
     spare = count - terms.threshold
-    texts = []
     if corroboration == "uncorroborated":
-        texts.append(
-            f"uncorroborated: from {count} partials the number follows whatever they say, so that one lying member "
-            "could have set it"
-        )
+        reasons = [Reason.of("finding.uncorroborated", partials=count)]
     elif corroboration == "corroborated":
-        texts.append(f"corroborated: {count} partials agree; up to {spare} lying members would have been noticed")
+        reasons = [Reason.of("finding.corroborated", partials=count, liars=spare)]
     else:
-        named = ", ".join(terms.member(point).name for point in wrong)
-        texts.append(
-            f"the partials of {named} contradict the others and were corrected; that is right if no more than "
-            f"{spare // 2} of the {count} members lie, and {spare // 2 + 1} who work together could have framed them"
-        )
+        named = tuple(terms.member(point).name for point in wrong)
+        reasons = [Reason.of("finding.corrected", partials=count, members=named, liars=spare // 2)]
     if query.covered < query.carriers:
-        texts.append(f"{query.carriers - query.covered:,} of {query.carriers:,} carrying weights were not found")
-    return texts
-
-
-# --- the same again ---------------------------------------------------------------------------------------
+        missing = query.carriers - query.covered
+        reasons.append(Reason.of("finding.weights-missing", missing=missing, carriers=query.carriers))
+    return reasons
 
 
 def again(manifest: Manifest, finding: Finding) -> Finding:
@@ -272,10 +254,3 @@ def again(manifest: Manifest, finding: Finding) -> Finding:
     return combine(
         manifest, finding.query, finding.partials, alpha=finding.alpha, created=finding.created, audits=finding.audits
     )
-
-
-def check_signed(certificate: Certificate, manifest: Manifest) -> None:
-    """That all whose partials count signed a certificate, and that everything in it follows from those partials."""
-    verify_signatures(certificate, manifest)
-    if again(manifest, certificate.finding) != certificate.finding:
-        raise EvidenceError("the certificate says something else than the partials in it")

@@ -1,60 +1,36 @@
-"""What members open for an audit, and how anybody reads it (docs/verification.md, "The spot audit").
+"""What a member opens for an audit (docs/verification.md, "The spot audit").
 
 In epoch 0 members open leaves of their share files (`ShareOpening`). Later the genesis shares are archived
-(docs/protocol.md, "Archives"): then t members of today open what their shares hold of those leaves' keys (`KeyOpening`)
-and anyone with copies of the archives reads the leaves. A wrong key opens nothing, and what is read must lead to the
-genesis root, so nobody has to be believed.
+(docs/protocol.md, "Archives"): then t members of today open what their shares hold of the leaves' keys (`KeyOpening`).
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from quorumark import field as arithmetic
-from quorumark import shamir
 from quorumark.canonical import parse
 from quorumark.checks import field_names, is_count, is_hex, require, take
-from quorumark.consortium.archive import Archive, key_place, leaf_count
+from quorumark.consortium.archive import key_place, leaf_count
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.merkle import Opening, Tree, levels_of, path_of, root_from, salt_seed
-from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
+from quorumark.consortium.merkle import Opening, Tree, levels_of, path_of, salt_seed
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest
 from quorumark.consortium.shares import ShareFile
-from quorumark.errors import DecodingError, QuorumarkError, RecordError
-from quorumark.field import P, Stream, Vector
+from quorumark.errors import RecordError
+from quorumark.field import P, Vector
 from quorumark.verify.challenge import Challenge, check_challenge
 from quorumark.verify.evidence import Query, Signed
 
-__all__ = [
-    "LIFE",
-    "Burns",
-    "KeyOpening",
-    "Leaves",
-    "ShareOpening",
-    "check_opening",
-    "from_archives",
-    "from_shares",
-    "leaf_dict",
-    "leaf_from",
-    "open_leaves",
-    "outliers",
-]
+__all__ = ["LIFE", "Burns", "KeyOpening", "ShareOpening", "leaf_dict", "leaf_from", "open_leaves"]
 
 LIFE = 4
 """A member opens at most one in so many of its leaves in its life."""
-
-_MOST_SETS = 256  # of key openings that are tried where they contradict each other
-
-Leaves: TypeAlias = dict[int, tuple[Opening, ...]]
-"""Opened leaves of genesis shares, by point: all that a challenge asks for, in order."""
 
 
 def _text(words: Vector) -> str:
@@ -66,7 +42,9 @@ def _words(text: object, what: str) -> Vector:
         raw = base64.b64decode(text, validate=True) if isinstance(text, str) else b"?"
     except (binascii.Error, ValueError):
         raw = b"?"
-    require(len(raw) % 8 == 0, what, "must be 8-byte numbers in base64")
+    # a decoder passes over stray bits at the end: only what encodes to the same string again is meant
+    sound = len(raw) % 8 == 0 and base64.b64encode(raw).decode() == text
+    require(sound, what, "must be 8-byte numbers in base64")
     return np.frombuffer(raw, "<u8").astype(np.uint64)
 
 
@@ -78,7 +56,7 @@ def leaf_dict(leaf: Opening) -> dict[str, Any]:
 def leaf_from(body: object) -> Opening:
     taken = take(body, field_names(Opening), "an opened leaf")
     path = taken["path"]
-    require(is_count(taken["index"]), "an opened leaf's number", "must be a whole number")
+    require(is_count(taken["index"]), "an opened leaf's number", "must be an integer, at least 0")
     require(is_hex(taken["salt"], 32), "an opened leaf's salt", "must be 32 bytes in hex")  # one length: it is hashed
     sound = isinstance(path, list) and all(is_hex(node, 32) for node in path)
     require(sound, "an opened leaf's path", "must be hashes of 32 bytes in hex")
@@ -102,7 +80,7 @@ class _Answer(Signed):
     def __post_init__(self) -> None:
         for name in ("manifest", "challenge"):
             require(is_hex(getattr(self, name), 32), f"an opening's {name}", "must be 32 bytes in hex")
-        require(is_count(self.point, 1), "an opening's point", "must be a whole number, at least 1")
+        require(is_count(self.point, 1), "an opening's point", "must be an integer, at least 1")
         require(is_hex(self.signature, 64), "an opening's signature", "must be 64 bytes in hex")
 
 
@@ -251,137 +229,3 @@ def _gather(pieces: Iterator[Vector], places: Sequence[slice]) -> list[Vector]:
             first = i if places[i].stop > stop else i + 1
         start = stop
     return [np.concatenate(parts) for parts in found]
-
-
-# --- reading them -----------------------------------------------------------------------------------------
-
-
-def from_shares(challenge: Challenge, chain: Sequence[Manifest], files: Sequence[bytes]) -> tuple[Leaves, list[str]]:
-    """Epoch 0: the opened leaves by point, and what was wrong with the other files."""
-    terms, genesis = chain[-1].terms, chain[-1].genesis
-    opened, faults = {}, []
-    for number, data in enumerate(files, 1):
-        who = f"opening {number} of {len(files)}"
-        try:
-            opening = ShareOpening.from_bytes(data)
-            who = f"the opening of {terms.member(opening.point).name!r}"
-            check_opening(opening, challenge, terms)
-            for leaf in opening.leaves:
-                if root_from(leaf, terms.leaf, terms.coordinates).hex() != genesis.roots[opening.point - 1]:
-                    raise RecordError(f"leaf {leaf.index} is not what the genesis root commits to")
-            opened[opening.point] = opening.leaves
-        except QuorumarkError as error:
-            faults.append(f"{who} is left out: {error}")
-    return dict(sorted(opened.items())), faults
-
-
-def check_opening(opening: ShareOpening | KeyOpening, challenge: Challenge, terms: Terms) -> None:
-    """Signed by its member, for this challenge, and of all asked leaves: nobody opens some of them only."""
-    opening.verify(terms)
-    answers = (opening.challenge, opening.manifest) == (challenge.digest(), challenge.manifest)
-    require(answers, "it", "answers another challenge")
-    require(opening.indices == challenge.leaves, "it", "does not open exactly the leaves that were asked")
-
-
-def from_archives(
-    challenge: Challenge,
-    chain: Sequence[Manifest],
-    files: Sequence[bytes],
-    archives: Sequence[str | os.PathLike[str]],
-) -> tuple[Leaves, list[str]]:
-    """Later epochs: keys from t members of today, leaves from copies of the archives, checked as above."""
-    manifest = chain[-1]
-    terms = manifest.terms
-    parts, faults = {}, []
-    for number, data in enumerate(files, 1):
-        who = f"opening {number} of {len(files)}"
-        try:
-            opening = KeyOpening.from_bytes(data)
-            who = f"the opening of {terms.member(opening.point).name!r}"
-            check_opening(opening, challenge, terms)
-            require(tuple(sorted(opening.keys)) == manifest.archived, "it", "must hold keys for all archives")
-            parts[opening.point] = np.concatenate([opening.keys[point] for point in manifest.archived])
-        except QuorumarkError as error:
-            faults.append(f"{who} is left out: {error}")
-    readable: dict[int, Archive] = {}
-    for path in archives:
-        try:
-            archive = Archive.read(path, manifest)
-            require(archive.point in manifest.archived, f"the archive {os.fspath(path)!r}", "is of no archived share")
-            readable.setdefault(archive.point, archive)
-        except QuorumarkError as error:
-            faults.append(str(error))
-    if len(parts) < terms.threshold:
-        faults.append(f"the archives' keys take {terms.threshold} members' openings, but there are {len(parts)}")
-        return {}, faults
-    opened, why = _read_archives(challenge, manifest, parts, readable)
-    return opened, faults + why
-
-
-def _read_archives(
-    challenge: Challenge, manifest: Manifest, parts: Mapping[int, Vector], archives: Mapping[int, Archive]
-) -> tuple[Leaves, list[str]]:
-    """The leaves that the key parts open. Parts that contradict each other are told apart by what opens an archive."""
-    terms, t = manifest.terms, manifest.terms.threshold
-    best: Leaves = {}
-    faults: list[str] = []
-    for chosen in _sets_to_try(parts, t):
-        keys = shamir.reconstruct({point: parts[point] for point in chosen}, t)
-        opened, why = _open_archives(challenge, manifest, keys, archives)
-        if not best or len(opened) > len(best):
-            best, faults = opened, why
-            if opened:
-                others = [point for point in parts if point not in chosen]
-                misfits = _misfits(parts, chosen, others)
-                names = ", ".join(repr(terms.member(point).name) for point in misfits)
-                faults += [f"the keys that {names} opened do not fit the others' and were left out"] if misfits else []
-        if len(best) == len(archives):
-            break
-    return best, faults
-
-
-def _sets_to_try(parts: Mapping[int, Vector], threshold: int) -> Iterator[tuple[int, ...]]:
-    """Sets of t members whose parts may be right: the one that decoding gives, and where parts contradict each other
-    others too, since liars who work together can make it go wrong."""
-    points = sorted(parts)
-    try:
-        wrong = outliers(parts, threshold)
-        yield tuple([x for x in points if x not in wrong][:threshold])
-    except DecodingError:
-        wrong = tuple(points)
-    if wrong:
-        yield from itertools.islice(itertools.combinations(points, threshold), _MOST_SETS)
-
-
-def _misfits(parts: Mapping[int, Vector], chosen: Sequence[int], others: Sequence[int]) -> list[int]:
-    known = np.stack([parts[point] for point in chosen])
-    if not others:
-        return []
-    expected = arithmetic.matmul(shamir.lagrange_matrix(chosen, others), known)
-    return [point for point, row in zip(others, expected, strict=True) if (row != parts[point]).any()]
-
-
-def _open_archives(
-    challenge: Challenge, manifest: Manifest, keys: Vector, archives: Mapping[int, Archive]
-) -> tuple[Leaves, list[str]]:
-    """All asked leaves of each archive, checked against its genesis root; an archive counts whole or not at all."""
-    terms, genesis, n = manifest.terms, manifest.genesis, len(challenge.leaves)
-    opened, faults = {}, []
-    for point, archive in sorted(archives.items()):
-        start, values = manifest.archived.index(point) * n, []
-        try:
-            for i, index in enumerate(challenge.leaves, start):
-                leaf = archive.open(index, keys[i * ARCHIVE_KEY : (i + 1) * ARCHIVE_KEY])
-                if root_from(leaf, terms.leaf, terms.coordinates).hex() != genesis.roots[point - 1]:
-                    raise RecordError(f"leaf {index} of {str(archive.path)!r} is not what the genesis root commits to")
-                values.append(leaf)
-            opened[point] = tuple(values)
-        except (QuorumarkError, OSError) as error:
-            faults.append(f"the archive of the genesis share at point {point} is left out: {error}")
-    return opened, faults
-
-
-def outliers(rows: Mapping[int, Vector], threshold: int) -> tuple[int, ...]:
-    """The points whose vectors do not fit the others, by a random combination; a DecodingError if it shows not who."""
-    weights = Stream.fresh("audit").elements(next(iter(rows.values())).size)
-    return shamir.decode({x: arithmetic.dot(weights, row) for x, row in rows.items()}, threshold).wrong

@@ -1,0 +1,83 @@
+"""What matching compares: balanced weights in 8 bits, and where the gains of norms are negative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quorumark.align.arrays import octaves_of, read
+from quorumark.align.groups import Groups
+from quorumark.errors import InconclusiveError, LayoutError
+from quorumark.model import kernels
+from quorumark.model.layout import TensorSpec
+from quorumark.model.statistic import Model
+
+__all__ = ["Gains", "Weights", "compared_weights", "negative_gains"]
+
+Weights = Mapping[str, NDArray[np.int8]]
+"""For each tensor that is compared, its balanced weights in 8 bits."""
+Gains = Mapping[str, tuple[NDArray[np.bool_], NDArray[np.bool_]]]
+"""For each gain of a norm, where the anchor's and the suspect's are negative."""
+
+_SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
+
+
+def compared_weights(
+    suspect: Model,
+    anchor: Model,
+    specs: Mapping[str, TensorSpec],
+    names: Mapping[str, str] | None,
+    progress: Callable[[str], None] | None,
+) -> tuple[dict[str, NDArray[np.int8]], dict[str, NDArray[np.int8]]]:
+    """The anchor's and the suspect's weights of some tensors."""
+    ours, theirs = {}, {}
+    for name, spec in specs.items():
+        if progress is not None:
+            progress(f"aligning: {name}")
+        ours[name] = _balanced(anchor, name, spec)
+        theirs[name] = _balanced(suspect, name if names is None else names[name], None)
+        if theirs[name].ndim != ours[name].ndim:
+            raise _other_dimensions(name)
+    return ours, theirs
+
+
+def negative_gains(
+    suspect: Model,
+    anchor: Model,
+    groups: Groups,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str] | None,
+) -> dict[str, tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Where gains are negative: those of the groups' vectors named weight that the anchor has without a 0."""
+    found = {}
+    for name in sorted({slot.tensor for group in groups.groups for slot in group.slots}):
+        if len(shapes[name]) == 1 and name.split(".")[-1] == "weight" and (names is None or name in names):
+            ours, theirs = read(anchor, name), read(suspect, name if names is None else names[name])
+            if ours.shape == shapes[name] and theirs.ndim == 1 and (ours != 0).all():
+                found[name] = (ours < 0, theirs < 0)
+    return found
+
+
+def _balanced(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.int8]:
+    """A tensor without the scales of its rows and columns (as in the canonical form), in 8 bits."""
+    values = np.ascontiguousarray(read(model, name))
+    if spec is not None and values.shape != spec.shape:
+        raise LayoutError(f"tensor {name!r} of the anchor must have the shape {spec.shape}, not {values.shape}")
+    if values.ndim < 2:
+        raise _other_dimensions(name)
+    if not values.size:
+        raise InconclusiveError(f"tensor {name!r} of the suspect is empty: nothing can be matched to it")
+    bits, by_row, by_column = octaves_of(values)
+    balanced = np.empty(bits.size, np.int32)
+    kernels.balance(bits, by_row, by_column, balanced, kernels.POWERS)
+    rounded: NDArray[np.int8] = np.clip((balanced + (1 << (_SHIFT - 1))) >> _SHIFT, -127, 127).astype(np.int8)
+    return rounded.reshape(values.shape)
+
+
+def _other_dimensions(name: str) -> InconclusiveError:
+    return InconclusiveError(
+        f"tensor {name!r} of the suspect has another number of dimensions than the anchor's, so that it cannot be "
+        "aligned: try without --align"
+    )
