@@ -129,7 +129,7 @@ def test_integers_above_2_53_stay_exact() -> None:
 def test_a_policy_is_written_by_hand(tmp_path: Path) -> None:
     """Any order and spaces, and notes; not another encoding."""
     text = '{\n  "x-note": "ours",\n  "format": "quorumark-answer-rules/v1", "approve": "ask"\n}\n'
-    path = tmp_path / "policy.json"
+    path = tmp_path / "rules.json"
     path.write_text(text, encoding="utf-8")
     assert read_rules(path).approve == "ask"
     for other in (text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode(), text.replace("x-note", "note").encode()):

@@ -43,7 +43,7 @@ _COMMON = {"number", "previous", "time", "kind"}
 # a ledger comes back from backups, so its entries may be anybody's: what each field may hold
 _TYPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("previous", "x", "suspect", "query", "certificate", "audit"), lambda v: is_hex(v, 32)),
-    "approved_by": lambda v: v in ("person", "policy"),
+    "approved_by": lambda v: v in ("person", "rules"),
     "reason": lambda v: _is_refusal(v),
     "source": lambda v: v == "" or is_hex(v, 32),
     "number": is_count,
@@ -200,9 +200,9 @@ class Ledger:
     def record_answer(self, query: Query, x: Numbers, approved_by: str) -> None:
         """Before an answer leaves. The same x again adds nothing, and puts a lost vector back.
 
-        `approved_by`: "person" or "policy".
+        `approved_by`: "person" or "rules".
         """
-        if approved_by not in ("person", "policy"):
+        if approved_by not in ("person", "rules"):
             raise InputError("approved_by", "must be person or policy", repr(approved_by))
         if vector_digest(x) != query.x:
             raise InputError("x", "must be the vector that the query names", "another one")
