@@ -25,7 +25,7 @@ from quorumark.model.layout import ModelLayout
 __all__ = ["JUMP", "Continuity", "Dither"]
 
 JUMP = 4.0  # times its average: a row that moves further is silenced
-_ALIKE = 64  # as in `embed`: members moved apart where 63·N² > 64·‖D‖²
+_ALIKE = 64  # as in `round.movement`: members moved apart where 63·N² > 64·‖D‖²
 
 
 class Dither:

@@ -307,7 +307,7 @@ class Mark:
         return out[self._carrying]
 
     def _add(self, total: Tensor, amplitudes: Amplitudes, weights: Sequence[Fraction]) -> Tensor:
-        """total += S ⊙ τ, or the members' own marks, as `federation` rounds them; S."""
+        """total += S ⊙ τ, or the members' own marks, as a real round rounds them; S."""
         vector = self.added = self.amplitude_vector(amplitudes)
         if self._signs is not None:
             total[self._carrying] += vector * self._signs
