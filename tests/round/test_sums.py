@@ -303,7 +303,7 @@ def test_a_server_that_makes_history_up_finds_nobody_who_vouches(
     world: Consortium, invent: Callable[[Run], None]
 ) -> None:
     """All members take part where sums are not checked, which the test of the key that is read so shows
-    (`tests/flower/test_flower.py`); here they train and get ready, and none of them uploads."""
+    (`tests/flower/test_refusals.py`); here they train and get ready, and none of them uploads."""
     run = Run(world)
     run.round()
     run.round()

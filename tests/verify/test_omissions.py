@@ -22,67 +22,23 @@ from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordEr
 from quorumark.node.member import MemberNode
 from quorumark.setup.exchange import reshare
 from quorumark.verify import openings
-from quorumark.verify.audit import Challenge, challenge, open_leaves
+from quorumark.verify.audit import Challenge, challenge
 from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.null import z_text
-from quorumark.verify.omissions import Audits, Omitted, left_out
+from quorumark.verify.omissions import Omitted, left_out
 from quorumark.verify.openings import ShareOpening
 from quorumark.verify.reference import Reference
+from tests.kit.audits import SEED, Audited, ask, audit
 from tests.kit.consortium import Tensors, World, make_world, trained_from
 from tests.kit.evidence import consortium, make_query
-
-SEED = bytes(range(32))
 
 
 def ledger_of(world: World, point: int) -> Ledger:
     return Ledger.open(world.homes[point - 1][0].only_consortium(), world.manifest)
-
-
-def ask(
-    world: World, suspect: Path, points: Sequence[int], audits: Sequence[Audit] = (), known: Audits | None = None
-) -> tuple[Query, list[Partial]]:
-    """A query that leaves out what these audits opened, and the answers of some members, who get the proofs too."""
-    opened = {**(known or {}), **explain(world.reference.chain, audits, known)}
-    query = prepare(world.reference, suspect, burnt={leaf for leaves in opened.values() for leaf in leaves}).query
-    homes = [world.homes[point - 1] for point in points]
-    return query, [answer(*home, world.reference, suspect, query, approved=True, audits=audits) for home in homes]
-
-
-@dataclass
-class Audited:
-    """A certificate, the challenge, and the members' openings by point."""
-
-    certificate: Certificate
-    challenge: Challenge
-    openings: dict[int, bytes]
-
-    def proof(self, world: World, points: Sequence[int], archives: Sequence[Path] = ()) -> Audit:
-        files = [self.openings[point] for point in points]
-        return Audit.of(self.certificate, self.challenge, files, world.reference.chain, archives)
-
-
-def audit(
-    world: World, suspect: Path, openers: Sequence[int], audits: Sequence[Audit] = (), seed: bytes = SEED
-) -> Audited:
-    """All members answer and sign; those in `openers` open what a seed draws."""
-    points = range(1, len(world.homes) + 1)
-    query, partials = ask(world, suspect, points, audits)
-    opened = explain(world.reference.chain, audits)
-    certificate = Certificate.of(combine(world.manifest, query, partials, audits=opened))
-    for point in points:
-        certificate = sign(*world.homes[point - 1], certificate)
-    asked = challenge(query, world.manifest, certificate.finding.z, seed)
-    openings = {}
-    for point in openers:
-        home, unlock = world.homes[point - 1]
-        place = home.only_consortium()
-        burns = Ledger.open(place, world.manifest)
-        openings[point] = open_leaves(home, place, unlock, asked, query, answered=True, burns=burns)
-    return Audited(certificate, asked, openings)
 
 
 # --- the attack --------------------------------------------------------------------------------------------

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
 from quorumark.flower.server import _accepted, _told
 from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
+from quorumark.model.suspect import read_suspect
 from quorumark.node.ceremony import CeremonyServer
+from quorumark.node.queries import pack_query
 from quorumark.verify.audited import Audit, explain
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import combine, prepare
@@ -116,31 +115,29 @@ def verify_model(
     reference: Reference,
     suspect: str | os.PathLike[str],
     *,
-    anchor: str | os.PathLike[str],
+    align: bool = False,
+    lora: bool = False,
     audits: Sequence[Audit] = (),
     nodes: Collection[int] | None = None,
     timeout: float = 60.0,
     stage_timeout: float = 300.0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Certificate:
-    """Asks the members whether a model (a .safetensors file) is theirs; the certificate, signed by who answered.
+    """Asks the members whether a model (a file or a folder of shards) is theirs; returns the signed certificate.
 
     Each answers under its own policy or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
-    `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far, whose leaves are left
-    out; a member that knows of one that is not here refuses.
+    `align` and `lora` ask as `quorumark verify prepare --align --lora` does; the members are sent the groups, the
+    adapter's description and its base model, and compare them with the manifest. `nodes`: those to ask, by default all
+    that are there. `audits`: proofs of all audits so far, whose leaves are left out; a member that knows of one that is
+    not here refuses.
     """
-    flwr, path = flwr_app(), Path(suspect)
+    flwr, opened = flwr_app(), read_suspect(suspect)
     manifest = reference.manifest
-    opened = explain(reference.chain, audits)
-    query = prepare(reference, path, burnt={leaf for leaves in opened.values() for leaf in leaves}).query
+    explained = explain(reference.chain, audits)
+    burnt = {leaf for leaves in explained.values() for leaf in leaves}
+    query = prepare(reference, opened, align=align, lora=lora, burnt=burnt).query
+    config, arrays = pack_query(reference, opened, query, audits)
     chosen = sorted(nodes) if nodes is not None else _wait_for(grid, manifest.terms.threshold, timeout)
-    arrays = {
-        "suspect": np.frombuffer(path.read_bytes(), np.uint8),
-        "anchor": np.frombuffer(Path(anchor).read_bytes(), np.uint8),
-        "layout": np.frombuffer(reference.layout.to_bytes(), np.uint8),
-        **{f"audit.{i}": np.frombuffer(audit.to_bytes(), np.uint8) for i, audit in enumerate(audits)},
-    }
-    ask = {"stage": "answer", "name": path.name, "query": query.to_bytes()}
 
     def each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
         content = flwr.RecordDict(records(config, vectors))
@@ -157,7 +154,7 @@ def verify_model(
         return found
 
     partials: dict[int, Partial] = {}
-    answers = each(ask, arrays, chosen, "partial")
+    answers = each({**config, "stage": "answer"}, arrays, chosen, "partial")
     for node, data in answers.items():
         try:
             partial = Partial.from_bytes(data)
@@ -167,7 +164,7 @@ def verify_model(
             note(f"node {node}: {error}")
     if len({partial.point for partial in partials.values()}) < manifest.terms.threshold:
         raise EvidenceError(f"{len(partials)} members answered, and {manifest.terms.threshold} must")
-    certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=opened))
+    certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=explained))
     signatures: dict[str, str] = {}
     sign = {"stage": "sign", "certificate": certificate.to_bytes()}
     for node, data in each(sign, {}, list(partials), "certificate").items():

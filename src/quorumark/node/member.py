@@ -12,8 +12,7 @@
     never    a state and a round                                signed: it never answers there
     state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
-    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its policy allows
-             proofs of audits (audit.0, audit.1, …)
+    answer   a query and the files that it needs (`queries`)    this member's partial, if its policy allows
     sign     a certificate                                      the certificate with this member's signature
 
 What it keeps between two messages is in its `Journal`. A QuorumarkError is a refusal; `refusal` gives its text without
@@ -27,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,16 +41,15 @@ from quorumark.consortium.records import Terms, digest
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole
+from quorumark.node.queries import unpack_query
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
 from quorumark.round.secagg import SecAggMember, unpack
 from quorumark.round.statements import Turn
 from quorumark.setup.exchange import advance, expected_messages
-from quorumark.verify.audited import Audit
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer, sign
 from quorumark.verify.evidence import Query
-from quorumark.verify.reference import Reference
 
 __all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "named", "refusal"]
 
@@ -66,7 +63,7 @@ RESULT, MESSAGE = "result:", "message:"
 _ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
 _TYPES: dict[type, set[str]] = {  # of the fields of a config; whole numbers are read by `whole`
     bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn"},
-    str: {"manifest", "run", "node", "joined", "session", "have", "name", "requests", "state", "of-manifest"}
+    str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
     | {"of-state", "sum-under", "sum-held", "settings", "nonces"},
     bool: {"with-model"},
 }
@@ -433,18 +430,13 @@ class MemberNode:
     # --- verification ---
 
     def _answer(self, config: Config, arrays: Arrays) -> Reply:
-        """This member's partial about a suspect, if its own policy approves; nobody is asked here."""
+        """This member's partial about a suspect, if its own policy approves: no person is asked here."""
         place = self._journal().place
-        with tempfile.TemporaryDirectory(prefix="suspect-", dir=place.path) as folder:
-            suspect = Path(folder) / Path(str(config["name"])).name
-            suspect.write_bytes(_content(arrays["suspect"]))
-            anchor = Path(folder) / "the-anchor.safetensors"
-            anchor.write_bytes(_content(arrays["anchor"]))
-            layout = ModelLayout.from_bytes(_content(arrays["layout"]))
-            reference = Reference.of(place.chain(), layout, anchor)
-            query = Query.from_bytes(config["query"])
-            audits = [Audit.from_bytes(_content(arrays[name])) for name in sorted(arrays) if name.startswith("audit.")]
-            partial = answer(self._home, self._unlock, reference, suspect, query, audits=audits, place=place)
+        query = Query.from_bytes(config["query"])
+        with unpack_query(place, arrays) as asked:
+            partial = answer(
+                self._home, self._unlock, asked.reference, asked.suspect, query, audits=asked.audits, place=place
+            )
         return {"partial": partial.to_bytes()}, {}
 
     def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
