@@ -9,7 +9,7 @@ for the consortium, whatever its manifests.
     anchor.npy             E of the model that the run began with
     layout.json            how models lie in a vector
     sum.npz                what the others check that model by, if this member hands it out
-    result.sealed          what it trained from that state, until a successor is accepted
+    result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made
 
 None of it is in a backup.
@@ -114,7 +114,7 @@ class Journal:
         self.checks = checks_sums(self.manifest)
         self._folder = rounds_folder(place)
         self._memory_path = self._folder / "memory" / "rounds.sealed"
-        self._result_path, self._sum_path = self._folder / "result.sealed", self._folder / "sum.npz"
+        self._sum_path = self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
         self._marked_path = self._folder / _MARKED
@@ -184,23 +184,35 @@ class Journal:
             side.begin(turn)
 
     def keep_result(self, side: RoundMember, round_no: int) -> None:
-        """Sealed, and on disk before anything is uploaded: the same sum may have to be made again."""
+        """Sealed, and on disk before this member says that it is ready: the same sum may have to be made again."""
         about = {"round": round_no, "state": side.state.hex()}
-        with SealedWriter(self._result_path, Unlock.by_identity(self.identity), _RESULT, about) as file:
+        with SealedWriter(self._result_path(round_no), Unlock.by_identity(self.identity), _RESULT, about) as file:
             file.write(np.ascontiguousarray(side.result).data.cast("B"))
 
     def kept_result(self, layout: ModelLayout, state: bytes, round_no: int) -> NDArray[Any]:
         """What this member trained for a round from a state."""
+        path = self._result_path(round_no)
         missing = RoundError(f"{self.name} has not trained in round {round_no} from this model")
-        if not self._result_path.exists():
+        if not path.exists():
             raise missing
-        reader = SealedReader(self._result_path, Unlock.by_identity(self.identity), _RESULT)
+        reader = SealedReader(path, Unlock.by_identity(self.identity), _RESULT)
         if reader.about != {"round": round_no, "state": state.hex()}:
             raise missing
         result = np.frombuffer(b"".join(reader.chunks()), layout.dtype)
         if result.shape != (layout.size,):
             raise missing
         return result
+
+    def drop_results(self, *needed: int) -> None:
+        """Removes the results of all other rounds. A member that says that it is ready for a round has left the earlier
+        ones for good; until then one of them may be made again, and so nothing is removed before."""
+        kept = {self._result_path(round_no) for round_no in needed}
+        for path in self._folder.glob("result-*.sealed"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+    def _result_path(self, round_no: int) -> Path:
+        return self._folder / f"result-{round_no}.sealed"
 
     # --- models with a mark ---
 

@@ -264,9 +264,10 @@ class MemberNode:
         complaint = side.too_strong()
         if complaint is not None:
             return {**told, "strong": complaint}, {}
-        told["ready"] = side.ready()
         if not turn.repeats:
             journal.keep_result(side, round_no)
+        told["ready"] = side.ready()
+        journal.drop_results(round_no, side.secagg.first_round())
         journal.note_marked(side)
         journal.note(ready=round_no)
         if side.checks:
