@@ -23,6 +23,8 @@ from quorumark.errors import RoundError
 from quorumark.flower import watermarked
 from quorumark.flower.wire import exchange, records
 from quorumark.model.layout import read_safetensors
+from quorumark.node.member import MemberNode
+from quorumark.round.server import RoundServer
 from quorumark.simulation import Losses
 from tests.kit.flower_runs import SEED, as_stages, fedavg, run, same
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, records_of, train
@@ -194,6 +196,37 @@ def test_a_run_whose_server_died_goes_on(world: Consortium, tmp_path: Path) -> N
     done, again = run(world, LocalGrid(app_for(world.folder), 5, run_id=9), 6, folder=tmp_path / "run")
     assert not done.reports
     assert same(again, model)
+
+
+@pytest.mark.parametrize("names", [3, 1], ids=["t members", "one member, as a control"])
+def test_a_run_that_lost_its_folder_goes_on_whatever_one_member_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: int
+) -> None:
+    """Hospital 5 hands out a state of later rounds that only it has seen."""
+    world = Consortium.make(tmp_path, policy={**DEFAULT_POLICY, "sums": "checked"})
+    run(world, LocalGrid(app_for(world.folder), 5), 2)
+    elsewhere = world.copy(tmp_path / "elsewhere")
+    run(elsewhere, LocalGrid(app_for(elsewhere.folder), 5, run_id=8), 4, go_on=True)
+    monkeypatch.setattr(RoundServer, "names_needed", names)
+
+    def member(context: Any) -> Any:
+        x = int(context.node_config["partition-id"]) + 1
+        true = MemberNode(*world.home(x), seeds=True)
+
+        class Liar:
+            def handle(self, stage: str, config: Any, arrays: Any) -> Any:
+                return (MemberNode(*elsewhere.home(5)) if stage == "state" else true).handle(stage, config, arrays)
+
+        return Liar() if x == 5 else true
+
+    grid = LocalGrid(app_for(world.folder, find=member), 5, run_id=9)
+    if names == 1:
+        with pytest.raises(RoundError, match="no round of this run was finished"):
+            run(world, grid, 5, go_on=True)
+        return
+    wrapped, model = run(world, grid, 3, go_on=True)
+    assert [report.given_up for report in wrapped.reports] == [""] * len(wrapped.reports)
+    assert same(model, world.in_process(3, SEED).model)
 
 
 # --- messages ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ their operators pinned, and answer verifications only under their own policies.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
 from quorumark.flower.server import _accepted, _told
-from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
+from quorumark.flower.wire import arrays_of, exchange, flwr_app, records, wait_for
 from quorumark.model.suspect import read_suspect
 from quorumark.node.ceremony import CeremonyServer
 from quorumark.node.queries import pack_query
@@ -29,14 +28,6 @@ __all__ = ["make_key", "verify_model"]
 
 _TURNS = 60  # a ceremony takes ten; members may come late
 _TRIES = 4  # how often in a row a member may fail to reply
-
-
-def _wait_for(grid: Any, count: int, timeout: float) -> list[int]:
-    """The nodes that are there, once they are enough."""
-    end = time.monotonic() + timeout
-    while len(nodes := sorted(grid.get_node_ids())) < count and time.monotonic() < end:
-        time.sleep(0.5)
-    return nodes
 
 
 def make_key(
@@ -56,7 +47,7 @@ def make_key(
     """
     flwr = flwr_app()
     server = CeremonyServer(terms, str(grid.run.run_id))
-    nodes = _wait_for(grid, terms.members, timeout)
+    nodes = wait_for(grid, terms.members, timeout)
     points: dict[int, int] = {}
     failures: dict[int, int] = {}  # in a row, by node
     for _ in range(_TURNS):
@@ -137,7 +128,7 @@ def verify_model(
     burnt = {leaf for leaves in explained.values() for leaf in leaves}
     query = prepare(reference, opened, align=align, lora=lora, burnt=burnt).query
     config, arrays = pack_query(reference, opened, query, audits)
-    chosen = sorted(nodes) if nodes is not None else _wait_for(grid, manifest.terms.threshold, timeout)
+    chosen = sorted(nodes) if nodes is not None else wait_for(grid, manifest.terms.threshold, timeout)
 
     def each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
         content = flwr.RecordDict(records(config, vectors))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.home import read_as
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
-from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
+from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record, wait_for
 from quorumark.model.layout import ModelLayout
 from quorumark.node.ceremony import introduced
 from quorumark.round.server import RoundServer
@@ -64,14 +64,15 @@ def watermarked(
 ) -> Watermarked:
     """The same strategy, with secure aggregation and the consortium's mark.
 
-    `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says how the model lies in a
-    vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on. With
-    `go_on` a run goes on from the last model that the members have accepted, which they hand out: a second run from the
-    initial model takes the consent of every member's operator. `after` is the last round in which these members took
-    part in any run. `stage_timeout` is how long a node may take for an upload or an answer, in seconds; training has
-    the strategy's own timeout. With `patience` (3, say), nodes that are silent when more than half have replied get
-    that many times as long as those took, if it is less. `linear` vouches for a strategy of your own: that what it
-    makes of the replies depends on their weighted average alone. `seed` is for research.
+    `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says where each weight of the
+    model is in the vector, and is made from the initial model if there is none. With a `folder` a run whose server died
+    goes on. With `go_on` a run that lost its folder goes on from the newest model that t members name as their last,
+    which they hand out: a second run from the initial model takes the consent of every member's operator. `after` is
+    the last round in which these members took part in any run. `stage_timeout` is how long a node may take for an
+    upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes that are
+    silent when more than half have replied get that many times as long as those took, if it is less. `linear` vouches
+    for your own strategy: that what it makes of the replies depends on their weighted average alone. `seed` is for
+    research.
     """
     _check_strategy(strategy, linear)
     if patience is not None and not patience >= 1:
@@ -186,7 +187,8 @@ class Watermarked:
         )
         carrier = _Carrier(grid, self, server)
         if server.resumed is None:
-            nodes = list(grid.get_node_ids())
+            needed = server.names_needed if self._go_on else 0
+            nodes = wait_for(grid, needed, self._timeout)
             server.survey(lambda stage, told: carrier.ask_all(nodes, "train", stage, told), go_on=self._go_on)
         if server.resumed is not None:
             initial_arrays = to_record(server.resumed)

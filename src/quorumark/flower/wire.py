@@ -16,7 +16,18 @@ from numpy.typing import NDArray
 
 from quorumark.errors import MissingDependencyError
 
-__all__ = ["RECORD", "arrays_of", "exchange", "flwr_app", "records", "size_of", "split", "tensors", "to_record"]
+__all__ = [
+    "RECORD",
+    "arrays_of",
+    "exchange",
+    "flwr_app",
+    "records",
+    "size_of",
+    "split",
+    "tensors",
+    "to_record",
+    "wait_for",
+]
 
 RECORD, VECTORS = "quorumark", "quorumark.arrays"
 """The names of the two records that this project adds to a message."""
@@ -71,6 +82,14 @@ def size_of(content: Any) -> int:
     for record in content.config_records.values():
         size += sum(len(v) if isinstance(v, bytes | str) else 8 for v in record.values())
     return size + sum(8 * len(record) for record in content.metric_records.values())
+
+
+def wait_for(grid: Any, count: int, timeout: float) -> list[int]:
+    """The nodes that are connected, once there are enough of them or the time is over."""
+    end = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < count and time.monotonic() < end:
+        time.sleep(0.5)
+    return nodes
 
 
 def exchange(
