@@ -18,8 +18,10 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from quorumark.consortium.home import Home
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InputError, KeystoreError, RecordError, RoundError
-from quorumark.node.member import MemberNode
+from quorumark.node.member import MODEL, MemberNode
 from quorumark.node.signer import SignerClient
+from quorumark.round.history import research_seed
+from quorumark.round.server import RoundServer
 from tests.kit.flower_runs import SEED, run, same
 from tests.kit.flowers import Consortium, LocalGrid, app_for
 
@@ -92,6 +94,28 @@ def test_a_signer_takes_memory_for_what_has_come_only(world: Consortium, signers
     assert "a head that is too long" in _tell(path, b"\xff" * 8)[0]
 
 
+@pytest.mark.parametrize("options", [[], ["--seeds"]])
+def test_a_signer_follows_the_servers_seed_only_if_its_operator_says_so(
+    world: Consortium, environment: dict[str, str], options: list[str]
+) -> None:
+    assert world.manifest is not None
+    path = world.folder / "s.sock"
+    secrets = ["--home", str(world.folder / "member-1"), "--key-file", str(world.folder / "member-1.key")]
+    command = [sys.executable, "-m", "quorumark", "member", "serve", "--socket", str(path), *secrets, *options]
+    serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert serving.stdout is not None
+        serving.stdout.readline()
+        server = RoundServer(world.manifest, world.layout, world.model, run="1", seed=SEED)
+        offer, arrays = server.offer(world.model)
+        model = {MODEL + name: tensor for name, tensor in world.model.items()}
+        told, _ = SignerClient(path).handle("join", {**offer, "node": "1"}, {**arrays, **model})
+    finally:
+        serving.terminate()
+        assert serving.wait(20) == 0
+    assert (told["seed"] == research_seed(SEED, 1, 1)) == bool(options)
+
+
 def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str]) -> None:
     """`member rounds` once; `member serve` until it is told to stop."""
     home, _ = world.home(1)
@@ -139,6 +163,10 @@ def test_a_node_config_names_the_member(world: Consortium) -> None:
         member_of(SimpleNamespace(node_config=home, run_config={}))
     with pytest.raises(InputError, match="quorumark-home"):
         member_of(SimpleNamespace(node_config={}, run_config={}))
+    for name, value in (("home", folder), ("manifest", "00" * 32), ("terms", "00" * 32), ("seeds", True)):
+        both = {"quorumark-socket": "/run/q.sock", f"quorumark-{name}": value}
+        with pytest.raises(InputError, match=f"to the signer .* got quorumark-{name}"):
+            member_of(SimpleNamespace(node_config=both, run_config={}))
     homes = SimpleNamespace(node_config={"partition-id": 1}, run_config={"quorumark-homes": folder})
     assert "member-2" in repr(member_of(homes))
     assert isinstance(

@@ -121,6 +121,10 @@ def serve(
     manifest: Annotated[
         str | None, typer.Option(help="The digest of the manifest that is served, and no other.")
     ] = None,
+    seeds: Annotated[
+        bool,
+        typer.Option("--seeds", help="Let the server choose the seeds of training, for a run that can be repeated."),
+    ] = False,
 ) -> None:
     """Hold the share in this process, and take part in rounds, ceremonies and verifications for an engine's node that
     runs as another user."""
@@ -138,7 +142,8 @@ def serve(
             raise InputError(option, "must be a digest of 64 hex digits, as consortium show prints it", repr(digest))
     member, opened = Home(home), unlock(key_file, passphrase_file)
     name = member.identity(opened).name  # a wrong key is noticed now, not in a round
-    server = SignerServer(MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which), socket)
+    node = MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which, seeds=seeds)
+    server = SignerServer(node, socket)
     # shutdown waits for the loop that the signal interrupts, so it must not run inside it
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
     typer.echo(f"{name} is served at {socket}")

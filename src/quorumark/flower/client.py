@@ -13,10 +13,10 @@ Which member a node is, its operator says when it starts the node, never the ser
     --node-config 'quorumark-home="/srv/quorumark" quorumark-key-file="/srv/quorumark.key"
                    quorumark-terms="PINNED DIGEST" quorumark-manifest="PINNED DIGEST"'
 
-With `quorumark-evaluate="off"` the node evaluates no models: else a server learns the loss of any model that it sends
-on this member's data. Instead of home and key file it may name `quorumark-socket`, where a process of another user
-holds the share (`quorumark member serve`). In a simulation all homes lie in one folder, which the app's run config
-names (`quorumark-homes`): member N is the node of partition N−1.
+With `quorumark-evaluate="off"` the node evaluates no models: otherwise a server learns the loss of any model that it
+sends on this member's data. Instead of home, key file and pins the node config may name `quorumark-socket`, where a
+process of another user holds the share (`quorumark member serve`, which takes the pins). In a simulation all homes are
+in one folder, which the app's run config names (`quorumark-homes`): member N is the node of partition N−1.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ QUERY = "quorumark"
 _ASKED = ("upload", "unmask", "again", "never", "state")
 """The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
 server that could say it for all but one would find that one's model in the sum."""
+
+_OF_A_SIGNER = {f"quorumark-{name}" for name in ("home", "key-file", "terms", "manifest", "consortium", "seeds")}
+"""What a node's operator says to the signer instead, where there is one."""
 
 _RAISED = 2  # Flower's code for a client app that raised an exception
 
@@ -217,6 +220,13 @@ def member_of(context: Any) -> Stages:
     """The member that a node is, from its node config; in a simulation from its partition."""
     settings = context.node_config
     if "quorumark-socket" in settings:
+        ignored = sorted(name for name in settings if name in _OF_A_SIGNER)
+        if ignored:  # a pin that nobody checks is worse than none
+            raise InputError(
+                "node config",
+                "must leave home, key file, pins and seeds to the signer (quorumark member serve has options for them)",
+                ", ".join(ignored),
+            )
         return SignerClient(str(settings["quorumark-socket"]))
     pins: dict[str, Any] = {
         name: str(settings[f"quorumark-{name}"])
