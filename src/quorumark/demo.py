@@ -1,14 +1,14 @@
 """The demo: five hospitals train one model, and any three of them can prove afterwards that it is theirs.
 
 It runs the real thing, small: the dealer-free key ceremony over a folder, federated training under secure aggregation
-with members who drop out, and verification with the same functions as the commands `quorumark verify …`, down to the
-signed certificate. Handwritten digits, which scikit-learn brings along, stand for the hospitals' data.
+with members who drop out, and verification as the commands `quorumark verify …` do it, down to the signed certificate.
+Handwritten digits, which scikit-learn brings along, stand for the hospitals' data. Everything goes through the front
+door (`quorumark.api`), as in a program of your own.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,25 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from quorumark.align.matching import Groups
-from quorumark.consortium.home import Home
-from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import Unlock, replacing, write_shared
-from quorumark.consortium.records import DEFAULT_POLICY, Manifest, Member, Terms, anchor_digest
-from quorumark.errors import EvidenceError, InputError, MissingDependencyError, RoundError
-from quorumark.field import Vector
-from quorumark.model.layout import ModelLayout, write_safetensors
-from quorumark.model.training import torch_evaluate, torch_train
-from quorumark.report import certificate_page, write_page
-from quorumark.research.attacks.suite import Subject, classifier, key_of_members, load_weights
-from quorumark.research.known import KnownKey, TensorsInMemory
-from quorumark.round.amplitudes import Amplitudes
-from quorumark.setup.inprocess import found, make_key
-from quorumark.simulation import Federation, FederationMember, Losses, watch
-from quorumark.verify.certificate import Certificate
-from quorumark.verify.coalition import answer, check_certificate, combine, prepare, sign
-from quorumark.verify.evidence import Finding, Partial, Query
-from quorumark.verify.reference import Reference, read_chain
+import quorumark as qm
+from quorumark.errors import EvidenceError, MissingDependencyError, RoundError
 
 HOSPITALS = ("Avon", "Birch", "Cedar", "Delta", "Elm")
 EXAMPLES = (437, 350, 280, 220, 150)
@@ -49,63 +32,49 @@ ROUNDS = 20
 TEST = 360
 # a short run of a small model needs a larger step a round to reach ρ = 0.05 (docs/strength.md)
 STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.1", "lr": "cosine:24", "dither": "3", "continuity": "4"}
-LOSSES = Losses({(4, "train"): [5], (7, "upload"): [2], (10, "unmask"): [1]})
-NAMES = {
-    "balanced-anchor/v1": "ours",
-    "global-cosine/v1": "the paper's text",
-    "mean-tensor-cosine/v1": "the paper's code",
-}
+LOSSES = {(4, "train"): [5], (7, "upload"): [2], (10, "unmask"): [1]}
 
-
-@dataclass(frozen=True)
-class _World:
-    """The data, and how to make the network."""
-
-    make: Callable[[], Any]
-    data: tuple[tuple[Any, Any], ...]
-    test: tuple[Any, Any]
+Weights = Mapping[str, Any]
+Data = tuple[Any, Any]
 
 
 def run(console: Console | None = None, out: Path | None = None) -> dict[str, Any]:
     """Runs the demo, prints what happened, and gives the figures; with `out`, everything is kept there."""
     console = console or Console()
     started = time.perf_counter()
-    world = _world()
-    initial = _initial(world, seed=2026)
-    layout = ModelLayout.of(world.make())
-    groups = _groups(world)
-    console.print(
-        f"quorumark demo: {len(HOSPITALS)} hospitals train one model; any {THRESHOLD} of them can prove that it is "
-        f"theirs.\nThe model has {layout.size:,} weights; {layout.coordinates:,} of them carry the mark.\n"
-    )
+    world = digits()
+    initial = world.initial(seed=2026)
     table = Table("what was done", "result", "what it means", title_justify="left")
     with _folder(out) as folder:
-        before = time.perf_counter()
-        hospitals = _Hospitals.found(folder, layout, initial, groups)
-        table.add_row(
-            f"a secret key of {layout.coordinates:,} signs is made, without a dealer",
-            f"{time.perf_counter() - before:.1f} s for all five",
-            f"a share of {8 * layout.coordinates / 2**20:.1f} MiB each; nobody saw the key",
+        hospitals = _found(folder / "members", world, initial)
+        terms = hospitals[0].manifest.terms
+        weights = sum(tensor.numel() for tensor in initial.values())
+        console.print(
+            f"quorumark demo: {len(HOSPITALS)} hospitals train one model; any {THRESHOLD} of them can prove that it is "
+            f"theirs.\nThe model has {weights:,} weights; {terms.coordinates:,} of them carry the mark.\n"
         )
-        marked = _train(console, world, hospitals.people, hospitals.manifest, hospitals.shares, layout, initial, out)
+        table.add_row(
+            f"a secret key of {terms.coordinates:,} signs is made, without a dealer",
+            f"{time.perf_counter() - started:.1f} s for all five",
+            f"a share of {8 * terms.coordinates / 2**20:.1f} MiB each; nobody saw the key",
+        )
+        marked = _train(console, "marked", world, hospitals, initial, out)
         # the control has a consortium of its own: no two sums of one round are ever opened in one
-        people = tuple(Identity.generate(name) for name in HOSPITALS)
-        manifest, shares = make_key(people, _terms(people, layout, initial, groups))
-        unmarked = _train(console, world, people, manifest, shares, layout, initial, out, mark=False)
-        given_up = [report for run_ in (marked, unmarked) for report in run_.reports if report.given_up]
-        if given_up:
-            raise RoundError(f"a round of the demo was given up: {given_up[0].given_up}")
+        with tempfile.TemporaryDirectory(prefix="quorumark-demo-") as control:
+            others = _found(Path(control) / "members", world, initial)
+            unmarked = _train(console, "unmarked", world, others, initial, out)
+        accuracies = [each.reports[-1].metrics["accuracy"] for each in (marked, unmarked)]
         lost = sum(len(points) for report in marked.reports for points in report.lost.values())
         retried = sum(report.attempts > 1 for report in marked.reports)
-        accuracies = [run_.reports[-1].metrics["accuracy"] for run_ in (marked, unmarked)]
         table.add_row(
             f"they train it for {ROUNDS} rounds; Elm, Birch and Avon drop out once each",
             f"accuracy {100 * accuracies[0]:.1f} %",
             f"without a mark {100 * accuracies[1]:.1f} %; only sums were opened",
         )
-        unrelated = torch_train(world.make, epochs=8)(_initial(world, seed=7), world.data[0], seed=7)
+        unrelated = world.train(world.initial(seed=7), world.data[0], seed=7, epochs=8)
         with console.status("verification"):
-            summary = _verify(table, hospitals, folder, marked.model, unmarked.model, unrelated)
+            public = qm.Reference.publish(folder, hospitals[0], initial, world.groups())
+            summary = _verify(table, public, hospitals, folder, marked.model, unmarked.model, unrelated)
         console.print(table)
         console.print(
             "z counts standard deviations from chance. It is PASSED from 6.2 on; every model that was tested before "
@@ -119,11 +88,11 @@ def run(console: Console | None = None, out: Path | None = None) -> dict[str, An
             "threshold": THRESHOLD,
             "dropped": lost,
             "rho": marked.reports[-1].rho,
-            "coordinates": layout.coordinates,
+            "coordinates": terms.coordinates,
             "rounds": ROUNDS,
         }
         if out is not None:
-            write_shared(out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+            (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             console.print(
                 f"\nIn {out}: report.html to read; certificate.json, and what it takes to check it anywhere:\n"
                 f"  quorumark verify check {out}/certificate.json --manifest {out}/consortium.json "
@@ -146,7 +115,56 @@ def _folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _world() -> _World:
+# --- the hospitals' data and their network ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The network, each hospital's data, and the test set."""
+
+    make: Callable[[], Any]
+    data: tuple[Data, ...]
+    test: Data
+
+    def initial(self, seed: int) -> dict[str, Any]:
+        """A public initial model: nothing about it is secret."""
+        import torch
+
+        torch.manual_seed(seed)
+        return {name: tensor.clone() for name, tensor in self.make().state_dict().items()}
+
+    def groups(self) -> Any:
+        """Which channels of the network belong together: agreed on before the key exists, to verify with --align."""
+        return qm.derive_groups(self.make(), self.test[0][:1])
+
+    def train(self, weights: Weights, data: Data, seed: int, rate: float = 1.0, epochs: int = 1) -> dict[str, Any]:
+        """A hospital's own training. `rate` is the learning rate that the terms have for this round."""
+        import torch
+
+        network, (inputs, labels) = self.make(), data
+        network.load_state_dict(weights)
+        optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3 * rate, weight_decay=0.0)
+        order = torch.Generator().manual_seed(seed & (1 << 63) - 1)
+        for _ in range(epochs):
+            for part in torch.randperm(len(labels), generator=order).split(32):
+                optimiser.zero_grad()
+                torch.nn.functional.cross_entropy(network(inputs[part]), labels[part]).backward()
+                optimiser.step()
+        return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+
+    def evaluate(self, weights: Weights) -> dict[str, float]:
+        import torch
+
+        network, (inputs, labels) = self.make(), self.test
+        network.load_state_dict(weights)
+        network.eval()
+        with torch.no_grad():
+            right = network(inputs).argmax(dim=1) == labels
+        return {"accuracy": float(right.float().mean())}
+
+
+def digits() -> Digits:
+    """scikit-learn's handwritten digits, split among the hospitals, and a small convolutional network."""
     try:
         import torch
         from sklearn.datasets import load_digits
@@ -169,102 +187,64 @@ def _world() -> _World:
             nn.Linear(256, 10),
         )  # fmt: skip
 
-    return _World(make, sets[1:], sets[0])
+    return Digits(make, sets[1:], sets[0])
 
 
-def _initial(world: _World, seed: int) -> dict[str, Any]:
-    """A public initial model: nothing about it is secret."""
-    import torch
-
-    torch.manual_seed(seed)
-    return {name: tensor.clone() for name, tensor in world.make().state_dict().items()}
+# --- the key, training, verification ----------------------------------------------------------------------
 
 
-def _groups(world: _World) -> Groups:
-    """Which channels of the network belong together: agreed on before the key exists, for verification with --align."""
-    from quorumark.align.trace import derive_groups
+def _found(members: Path, world: Digits, initial: Weights) -> list[qm.Home]:
+    """The hospitals agree on terms and make a key, over a folder, each from a home of its own."""
+    homes = [qm.Home.create(members / name, name, key_file=members / f"{name}.key") for name in HOSPITALS]
+    cards = [(home.card, examples) for home, examples in zip(homes, EXAMPLES, strict=True)]
+    terms = qm.Terms.agree("demo", THRESHOLD, cards, initial, strength=STRENGTH, groups=world.groups())
+    qm.Home.make_key(homes, terms)
+    return homes
 
-    return derive_groups(world.make(), world.test[0][:1])
 
+def _train(
+    console: Console, name: str, world: Digits, homes: Sequence[qm.Home], initial: Weights, out: Path | None
+) -> qm.Federation:
+    """Federated training under secure aggregation, with a table that says how far it is."""
+    marks = name == "marked"
+    rounds = out / "rounds" if out is not None and marks else None
 
-def _terms(people: Sequence[Identity], layout: ModelLayout, initial: Mapping[str, Any], groups: Groups) -> Terms:
-    cards = enumerate(zip(people, EXAMPLES, strict=True), 1)
-    roster = tuple(Member(x, person.name, person.ed25519, person.x25519, count) for x, (person, count) in cards)
-    anchor = anchor_digest(layout.digest(), layout.encode(initial))
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    policy = {**DEFAULT_POLICY, "sums": "checked", "groups": groups.digest()}
-    return Terms(
-        "demo", THRESHOLD, roster, layout.digest(), layout.coordinates, anchor, created=now, strength=STRENGTH,
-        policy=policy, buffers=layout.beside(initial).hex(),
+    def evaluate(model: Weights) -> dict[str, float]:
+        if rounds is not None:  # global models are public, and an attacker has all of them
+            _save(model, rounds / f"{training.round_no:02d}.safetensors")
+        return world.evaluate(model)
+
+    training = qm.Federation.of_homes(
+        homes, initial, world.train, world.data, evaluate=evaluate, mark=marks, losses=LOSSES,
+        folder=None if out is None else out / name,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Hospitals:
-    """The consortium: every member's home and what opens it, and what is public."""
-
-    homes: tuple[tuple[Home, Unlock], ...]
-    people: tuple[Identity, ...]
-    reference: Reference
-    shares: dict[int, Vector]
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.reference.manifest
-
-    @classmethod
-    def found(cls, folder: Path, layout: ModelLayout, initial: Mapping[str, Any], groups: Groups) -> _Hospitals:
-        """The hospitals agree on terms and make a key, over a folder, each from a home of its own."""
-        members = folder / "members"
-        members.mkdir(mode=0o700)
-        homes = []
-        for name in HOSPITALS:
-            Unlock.new_key_file(members / f"{name}.key")
-            unlock = Unlock.key_file(members / f"{name}.key")
-            homes.append((Home.create(members / name, name, unlock), unlock))
-        people = tuple(home.identity(unlock) for home, unlock in homes)
-        manifest = found(homes, _terms(people, layout, initial, groups), folder / "ceremony")
-        shutil.rmtree(folder / "ceremony")
-        write_shared(folder / "consortium.json", manifest.to_bytes())
-        write_shared(folder / "layout.json", layout.to_bytes())
-        write_shared(folder / "groups.json", groups.to_bytes())
-        write_safetensors({name: tensor.numpy() for name, tensor in initial.items()}, folder / "anchor.safetensors")
-        shares = {x: home.only_consortium().share(unlock).vector() for x, (home, unlock) in enumerate(homes, 1)}
-        return cls(tuple(homes), people, Reference.read(folder / "consortium.json"), shares)
-
-    def ask(self, suspect: Any, points: Sequence[int]) -> tuple[Query, list[Partial]]:
-        """A query about a suspect, and the answers of some."""
-        query = prepare(self.reference, suspect).query
-        partials = []
-        for point in points:
-            home, unlock = self.homes[point - 1]
-            partials.append(answer(home, unlock, self.reference, suspect, query, approved=True))
-        return query, partials
-
-    def certify(self, query: Query, partials: Sequence[Partial]) -> Certificate:
-        """What the partials say, signed by everybody who answered."""
-        certificate = Certificate.of(combine(self.manifest, query, partials))
-        for partial in partials:
-            certificate = sign(*self.homes[partial.point - 1], certificate)
-        return certificate
+    training.watch(ROUNDS, console, f"training, {name}")
+    given_up = [report.given_up for report in training.reports if report.given_up]
+    if given_up:
+        raise RoundError(f"a round of the demo was given up: {given_up[0]}")
+    if rounds is not None and training.norms:  # the sums of norms are public too: they say how strong each mark was
+        np.save(rounds / "norms.npy", np.stack([training.norms[number] for number in sorted(training.norms)]))
+    return training
 
 
 def _verify(
     table: Table,
-    hospitals: _Hospitals,
+    public: qm.Reference,
+    hospitals: Sequence[qm.Home],
     folder: Path,
-    marked: Mapping[str, Any],
-    unmarked: Mapping[str, Any],
-    unrelated: Mapping[str, Any],
+    marked: Weights,
+    unmarked: Weights,
+    unrelated: Weights,
 ) -> dict[str, Any]:
     """Is it theirs? Asked of the model, of the one without the mark, and of one that has nothing to do with them."""
-    suspect = folder / "suspect.safetensors"
-    write_safetensors({name: tensor.numpy() for name, tensor in marked.items()}, suspect)
-    query, partials = hospitals.ask(suspect, range(1, len(HOSPITALS) + 1))
-    for partial in partials:
-        write_shared(folder / "partials" / f"{HOSPITALS[partial.point - 1]}.json", partial.to_bytes())
-    write_shared(folder / "query.json", query.to_bytes())
-    threes = [combine(hospitals.manifest, query, some) for some in combinations(partials, THRESHOLD)]
+    suspect = _save(marked, folder / "suspect.safetensors")
+    query = public.ask(suspect)
+    partials = [home.answer(public, suspect, query, approve=True) for home in hospitals]
+    (folder / "partials").mkdir(exist_ok=True)
+    for home, partial in zip(hospitals, partials, strict=True):
+        (folder / "partials" / f"{home.name}.json").write_bytes(partial.to_bytes())
+    (folder / "query.json").write_bytes(query.to_bytes())
+    threes = [public.combine(query, some).finding for some in combinations(partials, THRESHOLD)]
     first = threes[0]
     table.add_row("Avon, Birch and Cedar test the model", *_verdict(first))
     if {(finding.verdict, finding.z, finding.corroboration) for finding in threes} != {
@@ -275,130 +255,46 @@ def _verify(
         f"so do all {len(threes)} groups of three", f"{first.verdict} each time", "any three get the same number"
     )
     try:
-        combine(hospitals.manifest, query, partials[: THRESHOLD - 1])
+        public.combine(query, partials[: THRESHOLD - 1])
         raise AssertionError("two were enough")
     except EvidenceError:
         table.add_row("Avon and Birch try it alone", "refused", "two cannot: what they have says nothing about z")
-    certificate = hospitals.certify(query, partials)
-    write_shared(folder / "certificate.json", certificate.to_bytes())
-    checked, _ = check_certificate(
-        certificate, read_chain(folder / "consortium.json"), suspect=suspect, reference=hospitals.reference
-    )
-    signers = certificate.signers(hospitals.manifest)
-    command = "quorumark verify check certificate.json --manifest consortium.json --suspect suspect.safetensors"
-    page = certificate_page(certificate, hospitals.manifest, signers=signers, checked=checked, command=command)
-    write_page(folder / "report.html", page)
+    certificate = public.combine(query, partials)
+    for home in hospitals:
+        certificate = home.sign(certificate)
+    (folder / "certificate.json").write_bytes(certificate.to_bytes())
+    public.check(certificate, suspect, report=folder / "report.html")
     table.add_row(
         "all five answer and sign a certificate",
         f"{certificate.finding.verdict}, {certificate.finding.corroboration}",
         "two liars would have been noticed",
     )
-    others = {}
+    others = []
     for name, model in (("the same model, trained without the mark", unmarked), ("an unrelated model", unrelated)):
-        found_, answers = hospitals.ask({key: tensor.numpy() for key, tensor in model.items()}, (1, 3, 4))
-        others[name] = hospitals.certify(found_, answers).finding
-        table.add_row(f"three test {name}", *_verdict(others[name]))
-    known = KnownKey.from_shares(
-        hospitals.manifest, hospitals.shares, hospitals.reference.layout, hospitals.reference.anchor
-    )
-    by_statistic = known.all_z(TensorsInMemory(marked))
-    shown = ", ".join(f"{NAMES[statistic]} {z:.1f}" for statistic, z in by_statistic.items())
-    table.add_row("z of the model by other statistics", shown, "computed with the key put together: research only")
-    z_unmarked, z_unrelated = (float(finding.z) for finding in others.values())
+        asked = public.ask(model)
+        answers = [hospitals[place].answer(public, model, asked, approve=True) for place in (0, 2, 3)]
+        found = public.combine(asked, answers)
+        for place in (0, 2, 3):
+            found = hospitals[place].sign(found)
+        others.append(found.finding)
+        table.add_row(f"three test {name}", *_verdict(found.finding))
     return {
         "z_marked": float(first.z),
-        "z_unmarked": z_unmarked,
-        "z_unrelated": z_unrelated,
-        "z_by_statistic": by_statistic,
-        "verdicts": [first.verdict, *(finding.verdict for finding in others.values())],
+        "z_unmarked": float(others[0].z),
+        "z_unrelated": float(others[1].z),
+        "verdicts": [first.verdict, *(finding.verdict for finding in others)],
         "corroboration": [first.corroboration, certificate.finding.corroboration],
     }
 
 
-def _verdict(finding: Finding) -> tuple[str, str]:
+def _verdict(finding: Any) -> tuple[str, str]:
     meaning = {"PASSED": "it is theirs, beyond doubt", "FAILED": "noise: not accused"}
     return f"{finding.verdict}, z = {float(finding.z):.1f}", meaning.get(finding.verdict, "nothing follows")
 
 
-def _train(
-    console: Console,
-    world: _World,
-    people: Sequence[Identity],
-    manifest: Manifest,
-    shares: Mapping[int, Vector],
-    layout: ModelLayout,
-    initial: Mapping[str, Any],
-    out: Path | None,
-    *,
-    mark: bool = True,
-) -> Federation:
-    """Federated training under secure aggregation, with a table that says how far it is."""
-    train = torch_train(world.make)
-    members = {}
-    kept: dict[int, Vector] = {}
-    for x, (person, data) in enumerate(zip(people, world.data, strict=True), 1):
-        member = _Recorder(person, manifest, layout, train, data, shares[x], mark=mark)
-        member.opened = kept
-        members[x] = member
-    name = "marked" if mark else "unmarked"
-    folder = None if out is None else out / name
-    score = torch_evaluate(world.make, world.test)
-    rounds = out / "rounds" if out is not None and mark else None
+def _save(model: Weights, path: Path) -> Path:
+    from safetensors.torch import save_file
 
-    def evaluate(model: Mapping[str, Any]) -> dict[str, float]:
-        if rounds is not None:  # global models are public, and an attacker has all of them
-            rounds.mkdir(exist_ok=True)
-            write_safetensors({n: t.numpy() for n, t in model.items()}, rounds / f"{training.round_no:02d}.safetensors")
-        return score(model)
-
-    training = Federation(manifest, layout, initial, members, evaluate=evaluate, losses=LOSSES, folder=folder)
-    watch(training, ROUNDS, console, f"training, {name}")
-    if rounds is not None and kept:
-        with replacing(rounds / "norms.npy", 0o644) as file:
-            np.save(file, np.stack([kept[number] for number in sorted(kept)]))
-    return training
-
-
-class _Recorder(FederationMember):
-    """A member that keeps the sums of norms that rounds open: they are public, and say how strong each mark was."""
-
-    opened: dict[int, Vector]
-
-    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
-        if norms is not None:
-            self.opened[round_no] = norms
-        super().accept(round_no, encoded, embedded, norms)
-
-
-# --- for those who attack ---------------------------------------------------------------------------------
-
-
-def subject(folder: Path) -> Subject:
-    """What `quorumark attack suite` needs, from the folder of an earlier `quorumark demo --out`.
-
-    The key is put together from the members' homes, which lie there with what opens them: research only.
-    """
-    needed = ("consortium.json", "suspect.safetensors", "groups.json", "rounds", "members")
-    for name in needed:
-        if not (folder / name).exists():
-            raise InputError("the folder", "must be what `quorumark demo --out` of this release left", f"no {name}")
-    import torch
-
-    from quorumark.research.attacks import Target, public_scales
-
-    world = _world()
-    reference = Reference.read(folder / "consortium.json")
-    homes = sorted(path for path in (folder / "members").iterdir() if path.is_dir())[:THRESHOLD]
-    known = key_of_members(reference, {home: home.with_name(f"{home.name}.key") for home in homes})
-    models = [folder / "anchor.safetensors", *sorted((folder / "rounds").glob("*.safetensors"))]
-    checkpoints = [load_weights(path) for path in models]
-    norms = np.load(folder / "rounds" / "norms.npy") if (folder / "rounds" / "norms.npy").exists() else None
-    scales = public_scales(reference.layout, reference.manifest.terms.strength, checkpoints, norms)
-    parts = [torch.cat(both) for both in zip(*world.data, strict=True)]
-    other = torch_train(world.make, epochs=8)(_initial(world, seed=7), (parts[0], parts[1]), seed=7)
-    released = load_weights(folder / "suspect.safetensors")
-    data = (parts[0], parts[1])
-    target = Target(
-        world.make, released, data, checkpoints, scales, other=other, layout=reference.layout, base=checkpoints[0]
-    )
-    return Subject("the demo's model", target, classifier(*world.test), reference, known)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in model.items()}, path)
+    return path

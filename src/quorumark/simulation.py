@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from quorumark.consortium.checks import DAMAGED
+from quorumark.checks import DAMAGED
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import write_shared
 from quorumark.consortium.records import Manifest
@@ -49,7 +49,7 @@ from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.round.history import History, research_seed
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.server import RoundServer
 
 __all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "watch"]
@@ -211,6 +211,7 @@ class Federation:
         self._evaluate, self._losses, self._seed = evaluate, losses or Losses(), seed
         self._folder = None if folder is None else Path(folder)
         self.reports: list[RoundReport] = []
+        self.norms: dict[int, Vector] = {}  # the sums of norms that accepted rounds opened: public
         self.round_no = after
         self.server = RoundServer(manifest, layout, dict(model), after=after, folder=self._folder, marks=self.marks)
         warmup = self.history.strength.warmup_rounds
@@ -295,6 +296,8 @@ class Federation:
         report.c, report.silenced = server.c, server.silenced
         with timed(report, "strength"):
             server.accept(weights)
+            if settled.norms is not None:
+                self.norms[number] = settled.norms
             for member in self.members.values():
                 member.accept(number, settled.encoded, settled.embedded, settled.norms)
         report.rho = self.history.mark.rho / (1 << 32)

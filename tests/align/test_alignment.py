@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from quorumark.align.matching import PROCEDURE, Group, Groups, Slot
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Terms, check_terms_follow
+from quorumark.consortium.records import Terms
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.setup.amend import propose
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.reference import Reference
-from tests.house.test_cli import run
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, anchor_model, make_world, trained_from
-from tests.verify.test_verify_cli import Desk
+from tests.kit.desk import Desk
 
 # the model of tests/kit/consortium.py: 60 channels of the convolution, of which fc reads two places each
 CHANNELS = Group(60, (Slot("conv.weight", 0, 0, 1, 1, 1), Slot("fc.weight", 1, 0, 2, 2, 1)))
@@ -248,7 +249,7 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     cards = []
     for name in ("Avon", "Birch", "Cedar"):
         Unlock.new_key_file(tmp_path / f"{name}.key")
-        home = Home.create(tmp_path / name, name, Unlock.key_file(tmp_path / f"{name}.key"))
+        home = HomeFolder.create(tmp_path / name, name, Unlock.key_file(tmp_path / f"{name}.key"))
         cards += ["--member", str(home.path / "member.json")]
     model = tmp_path / "model.safetensors"
     rng = np.random.default_rng(0)

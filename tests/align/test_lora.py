@@ -20,7 +20,7 @@ from quorumark import field
 from quorumark.align.fixed import Fixed, SingularError, inverse, times
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
 from quorumark.align.matching import Group, Groups, Mixing, Slot
-from quorumark.consortium.records import check_terms_follow
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form
@@ -29,8 +29,8 @@ from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
 from quorumark.verify.coalition import answer, check_certificate, combine, prepare
 from quorumark.verify.reference import Reference, describe_lora
-from tests.house.test_cli import run
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
 
 RANK = 8
@@ -323,7 +323,7 @@ def test_a_layer_that_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
     """It is read again for every pass, and gives the same."""
     delta, anchor = product(trained(initial(), 7), "q"), initial()[down("q")]
     expected = gauge(blocks(delta, 7), anchor)
-    monkeypatch.setattr("quorumark.align.lora._KEPT", 1000)
+    monkeypatch.setattr("quorumark.align.lora.KEPT", 1000)
     assert all((one == two).all() for one, two in zip(gauge(blocks(delta, 7), anchor), expected, strict=True))
 
 

@@ -25,9 +25,9 @@ from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import TensorsInMemory
 from quorumark.verify.coalition import combine, prepare
-from tests.house.test_cli import run
+from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, make_world
-from tests.verify.test_verify_cli import Desk
+from tests.kit.desk import Desk
 
 WORDS, WIDTH, NEURONS = 90, 24, 40
 FLOW = Stream(

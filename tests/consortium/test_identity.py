@@ -12,9 +12,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from quorumark.canonical import digest
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
 from quorumark.consortium.identity import Header, Identity, open_message, verify, verify_card
-from quorumark.consortium.records import Card, Terms, digest
+from quorumark.consortium.records import Card, Terms
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from tests.kit.ceremony import identities, make_terms
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quorumark import field, shamir
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.identity import verify_manifest
 from quorumark.consortium.merkle import Opening, Tree, new_salt, root_from, salt_seed
-from quorumark.consortium.records import Genesis, Manifest, Terms, canonical, digest
+from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import share_root
 from quorumark.errors import InputError, RecordError, SignatureError
 from tests.kit.ceremony import identities, make_terms

@@ -20,9 +20,9 @@ from scipy import stats
 from quorumark import field, shamir
 from quorumark.research.bench.peers import PAPER_MODULUS, paper_sharing
 from tests.kit.oracle import P
+from tests.kit.secrecy import ALARM, features
 
 Scheme: TypeAlias = Callable[[NDArray[np.uint64], int, int], NDArray[np.uint64]]
-ALARM = 1e-10
 
 
 def _ours(secret: NDArray[np.uint64], threshold: int, members: int) -> NDArray[np.uint64]:
@@ -56,7 +56,7 @@ def assert_hides(scheme: Scheme, modulus: int = P, size: int = 40_000) -> None:
     for members, threshold in ((2, 2), (5, 3), (9, 4)):
         low = scheme(np.zeros(size, np.uint64), threshold, members)
         high = scheme(np.full(size, modulus // 2, np.uint64), threshold, members)
-        for name, feature in _features(threshold, modulus).items():
+        for name, feature in features(threshold, modulus).items():
             a, b = feature(low), feature(high)
             # the same distribution for both secrets, and a uniform one
             counts = np.array([np.bincount(a, minlength=64), np.bincount(b, minlength=64)])
@@ -72,36 +72,6 @@ def assert_hides(scheme: Scheme, modulus: int = P, size: int = 40_000) -> None:
     hits = int((share % np.uint64(point) == secret % np.uint64(point)).sum())
     chance = stats.binom.sf(hits - 1, trials, 1 / point)
     assert chance > ALARM, f"the share at {point} repeats the secret mod {point} in {hits} of {trials} places"
-
-
-def _features(threshold: int, modulus: int) -> dict[str, Callable[[NDArray[np.uint64]], NDArray[Any]]]:
-    """Six-bit views of what t−1 members hold: single shares, and the sum that would cancel a lower degree."""
-
-    def top(x: NDArray[np.uint64]) -> NDArray[Any]:
-        return (x.astype(object) * 64 // modulus).astype(int)
-
-    def combined(shares: NDArray[np.uint64]) -> NDArray[Any]:
-        # pretend that the degree were t−2: Lagrange on the t−1 shares would give the secret
-        weights = _lagrange_over(list(range(1, threshold)), modulus)
-        return top(sum(w * row.astype(object) for w, row in zip(weights, shares, strict=False)) % modulus)
-
-    return {
-        "first share, high bits": lambda s: top(s[0]),
-        "last share, high bits": lambda s: top(s[threshold - 2]),
-        "first share, low bits": lambda s: (s[0] & np.uint64(63)).astype(int),
-        "t−1 shares combined": combined,
-    }
-
-
-def _lagrange_over(points: list[int], modulus: int) -> list[int]:
-    weights = []
-    for x in points:
-        above = below = 1
-        for other in points:
-            if other != x:
-                above, below = above * -other % modulus, below * (x - other) % modulus
-        weights.append(above * pow(below, -1, modulus) % modulus)
-    return weights
 
 
 def test_our_shares_hide_the_secret() -> None:

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from quorumark import codec, field, shamir
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock, read_sealed
 from quorumark.consortium.records import Manifest
 from quorumark.model.layout import ModelLayout, read_safetensors
 from quorumark.round.memory import FolderState
-from quorumark.round.secagg import _private
+from quorumark.round.secagg.masks import private_key
 from quorumark.verify.certificate import Certificate
 from tests.kit.overheard import Listener, Words, samples, search, texts, together, windows
 
@@ -166,7 +166,7 @@ class Secrets:
 
     def _member(self, point: int, name: str) -> NDArray[Any]:
         members, found = self._out / "members", self._kept / name
-        home, unlock = Home(members / name), Unlock.key_file(members / f"{name}.key")
+        home, unlock = HomeFolder(members / name), Unlock.key_file(members / f"{name}.key")
         identity, share = home.identity(unlock), home.only_consortium().share(unlock)
         private, vector = identity.to_secret_bytes(), share.vector()
         seeds = {json.loads(read_sealed(p, unlock, "ceremony"))["seed"] for p in found.glob("*-ceremony.sealed")}
@@ -220,8 +220,8 @@ class Secrets:
                 if entry["secret"] not in seen:
                     seen.add(entry["secret"])
                     yield bytes.fromhex(entry["secret"])
-                    yield _private(entry).private_bytes_raw()
-                    public = _private(entry).public_key().public_bytes_raw()
+                    yield private_key(entry).private_bytes_raw()
+                    public = private_key(entry).public_key().public_bytes_raw()
                     self._keys.append(windows(np.frombuffer(public, np.uint8)))
 
     def _signs(self, shares: dict[int, NDArray[Any]]) -> None:
@@ -267,7 +267,7 @@ def test_the_superlink_never_held_a_share_a_seed_or_an_update(deployment: Deploy
 def test_the_search_finds_a_secret_in_any_form_and_anywhere(deployment: Deployed, secrets: Secrets) -> None:
     """What the test above would say if the SuperLink had held them: each is put into a copy of what was overheard."""
     pages, out = (deployment.kept / "pages").read_bytes()[: 1 << 20], deployment.out
-    home, unlock = Home(out / "members" / "Birch"), Unlock.key_file(out / "members" / "Birch.key")
+    home, unlock = HomeFolder(out / "members" / "Birch"), Unlock.key_file(out / "members" / "Birch.key")
     share = home.only_consortium().share(unlock).vector()[1000:1008].tobytes()
     key = (out / "members" / "Birch.key").read_bytes()
     result = trained(next((deployment.kept / "Birch").glob("*-result-*.sealed")), home.identity(unlock))

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from quorumark.align.matching import Group, Groups
+from quorumark.canonical import canonical
 from quorumark.cli import app
 from quorumark.consortium.keystore import write_private
-from quorumark.consortium.records import canonical
 from quorumark.errors import EvidenceError, MessageError, QuorumarkError, RecordError
 from quorumark.flower import make_key, verify_model
 from quorumark.model.layout import write_safetensors

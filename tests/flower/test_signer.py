@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InputError, KeystoreError, RecordError, RoundError
 from quorumark.node.member import MODEL, MemberNode
@@ -172,6 +172,6 @@ def test_a_node_config_names_the_member(world: Consortium) -> None:
     assert isinstance(
         member_of(SimpleNamespace(node_config={"quorumark-socket": "/run/q.sock"}, run_config={})), SignerClient
     )
-    pinned = MemberNode(Home(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
+    pinned = MemberNode(HomeFolder(f"{folder}/member-1"), Unlock.key_file(f"{folder}/member-1.key"), manifest="00" * 32)
     with pytest.raises(RecordError, match="its operator pinned"):
         pinned.handle("unmask", {"request": b""}, {})

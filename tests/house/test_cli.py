@@ -15,11 +15,7 @@ import numpy as np
 import pytest
 
 from quorumark.model.layout import ModelLayout, write_safetensors
-
-
-def run(environment: dict[str, str], *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+from tests.kit.commands import run
 
 
 def test_demo_tells_its_story(environment: dict[str, str], tmp_path: Path) -> None:
@@ -42,9 +38,6 @@ def test_demo_tells_its_story(environment: dict[str, str], tmp_path: Path) -> No
     assert events[6]["attempts"] == 2
     assert summary["verdicts"] == ["PASSED", "FAILED", "FAILED"]
     assert summary["corroboration"] == ["uncorroborated", "corroborated"]
-    ours, text_z, code_z = summary["z_by_statistic"].values()
-    assert ours == pytest.approx(summary["z_marked"], abs=1e-5)
-    assert ours > text_z > code_z
     _check_elsewhere(environment, tmp_path)
     _attack(environment, tmp_path)
     again = run(environment, "demo", "--out", str(tmp_path / "out"))

@@ -16,8 +16,10 @@ ORDER = [
     "quorumark.field",
     "quorumark.shamir",
     "quorumark.codec",
-    "quorumark.consortium",
+    "quorumark.checks",
+    "quorumark.canonical",
     "quorumark.model",
+    "quorumark.consortium",
     "quorumark.setup",
     "quorumark.round",
     "quorumark.simulation",
@@ -25,9 +27,10 @@ ORDER = [
     "quorumark.verify",
     "quorumark.report",
     "quorumark.node",
+    "quorumark.api",
     "quorumark.flower",
-    "quorumark.research",
     "quorumark.demo",
+    "quorumark.research",
     "quorumark.cli",
     "quorumark.__main__",
 ]
@@ -76,6 +79,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.align.trace",
         "quorumark.research.attacks.base",
         "quorumark.demo",
+        "quorumark.research.attacks.demo",
         "quorumark.research.bench.align",
         "quorumark.research.bench.dealer",
         "quorumark.research.bench.dkg",
@@ -316,3 +320,19 @@ def test_what_members_use_in_earnest_does_not_reach_the_research_door(root: Path
     assert "quorumark.verify.coalition" in seen
     assert "quorumark.consortium.records" in seen
     assert not {m for m in seen if m.startswith("quorumark.research")}
+
+
+def test_test_files_do_not_import_each_other_and_stay_short(root: Path) -> None:
+    """What two of them need is in tests/kit."""
+    wrong = []
+    for path in sorted((root / "tests").rglob("*.py")):
+        wrong += [f"{path.name} imports {name}" for name, _ in _imports(path) if ".test_" in name]
+        if len(path.read_text(encoding="utf-8").splitlines()) > 1000:
+            wrong.append(f"{path.name} has more than 1000 lines")
+    assert not wrong
+
+
+def test_source_files_stay_short(root: Path) -> None:
+    """A file above 700 lines usually holds two things. Kernels are one file: numba's cache watches no other."""
+    lengths = {m: len(path.read_text(encoding="utf-8").splitlines()) for m, path in _modules(root).items()}
+    assert not {m for m, length in lengths.items() if length > 700 and m != "quorumark.field.kernels"}

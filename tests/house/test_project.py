@@ -88,14 +88,6 @@ def test_the_figures_of_flower_are_the_measured_ones(root: Path) -> None:
         assert f"| {row['seconds']:.{digits}f} (× {row['ratio']:.{2 - digits}f}) |" in text
 
 
-def test_the_readmes_example_runs(root: Path) -> None:
-    example = re.search(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
-    assert example
-    printed: list[str] = []
-    exec(example[1], {"print": lambda *values: printed.append(" ".join(map(str, values)))})  # noqa: S102
-    assert printed == ["18432 of 18496", "(2,)"]
-
-
 def test_links_in_the_documentation_lead_somewhere(root: Path) -> None:
     for page in [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "benchmarks").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quorumark.consortium.home import Home
+from quorumark.canonical import canonical, digest
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import canonical, digest
 from quorumark.errors import EvidenceError, KeystoreError, LayoutError, RecordError
 from quorumark.model.layout import write_safetensors
 from quorumark.model.suspect import read_suspect
@@ -45,7 +45,7 @@ def limited(program: str, *arguments: object, first: str = "") -> str:
     """What a process says that may not take a GiB more than its imports do."""
     head = (
         f"{first}\nimport resource, sys\nfrom pathlib import Path\nfrom quorumark.errors import QuorumarkError\n"
-        "from quorumark.model.suspect import read_suspect\nfrom quorumark.consortium.home import Home\n"
+        "from quorumark.model.suspect import read_suspect\nfrom quorumark.consortium.home import HomeFolder\n"
         "size = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
         f"resource.setrlimit(resource.RLIMIT_AS, (size + {LIMIT}, size + {LIMIT}))\n"
     )
@@ -220,7 +220,7 @@ def test_a_kept_query_that_inflates(world: World) -> None:
 
 
 def test_a_header_may_not_ask_for_much_work(tmp_path: Path) -> None:
-    home = Home.create(tmp_path / "home", "Avon", Unlock.passphrase("correct horse"))
+    home = HomeFolder.create(tmp_path / "home", "Avon", Unlock.passphrase("correct horse"))
     path = home.path / "identity.sealed"
     data = path.read_bytes()
     length = int.from_bytes(data[:4], "big")
@@ -244,7 +244,7 @@ def backup(tmp_path: Path, world: World) -> Path:
 def refused(path: Path) -> None:
     target = path.with_name("restored")
     with pytest.raises(KeystoreError, match="is not a backup of a member's home, or is damaged"):
-        Home.restore(path, target)
+        HomeFolder.restore(path, target)
     assert not target.exists()
 
 
@@ -263,7 +263,7 @@ def test_a_backup_is_a_plain_tar_file(backup: Path) -> None:
         backup.write_bytes(plain[:cut])
         refused(backup)
     backup.write_bytes(plain)
-    assert Home.restore(backup, backup.with_name("whole")).card().name == "Cedar"
+    assert HomeFolder.restore(backup, backup.with_name("whole")).card().name == "Cedar"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_backup_may_not_fill_the_disk(backup: Path) -> None:
             file.write(entry.tobuf(tarfile.GNU_FORMAT))
             file.truncate(end + 512 + size + tarfile.RECORDSIZE)
         with pytest.raises(KeystoreError, match=text):
-            Home.restore(backup, backup.with_name("restored"))
+            HomeFolder.restore(backup, backup.with_name("restored"))
         assert not backup.with_name("restored").exists()
         backup.write_bytes(plain)
 

@@ -1,4 +1,4 @@
-"""Audits for tests: a certificate of all members, leaves that some of them open, and the proof of it."""
+"""An audit of a world's key."""
 
 from __future__ import annotations
 
@@ -59,3 +59,6 @@ def audit(
         burns = Ledger.open(place, world.manifest)
         openings[point] = open_leaves(home, place, unlock, asked, query, answered=True, burns=burns)
     return Audited(certificate, asked, openings)
+
+
+# --- forged and ground challenges --------------------------------------------------------------------------

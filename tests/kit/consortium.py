@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.setup.inprocess import found
@@ -48,7 +48,7 @@ class World:
     """What a test of verification needs."""
 
     folder: Path
-    homes: list[tuple[Home, Unlock]]
+    homes: list[tuple[HomeFolder, Unlock]]
     reference: Reference
     known: KnownKey
     suspect: Path
@@ -96,7 +96,7 @@ def make_world(
     for name in NAMES[:members]:
         Unlock.new_key_file(folder / f"{name}.key")
         unlock = Unlock.key_file(folder / f"{name}.key")
-        homes.append((Home.create(folder / name, name, unlock), unlock))
+        homes.append((HomeFolder.create(folder / name, name, unlock), unlock))
     roster = tuple(
         Member(x, card.name, card.ed25519, card.x25519, 100 * x)
         for x, card in enumerate((home.card() for home, _ in homes), 1)
@@ -104,7 +104,7 @@ def make_world(
     values: dict[str, Any] = {"created": "2026-01-31T12:00:00Z", "leaf": 64, **terms}
     agreed = Terms(
         "hospitals", threshold, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(anchor)), **values,
+        anchor_of(layout, anchor), **values,
     )  # fmt: skip
     manifest = found(homes, agreed, folder / "ceremony")
     write_shared(folder / "consortium.json", manifest.to_bytes())

@@ -22,12 +22,13 @@ import numpy as np
 
 from quorumark.align.lora import Factors, Lora
 from quorumark.align.matching import Group, Groups, Slot
+from quorumark.canonical import canonical
 from quorumark.consortium.archive import Archive, leaf_count, write_archive
-from quorumark.consortium.home import _KEPT, Home, read_as, read_file
+from quorumark.consortium.home import _KEPT, HomeFolder, read_as, read_file
 from quorumark.consortium.identity import verify_card
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
-from quorumark.consortium.records import Card, Manifest, Terms, canonical
+from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.strength import Strength
 from quorumark.errors import RecordError
 from quorumark.model.layout import ModelLayout
@@ -42,10 +43,11 @@ from quorumark.research.lab import attacked as lab_attacked
 from quorumark.research.lab import config as lab_config
 from quorumark.research.lab import results as lab_results
 from quorumark.research.rows import parsed_rows
-from quorumark.round import sums
+from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.memory import MemoryState
-from quorumark.round.secagg import SecAggMember, Upload, pack, unpack
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Upload, pack, unpack
 from quorumark.round.server import RoundServer
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose, successor
@@ -62,13 +64,12 @@ from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.guard import check_query
 from quorumark.verify.ledger import Ledger, Policy, read_policy
 from quorumark.verify.reference import read_chain
+from tests.kit import checked, secure_sums, suspects
+from tests.kit import liars as shared_keys
 from tests.kit import mutations as m
 from tests.kit.consortium import World, make_world, trained_from
 from tests.kit.flowers import Consortium, train
 from tests.kit.rounds import SEED, Run
-from tests.model import test_suspect
-from tests.round import test_secagg, test_sums
-from tests.verify import test_audit
 
 Mutators = tuple[m.Mutator, ...]
 
@@ -259,7 +260,7 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
 
     def answered(here: Path) -> Any:
         asked = Query.from_bytes(read_file(here / "query", "a query"))
-        home, unlock = Home(here / "home"), world.homes[0][1]
+        home, unlock = HomeFolder(here / "home"), world.homes[0][1]
         partial = answer(home, unlock, world.reference, world.suspect, asked, approved=True)
         # when it was asked and what it leaves out is the asker's to say, and all else follows from the suspect
         return partial.suspect, asked.files, asked.statistic, asked.alignment, asked.manifest
@@ -335,7 +336,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home.policy_path.write_bytes(canonical({"format": Policy.FORMAT, "approve": "ask"}))
 
     def read(here: Path) -> Any:
-        mine = Home(here)
+        mine = HomeFolder(here)
         place = mine.only_consortium()
         mine.card()
         secret = mine.identity(unlock).to_secret_bytes()
@@ -359,7 +360,7 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
     home.backup(folder / "backup.tar")
 
     def restore(here: Path) -> None:
-        restored = Home.restore(here / "file", here / "restored")
+        restored = HomeFolder.restore(here / "file", here / "restored")
         for path in restored.path.rglob("*"):
             relative = path.relative_to(restored.path).as_posix()
             if path.is_symlink() or (path.is_file() and not _KEPT.fullmatch(relative)):
@@ -368,10 +369,10 @@ def _homes(folder: Path, _: Path) -> Iterator[Kind]:
 
     yield FileKind("backup", restore, _with(m.in_tar, m.in_tar), data=(folder / "backup.tar").read_bytes(), weight=3)
     phrase = Unlock.passphrase("correct horse battery")
-    Home.create(folder / "phrase", "Avon", phrase)
+    HomeFolder.create(folder / "phrase", "Avon", phrase)
 
     def passphrase(here: Path) -> bytes:
-        return Home(here).identity(phrase).to_secret_bytes()
+        return HomeFolder(here).identity(phrase).to_secret_bytes()
 
     # every one of these takes scrypt's half second: one case in a hundred
     yield FileKind("passphrase", passphrase, SEALED, "identity.sealed", beside=folder / "phrase", weight=0)
@@ -384,11 +385,11 @@ def _audits(_: Path, __: Path) -> Iterator[Kind]:
     rng = np.random.default_rng(3)
     size = 12_000
     raw = rng.choice(np.array([-1, 1]), size)
-    liars = test_audit.Liars(test_audit.shared(raw))
-    key = raw * test_audit.signs(liars.manifest.genesis, size)
-    x = test_audit.vector(rng, key, 60.0, size)
-    query = test_audit.query_of(x, liars.manifest)
-    asked = challenge(query, liars.manifest, test_audit.score(x, key), test_audit.SEED)
+    liars = shared_keys.Liars(shared_keys.shared(raw))
+    key = raw * shared_keys.signs(liars.manifest.genesis, size)
+    x = shared_keys.vector(rng, key, 60.0, size)
+    query = shared_keys.query_of(x, liars.manifest)
+    asked = challenge(query, liars.manifest, shared_keys.score(x, key), shared_keys.SEED)
     openings = liars.openings(asked)
 
     def audited(here: Path) -> Any:
@@ -427,7 +428,7 @@ def _ceremonies(folder: Path, _: Path) -> Iterator[Kind]:
     exchange, unlock = folder / "exchange", homes[0][1]
 
     def turn(here: Path) -> None:
-        advance(Home(here / "home"), unlock, group.terms, here / "exchange")
+        advance(HomeFolder(here / "home"), unlock, group.terms, here / "exchange")
 
     for number in range(20):
         if exchange.exists():
@@ -467,7 +468,7 @@ def _amended(folder: Path, group: Consortium) -> Iterator[Kind]:
     after = successor(before, terms).digest()
 
     def signed(here: Path) -> Any:
-        home = Home(here / "home")
+        home = HomeFolder(here / "home")
         told = read_as(here / "folder" / "terms.json", "terms", Terms.from_bytes)
         made, missing = sign_amendment(home, group.home(1)[1], told, here / "folder", home.only_consortium())
         return after if missing else made.digest()  # it comes into force as it was signed, or not at all
@@ -488,7 +489,7 @@ def _dealt(folder: Path) -> Iterator[Kind]:
     whole = read_as(begun / "folder" / "dealing.json", "a dealing", Manifest.from_bytes).digest()
 
     def accepted(here: Path) -> Any:
-        made = accept(Home(here / "home"), unlock, here / "folder", group.terms)
+        made = accept(HomeFolder(here / "home"), unlock, here / "folder", group.terms)
         return whole if made is None else made.digest()  # a signature that is not there is waited for
 
     for name, mutators in (("dealing.json", JSON), ("share-1.sealed", SEALED), ("signature-2.hex", PLAIN)):
@@ -505,7 +506,7 @@ def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
     shutil.copytree(helper.path, begun / "home")
 
     def helped(here: Path) -> None:
-        home = Home(here / "home")
+        home = HomeFolder(here / "home")
         help_recover(home, home.only_consortium(), helper_key, here / "folder")
 
     headed = m.Wrap(lambda d: m.HEADED.out(d[2:]), lambda d, inner: d[:2] + m.HEADED.back(d[2:], inner))
@@ -516,8 +517,8 @@ def _recovery(folder: Path, group: Consortium) -> Iterator[Kind]:
 
 
 def _sums(_: Path, __: Path) -> Iterator[Kind]:
-    net = test_secagg.Net(3, 2)
-    readies = {x: net.members[x].ready(1, test_secagg.BINDING, net.length) for x in net.members}
+    net = secure_sums.Net(3, 2)
+    readies = {x: net.members[x].ready(1, secure_sums.BINDING, net.length) for x in net.members}
     for x, ready in readies.items():
         net.server.take_ready(x, ready)
     announcement = net.server.announce()
@@ -534,7 +535,7 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     def member(memory: bytes) -> SecAggMember:
         state = MemoryState(net.group)
         state._save(memory)
-        return SecAggMember(test_secagg._PEOPLE[0], net.group, state)
+        return SecAggMember(secure_sums.PEOPLE[0], net.group, state)
 
     def serve(ready: bytes, upload: bytes | None = None, reply: bytes | None = None) -> Any:
         server = net.serve(1)
@@ -572,26 +573,26 @@ def _sums(_: Path, __: Path) -> Iterator[Kind]:
     yield _bytes_kind("secagg upload", packed, one, uploads[1])
     yield _bytes_kind("secagg request", asked, one, requests[1])
     yield _bytes_kind("secagg answer", lambda d: serve(readies[1], uploads[1], d), one, answers[1])
-    people, group = test_sums._people(3)
-    boxes = {x: sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
+    people, group = checked.five_people(3)
+    boxes = {x: checked_sums.seal_keys(person, group, 4, bytes(32)) for x, person in enumerate(people, 1)}
 
     def key(data: bytes) -> bytes:
-        sums.check_said(group, 4, bytes(32), 2, data, b"")
-        each = [sums.box_for(b, 1) for b in (boxes[1], data, boxes[3])]
-        return sums.round_key(people[0], group, 4, bytes(32), (1, 2, 3), each)
+        checked_sums.check_said(group, 4, bytes(32), 2, data, b"")
+        each = [checked_sums.box_for(b, 1) for b in (boxes[1], data, boxes[3])]
+        return checked_sums.round_key(people[0], group, 4, bytes(32), (1, 2, 3), each)
 
     def vouched(data: bytes) -> Any:
-        return sums.vouchers(group, 4, bytes(32), {2: data}) or (2,)  # nobody needs to vouch
+        return checked_sums.vouchers(group, 4, bytes(32), {2: data}) or (2,)  # nobody needs to vouch
 
     yield _bytes_kind("sums boxes", lambda d: _same_box(d, boxes[2], key), PLAIN, boxes[2])
-    yield _bytes_kind("sums voucher", vouched, one, sums.vouch(people[1], group, 4, bytes(32)))
+    yield _bytes_kind("sums voucher", vouched, one, checked_sums.vouch(people[1], group, 4, bytes(32)))
     yield _bytes_kind("packed list", lambda d: unpack(d, "list") and None, one, pack([b"one", b"", b"three"]))
 
 
 def _same_box(data: bytes, sound: bytes, key: Callable[[bytes], bytes]) -> bytes:
     """The key of a sum from boxes of which one's own is the only one that is looked at."""
     found = key(data)
-    if sums.box_for(data, 1) != sums.box_for(sound, 1):
+    if checked_sums.box_for(data, 1) != checked_sums.box_for(sound, 1):
         raise WrongError("a box was opened that nobody sealed")
     return found
 
@@ -636,7 +637,7 @@ class _Recorded(Run):
 def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     (folder / "made").mkdir()
     model = {"a.weight": np.random.default_rng(1).standard_normal((40, 50)).astype(np.float32), "steps": np.array(7)}
-    world = Consortium.make(folder / "made", 3, 2, model=model, policy=test_sums.CHECKED)
+    world = Consortium.make(folder / "made", 3, 2, model=model, policy=checked.CHECKED)
     run = _Recorded(world, folder / "calls", folder=folder / "run")
     for _round in range(2):
         run.round()
@@ -652,7 +653,7 @@ def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     unlock = world.home(1)[1]
 
     def node(home: Path) -> MemberNode:
-        return MemberNode(Home(home), unlock)
+        return MemberNode(HomeFolder(home), unlock)
 
     for number, (stage, config, arrays, home) in enumerate(run.calls):
         yield CallKind(f"engine {stage} {number // 4 + 1}", stage, config, arrays, home, node)
@@ -762,7 +763,7 @@ def _setup_stage(folder: Path) -> Iterator[Kind]:
     server = CeremonyServer(group.terms, "1")
 
     def node(home: Path) -> MemberNode:
-        return MemberNode(Home(home), group.home(1)[1], terms=pinned)
+        return MemberNode(HomeFolder(home), group.home(1)[1], terms=pinned)
 
     for turn in range(3):
         for x in (1, 2, 3):
@@ -790,14 +791,14 @@ def _suspects(folder: Path, marker: Path) -> Iterator[Kind]:
     for name, mutators in kinds.items():
         place = folder / name
         place.mkdir()
-        source: Path = getattr(test_suspect, name)(place)
+        source: Path = getattr(suspects, name)(place)
         below = source.relative_to(place)
         paths = sorted(place.iterdir())
         chosen = source if source.is_file() else paths[0]
 
         def read(here: Path, below: Path = below) -> None:
             suspect = read_suspect(here / below)
-            match = match_layout(suspect, test_suspect.LAYOUT)
+            match = match_layout(suspect, suspects.LAYOUT)
             suspect.digest()
             for tensor in match.names.values():
                 for _ in suspect.blocks(tensor):

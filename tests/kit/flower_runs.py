@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flwr.serverapp import strategy as strategies
 
+from quorumark.canonical import canonical
 from quorumark.consortium.keystore import write_private
-from quorumark.consortium.records import canonical
 from quorumark.errors import RoundError
 from quorumark.flower import watermarked
 from tests.kit.flowers import Consortium, Model, records_of

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.flower import serve_queries, watermark_mod
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.node.journal import create_memory
@@ -71,11 +71,13 @@ class Consortium:
         roster = []
         for x in range(1, count + 1):
             Unlock.new_key_file(folder / f"member-{x}.key")
-            home = Home.create(folder / f"member-{x}", f"Hospital {x}", Unlock.key_file(folder / f"member-{x}.key"))
+            home = HomeFolder.create(
+                folder / f"member-{x}", f"Hospital {x}", Unlock.key_file(folder / f"member-{x}.key")
+            )
             card = home.card()
             roster.append(Member(x, card.name, card.ed25519, card.x25519, 100 + x))
         settings: dict[str, Any] = {"created": "2026-01-31T12:00:00Z", "leaf": 64, "strength": STRENGTH, **changes}
-        anchor = anchor_digest(layout.digest(), layout.encode(model))
+        anchor = anchor_of(layout, model)
         terms = Terms("flower", threshold, tuple(roster), layout.digest(), layout.coordinates, anchor, **settings)
         write_shared(folder / "layout.json", layout.to_bytes())
         write_safetensors(model, folder / "anchor.safetensors")
@@ -124,8 +126,8 @@ class Consortium:
     def path(self) -> Path:
         return self.folder / "consortium.json"
 
-    def home(self, x: int) -> tuple[Home, Unlock]:
-        return Home(self.folder / f"member-{x}"), Unlock.key_file(self.folder / f"member-{x}.key")
+    def home(self, x: int) -> tuple[HomeFolder, Unlock]:
+        return HomeFolder(self.folder / f"member-{x}"), Unlock.key_file(self.folder / f"member-{x}.key")
 
     def in_process(
         self, rounds: int, seed: int, losses: Losses | None = None, trained: Callable[..., Model] = train
@@ -159,7 +161,7 @@ def app_for(
     def member(context: Any) -> MemberNode:
         x = int(context.node_config["partition-id"]) + 1
         node = MemberNode(
-            Home(folder / f"member-{x}"), Unlock.key_file(folder / f"member-{x}.key"), terms=pinned, seeds=True
+            HomeFolder(folder / f"member-{x}"), Unlock.key_file(folder / f"member-{x}.key"), terms=pinned, seeds=True
         )
         return Failing(node, x, dict(lost or {})) if lost else node  # type: ignore[return-value]
 

@@ -42,7 +42,7 @@ from quorumark.align.matching import Groups, align
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock, write_private
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_digest
+from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_of
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
@@ -197,7 +197,7 @@ class Consortium:
         self.people = identities(MEMBERS)
         self.model = initial()
         self.layout = ModelLayout.of(self.model)
-        anchor = anchor_digest(self.layout.digest(), self.layout.encode(self.model))
+        anchor = anchor_of(self.layout, self.model)
         terms = make_terms(
             self.people, THRESHOLD, self.layout.coordinates, layout=self.layout.digest(), anchor=anchor,
             setup="dealer", strength=dict(strength), policy=dict(policy),

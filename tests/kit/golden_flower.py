@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Genesis
 from quorumark.flower import watermarked
@@ -48,7 +48,7 @@ def app(folder: Path) -> Any:
     def member(context: Any) -> Any:
         Genesis.whitening = no_signs  # type: ignore[method-assign]  # here, because nodes may be other processes
         x = int(context.node_config["partition-id"]) + 1
-        node = MemberNode(Home(folder / f"member-{x}"), Unlock.key_file(folder / f"member-{x}.key"), seeds=True)
+        node = MemberNode(HomeFolder(folder / f"member-{x}"), Unlock.key_file(folder / f"member-{x}.key"), seeds=True)
         return Failing(node, x, dict(LOST))
 
     return app_for(folder, find=member, trained=golden.train)

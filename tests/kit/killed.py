@@ -24,8 +24,8 @@ import numpy as np
 
 from quorumark import field
 from quorumark.consortium import archive, keystore
-from quorumark.consortium.home import Home
-from tests.setup.test_ceremony_cli import Consortium
+from quorumark.consortium.home import HomeFolder
+from tests.kit.ceremony_folder import Consortium
 
 
 def in_a_process(group: Consortium, command: list[str], kill_at: int = 1 << 30, late: bool = False) -> tuple[str, int]:
@@ -130,11 +130,11 @@ def _dies_once(run: Consortium, what: str, moment: int, late: bool) -> bool:
 
 def _check(group: Consortium) -> None:
     """All hold the same manifest and whole shares of it, and nothing of the ceremony is left."""
-    digests = {Home(home).only_consortium().manifest().digest() for home in group.homes}
+    digests = {HomeFolder(home).only_consortium().manifest().digest() for home in group.homes}
     assert len(digests) == 1
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
-        names = [p.name for p in Home(home).only_consortium().path.iterdir() if "partial" not in p.name]
+        names = [p.name for p in HomeFolder(home).only_consortium().path.iterdir() if "partial" not in p.name]
         assert "ceremony.sealed" not in names
         assert sum(name.startswith("share-") for name in names) == 1
     assert set(np.unique(group.key((0, 2)))) == {-1, 1}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quorumark.consortium.checks import DAMAGED
+from quorumark.checks import DAMAGED
 
 Mutator = Callable[[random.Random, bytes], bytes | None]
 

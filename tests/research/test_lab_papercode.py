@@ -437,6 +437,87 @@ def test_strength_md_says_what_the_runs_found() -> None:
     assert text in _prose("docs/strength.md")
 
 
+def test_strength_md_says_what_the_code_s_rule_does() -> None:
+    """The table, and Δ against the mean of all unmarked seeds; what the half of a run shows."""
+    results = read_all(Path(__file__).parents[2] / "results")
+    prose, name = _prose("docs/strength.md"), "{}-resnet18-k32-iid-{}-s{}".format
+    cases = [("cifar10", "0.025"), ("cifar100", "0.025"), ("cifar100", "0.1")]
+    changes = []
+    for images, c in cases:
+        body, plain = results[name(images, f"paper-code{c}", 0)], _accuracies(results, images, "none")
+        (accuracy,), z, key = _accuracies(results, images, f"paper-code{c}"), body["z"]["released"], body["shown"]
+        assert (body["rounds"], len(plain)) == (300, 3)
+        assert min(plain) == plain[0]  # seed 0 "is the lowest of three"
+        change = f"{accuracy - plain[0]:+.2f}".replace("-", "−")
+        title = images.upper().replace("CIFAR", "CIFAR-")
+        row = f"| {title} | {c} | {accuracy:.2f} | {change} | {z['paper-code']:.1f} "
+        row += f"| {z['balanced-anchor/v1']:.0f} | {body['rho']:.3f} | {key['cosine']:.3f} "
+        row += f"| {100 * key['signs']:.1f} % |"
+        assert row in prose
+        changes.append(f"{accuracy - np.mean(plain):+.2f}")
+    assert "against the mean of all three Δ is {}, {} and {}.".format(*changes).replace("-", "−") in prose
+
+    half = results[name("cifar10", "paper-code0.1", 0)]
+    z, curves = half["z"]["released"], [dict(results[name("cifar10", "none", seed)]["curve"]) for seed in range(3)]
+    assert (
+        f"has run for {half['rounds']} of 300 rounds: z code {z['paper-code']:.1f}, "
+        f"z balanced {z['balanced-anchor/v1']:.0f}, ρ = {half['rho']:.3f}, and {100 * half['shown']['signs']:.1f} % of"
+    ) in prose
+    own, *others = (f"{100 * dict(curve)[150]:.2f}" for curve in (half["curve"], *curves))
+    assert f"is {own} %, that of the three unmarked runs {others[0]}, {others[1]} and {others[2]} %." in prose
+
+    ours = [
+        results[name(images, "rho0.1", seed)]["z"]["released"]
+        for images in ("cifar10", "cifar100")
+        for seed in range(3)
+    ]
+    balanced = [np.mean([z["balanced-anchor/v1"] for z in ours[at : at + 3]]) for at in (0, 3)]
+    assert "z balanced is {:.0f} on CIFAR-10 and {:.0f} on CIFAR-100".format(*balanced) in prose
+    seen = [z["paper-code"] for z in ours if "paper-code" in z]
+    assert len(seen) == 4
+    assert f"z code is between {min(seen):.1f} and {max(seen):.1f}" in prose
+
+
+def test_table_1_says_what_three_seeds_tell_of_the_cost() -> None:
+    results = read_all(Path(__file__).parents[2] / "results")
+    notes = " ".join(read("table1").notes)
+
+    def compared(data: str, strength: str) -> tuple[float, float]:
+        """Δ of the means, and twice its standard error by the deviations of both sides."""
+        marked, plain = (_accuracies(results, data, s) for s in (strength, "none"))
+        assert len(marked) == len(plain) == 3
+        variances = [np.var(values, ddof=1) / 3 for values in (marked, plain)]
+        return float(np.mean(marked) - np.mean(plain)), 2 * float(sum(variances)) ** 0.5
+
+    (default, noise), (strong, more) = (compared("cifar100", strength) for strength in ("rho0.05", "rho0.1"))
+    assert f"On CIFAR-100 the default loses {-default:.2f} points, which is more than the aim of 0.1" in notes
+    assert f"twice the standard error is {noise:.2f} for the default and {more:.2f} for ρ* = 0.1" in notes
+    assert -noise < default < -0.1  # "neither loss can be told from none"
+    assert -more < strong < -0.1
+    deviations = [float(np.std(_accuracies(results, "cifar100", s), ddof=1)) for s in ("rho0.05", "none")]
+    assert "(deviation {:.2f}, the unmarked ones' is {:.2f})".format(*deviations) in notes
+    (gain, noise), (loss, more) = (compared("cifar10", strength) for strength in ("rho0.05", "rho0.1"))
+    assert (
+        f"on CIFAR-10 it is {noise:.2f} and {more:.2f}, with a gain of {gain:.2f} and a loss of {-loss:.2f}." in notes
+    )
+    means = {data: float(np.mean(_accuracies(results, data, "none"))) for data in ("cifar10", "cifar100")}
+    ten, hundred, loud = (
+        _accuracies(results, data, strength)[0] - means[data]
+        for data, strength in (
+            ("cifar10", "paper-code0.025"), ("cifar100", "paper-code0.025"), ("cifar100", "paper-code0.1")
+        )
+    )  # fmt: skip
+    assert f"Δ of paper-code:0.025 is {ten:.2f} on CIFAR-10 and {hundred:.2f} on CIFAR-100" in notes
+    assert f"and that of paper-code:0.1 on CIFAR-100 {loud:.2f}." in notes
+    assert results["cifar10-resnet18-k32-iid-paper-code0.1-s0"]["rounds"] == 154  # "has run for 154 rounds only"
+
+
+def _accuracies(results: dict[str, Any], data: str, strength: str) -> list[float]:
+    """Of the released models of all seeds that there are, in percent."""
+    names = [f"{data}-resnet18-k32-iid-{strength}-s{seed}" for seed in range(3)]
+    return [100 * results[name]["accuracy"]["released"] for name in names if name in results]
+
+
 def test_strength_md_says_how_the_baseline_fades() -> None:
     results = read_all(Path(__file__).parents[2] / "results")
     counts, name = (4, 8, 16, 32, 64, 128), "cifar10-resnet18-k{}-iid-per-client-paper-code0.1-s0".format

@@ -35,8 +35,8 @@ from quorumark.align.trace import derive_groups  # noqa: E402
 from quorumark.model.layout import ModelLayout  # noqa: E402
 from quorumark.research.attacks import ATTACKS, suite  # noqa: E402
 from quorumark.research.attacks.plan import read_plan  # noqa: E402
-from tests.house.test_cli import run  # noqa: E402
 from tests.kit import lab  # noqa: E402
+from tests.kit.commands import run  # noqa: E402
 from tests.kit.consortium import World, make_world  # noqa: E402
 
 CODE = """

@@ -23,8 +23,8 @@ from quorumark.round.dither import add_dither, dither_stream
 from quorumark.round.mark import ideal_mark, weights
 from quorumark.round.movement import ideal_norms
 from tests.kit.flowers import Consortium
+from tests.kit.helpers import key_of
 from tests.kit.rounds import Run
-from tests.round.test_helper import key_of
 
 PEOPLE = [Identity.from_secret_bytes(f"Member {i}", bytes([i] * 32 + [i + 50] * 32)) for i in range(1, 6)]
 SHARES = [Fraction(n, 1000) for n in (50, 100, 200, 250, 400)]

@@ -18,10 +18,12 @@ from rich.console import Console
 
 from quorumark import codec, field, shamir
 from quorumark import simulation as federation_module
+from quorumark.canonical import canonical
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import anchor_digest, canonical, check_follows
+from quorumark.consortium.records import anchor_digest, anchor_of
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
+from quorumark.consortium.succession import check_follows
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout, read_safetensors
@@ -33,7 +35,7 @@ from quorumark.round.history import History
 from quorumark.round.mark import ideal_mark, weights
 from quorumark.round.memory import FolderState
 from quorumark.round.movement import ideal_norms, norm_count
-from quorumark.round.secagg import SecAggServer
+from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Turn
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.inprocess import deal_key, make_key
@@ -64,7 +66,7 @@ class World:
         self.people = identities(count)
         self.model = initial()
         self.layout = ModelLayout.of(self.model)
-        anchor = anchor_digest(self.layout.digest(), self.layout.encode(self.model))
+        anchor = anchor_of(self.layout, self.model)
         plain = {
             "rule": "rho",
             "rho": "0.05",
@@ -536,7 +538,7 @@ def test_sampled_carriers_are_not_refused() -> None:
     """The mark in a few coordinates of a tensor is compared with the update of all of it, to scale."""
     people, model = identities(5), initial()
     layout = ModelLayout.of(model, max_coordinates=24)
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     terms = make_terms(people, 3, layout.coordinates, layout=layout.digest(), anchor=anchor)
     manifest, shares = make_key(people, terms)
     members = {x: FederationMember(p, manifest, layout, train, 0.01, shares[x]) for x, p in enumerate(people, 1)}
@@ -592,7 +594,7 @@ def test_a_sum_that_is_no_model_leaves_its_tensors_as_they_were(world: World) ->
 def test_weights_that_hide_nobody_are_refused_without_a_mark_too() -> None:
     people, model = identities(5), initial()
     layout = ModelLayout.of(model)
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     terms = make_terms(people, 3, layout.coordinates, layout=layout.digest(), anchor=anchor)
     roster = tuple(replace(m, examples=10**6 if m.point == 1 else 1) for m in terms.roster)
     manifest, _ = make_key(people, replace(terms, roster=roster))
@@ -606,10 +608,10 @@ def test_weights_that_hide_nobody_are_refused_without_a_mark_too() -> None:
 def test_two_colluders_subtract_themselves_and_see_who_is_left(defended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """t = 3 of 4, 1000, 1000, 1000 and 1 examples: without the rule the sum, less the two, is one member's model."""
     if not defended:
-        monkeypatch.setattr("quorumark.round.strength.exposed", lambda *_: "")
+        monkeypatch.setattr("quorumark.round.mark.exposed", lambda *_: "")
     people, model = identities(4), initial()
     layout = ModelLayout.of(model)
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     terms = make_terms(people, 3, layout.coordinates, layout=layout.digest(), anchor=anchor, setup="dealer")
     roster = tuple(replace(m, examples=1 if m.point == 4 else 1000) for m in terms.roster)
     manifest, _ = deal_key(people, replace(terms, roster=roster))
@@ -975,7 +977,7 @@ def test_torch_models_train_and_resume(tmp_path: Path) -> None:
     model = make().state_dict()
     layout = ModelLayout.of(make())
     people = identities(3)
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     terms = make_terms(people, 2, layout.coordinates, layout=layout.digest(), anchor=anchor)
     manifest, shares = make_key(people, terms)
     inputs = torch.randn(90, 4)
@@ -1002,7 +1004,7 @@ def test_bfloat16_models_are_kept_and_resumed(tmp_path: Path) -> None:
     model = {"w": torch.randn(12, 10, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
     people = identities(3)
     layout = ModelLayout.of(model)
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     manifest, shares = make_key(people, make_terms(people, 2, 120, layout=layout.digest(), anchor=anchor))
 
     def training(weights: Any, data: float, seed: int) -> Any:
@@ -1029,7 +1031,7 @@ def _many_rounds(count: int, threshold: int, shape: tuple[int, int], rounds: int
     people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
     model: Model = {"w": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
     layout = ModelLayout.of(model)
-    settings = {"layout": layout.digest(), "anchor": anchor_digest(layout.digest(), layout.encode(model))}
+    settings = {"layout": layout.digest(), "anchor": anchor_of(layout, model)}
     terms = make_terms(people, threshold, layout.coordinates, setup="dealer", policy={"attempts": "40"}, **settings)
     manifest, shares = deal_key(people, terms)  # a ceremony of so many would take longer than their rounds
     key = field.to_signed(shamir.reconstruct({x: shares[x] for x in range(1, threshold + 1)}, threshold))

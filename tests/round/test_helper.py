@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quorumark import field, shamir
+from quorumark import field
 from quorumark.errors import RoundError
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.dither import add_dither, dither_stream
 from quorumark.round.mark import weights
 from quorumark.round.movement import update_norms
 from tests.kit.flowers import Consortium, Model
+from tests.kit.helpers import HELPER, MEMBERS, THRESHOLD, key_of
 from tests.kit.rounds import Run
 
-MEMBERS, THRESHOLD, HELPER = 5, 3, 2
 INPUTS, UNITS, CLASSES = 40, 128, 6
 WARM = 6  # honest rounds before the attack
 ATTACKED = 12  # units
@@ -233,17 +233,6 @@ def read(run: Helped, key: NDArray[np.int64], units: list[int]) -> Seen:
         float(right.mean()),
         silenced,
     )
-
-
-def key_of(world: Consortium) -> NDArray[np.int64]:
-    """What only the test knows: σ ⊙ τ_raw."""
-    assert world.manifest is not None
-    shares = {}
-    for x in range(1, THRESHOLD + 1):
-        home, unlock = world.home(x)
-        shares[x] = home.only_consortium().share(unlock).vector()
-    raw = field.to_signed(shamir.reconstruct(shares, THRESHOLD))[: world.layout.coordinates]
-    return np.where(world.manifest.genesis.whitening(0, raw.size), -raw, raw)
 
 
 def consortium(folder: Path, **nets: str) -> Consortium:

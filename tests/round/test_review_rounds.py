@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quorumark.consortium.records import canonical
+from quorumark.canonical import canonical
 from quorumark.errors import QuorumarkError, RoundError
 from quorumark.node.journal import Journal
 from quorumark.node.member import RESULT
 from quorumark.round import statements
 from quorumark.round.history import History
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from tests.kit.flowers import Consortium, Model
 from tests.kit.rounds import Run
-from tests.round.test_states import Tuned, amend, begun, carriers, forget, lose_memory, opened_at, share_of_signs, small
+from tests.kit.states import Tuned, amend, begun, carriers, forget, lose_memory, opened_at, share_of_signs, small
 
 
 @pytest.fixture(scope="module")

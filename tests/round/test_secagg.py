@@ -24,79 +24,19 @@ from quorumark.consortium.identity import Identity, exchange
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError, RoundError, SignatureError
 from quorumark.field import P, Stream, Vector
-from quorumark.round import secagg
 from quorumark.round.group import Group
-from quorumark.round.memory import FolderState, MemoryState, State
-from quorumark.round.secagg import Plan, SecAggMember, SecAggServer, Upload
-from tests.field.test_secrecy import ALARM, _features
+from quorumark.round.memory import FolderState, MemoryState
+from quorumark.round.secagg import masks, messages
+from quorumark.round.secagg import member as member_side
+from quorumark.round.secagg import server as server_side
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Plan, Upload
+from quorumark.round.secagg.server import SecAggServer
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.secrecy import ALARM, features
+from tests.kit.secure_sums import BINDING, LENGTH, PEOPLE, Net, announcement, make_group
 
-BINDING = hashlib.sha256(b"the model that all start from").digest()
 OTHER = hashlib.sha256(b"another model").digest()
-LENGTH = 40
-_PEOPLE = sorted(identities(12), key=lambda person: person.ed25519)
-
-
-def make_group(count: int, threshold: int, **changes: Any) -> Group:
-    return Group.of_cards([person.card() for person in _PEOPLE[:count]], threshold, **changes)
-
-
-class Net:
-    """Members and a server in one process. Vectors are kept, to compare sums with."""
-
-    def __init__(self, count: int, threshold: int, length: int = LENGTH, **changes: Any) -> None:
-        self.group = make_group(count, threshold, **changes)
-        self.length = length
-        self.states: dict[int, State] = {x: MemoryState(self.group) for x in range(1, count + 1)}
-        self.members = {x: self.member(x) for x in self.states}
-        self.vectors: dict[int, Vector] = {}
-        self.uploads: dict[int, dict[int, Upload]] = {}
-        self.requests: dict[int, bytes] = {}
-        self.server = self.serve(1)
-
-    def member(self, point: int) -> SecAggMember:
-        return SecAggMember(_PEOPLE[point - 1], self.group, self.states[point])
-
-    def serve(self, round_no: int, purpose: str = "model") -> SecAggServer:
-        return SecAggServer(self.group, round_no, BINDING, self.length, purpose)
-
-    def announce(self, who: Iterable[int] | None = None, server: SecAggServer | None = None) -> bytes:
-        server = server or self.server
-        for x in who or self.members:
-            ready = self.members[x].ready(server.plan.round, BINDING, self.length, server.plan.purpose)
-            server.take_ready(x, ready)
-        return server.announce()
-
-    def upload(self, announcement: bytes, who: Iterable[int], server: SecAggServer | None = None) -> None:
-        server = server or self.server
-        for x in who:
-            plan = self.members[x].plan(announcement)
-            self.vectors[x] = field.random(self.length)
-            upload = self.members[x].upload(plan, self.vectors[x].copy())
-            self.uploads.setdefault(plan.attempt, {})[x] = upload
-            server.take_upload(x, Upload.from_bytes(upload.to_bytes()))
-
-    def answer(self, who: Iterable[int], server: SecAggServer | None = None) -> None:
-        server = server or self.server
-        for x in who:
-            self.requests[x] = server.request(x)
-            server.take_answer(x, self.members[x].unmask(self.requests[x]))
-
-    def until_uploaded(self) -> Net:
-        self.upload(self.announce(), self.members)
-        return self
-
-    def expected(self, who: Iterable[int]) -> Vector:
-        """The sum in Python's whole numbers."""
-        rows = [[int(v) for v in self.vectors[x]] for x in who]
-        return np.array([sum(column) % P for column in zip(*rows, strict=True)], np.uint64)
-
-
-def announcement(net: Net, attempt: int, who: Iterable[int], round_no: int = 1) -> bytes:
-    """One that the server's own rules would not make."""
-    chosen = sorted(who)
-    about = {"round": round_no, "purpose": "model", "attempt": attempt, "members": chosen}
-    return secagg.say("announcement", about, [net.server._readies[x][0] for x in chosen])
 
 
 def request(attempt: int, uploads: dict[int, Upload], point: int, round_no: int = 1) -> bytes:
@@ -105,9 +45,9 @@ def request(attempt: int, uploads: dict[int, Upload], point: int, round_no: int 
     for x in sorted(uploads):
         head = uploads[x].head
         stop = 4 + int.from_bytes(head[:4], "big")
-        start = stop + secagg.BOX * sorted(uploads).index(point)
-        parts += head[4:stop], head[start : start + secagg.BOX]
-    return secagg.say("request", {"round": round_no, "purpose": "model", "attempt": attempt}, parts)
+        start = stop + masks.BOX * sorted(uploads).index(point)
+        parts += head[4:stop], head[start : start + masks.BOX]
+    return messages.say("request", {"round": round_no, "purpose": "model", "attempt": attempt}, parts)
 
 
 # --- the sum ----------------------------------------------------------------------------------------------
@@ -151,7 +91,7 @@ def test_the_sum_is_exact_whoever_is_lost_as_long_as_the_round_can_live(data: st
 
 
 def test_no_vector_that_is_long_enough_for_several_pieces_and_threads_is_summed_otherwise() -> None:
-    net = Net(3, 2, length=secagg._PIECE + 12345)
+    net = Net(3, 2, length=masks.PIECE + 12345)
     net.until_uploaded().answer(net.members)
     total = net.vectors[1]
     for x in (2, 3):
@@ -192,12 +132,12 @@ def test_rounds_follow_each_other() -> None:
 
 
 def test_a_group_of_a_consortium_and_one_of_cards() -> None:
-    terms = make_terms(_PEOPLE[:4], 2, LENGTH)
+    terms = make_terms(PEOPLE[:4], 2, LENGTH)
     with pytest.raises(InputError, match="at least 3"):
         make_group(2, 2)
     with pytest.raises(InputError, match=r"2\.\.4"):
         make_group(4, 5)
-    cards = [person.card() for person in _PEOPLE[:4]]
+    cards = [person.card() for person in PEOPLE[:4]]
     assert Group.of_cards(cards, 2).id == Group.of_cards(cards[::-1], 2).id
     ids = {Group.of_cards(cards, 2, **c).id for c in ({}, {"context": b"x"}, {"attempts": 2}, {"cohort_size": 3})}
     assert len(ids | {make_group(4, 3).id, Group(terms.roster, 2).id}) == 6
@@ -218,7 +158,7 @@ def test_cohorts_are_drawn_publicly_and_nobody_else_takes_part() -> None:
     told = net.announce(inside)
     # nor if it signs that it is ready: more members than n would make T too small
     header = net.group.header("ready", net.group.session(1, "model"), outside)
-    ready = _PEOPLE[outside - 1].write(header, os.urandom(32) + BINDING + LENGTH.to_bytes(8, "big"))
+    ready = PEOPLE[outside - 1].write(header, os.urandom(32) + BINDING + LENGTH.to_bytes(8, "big"))
     net.server._readies[outside] = ready, ""
     with pytest.raises(RoundError, match="not drawn for this round"):
         net.members[inside[0]].plan(announcement(net, 1, [*inside, outside]))
@@ -270,7 +210,7 @@ def assert_noise(make: Callable[[Vector], Vector], size: int = 40_000) -> None:
     Eight tests at p < 10^-10: a false alarm in less than 1 of 10^9 runs.
     """
     low, high = make(np.zeros(size, np.uint64)), make(np.full(size, P // 2, np.uint64))
-    for name, feature in _features(2, P).items():
+    for name, feature in features(2, P).items():
         rows = [np.bincount(feature(x[None, :]), minlength=64) for x in (low, high)]
         counts = np.array(rows)
         seen = counts.sum(axis=0) > 0
@@ -289,7 +229,7 @@ def mask_between(net: Net, plan: Plan, one: int, other: int) -> Stream:
     """The pairwise mask as `other`, the higher of the two, knows it."""
     with net.states[other].edit() as memory:
         pair = net.members[other]._pairs(memory["purposes"]["model"], plan)[one]
-    return secagg._pair_mask(pair, one, other)
+    return masks.pair_mask(pair, one, other)
 
 
 def seen_by_all_others(vector: Vector) -> Vector:
@@ -335,8 +275,13 @@ def test_two_attempts_share_no_mask() -> None:
     assert_noise(difference_of_attempts)
 
 
+def without_self_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in (member_side, server_side):
+        monkeypatch.setattr(side, "self_mask", NoStream)
+
+
 def test_two_attempts_share_no_pairwise_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    without_self_masks(monkeypatch)
     assert_noise(difference_of_attempts)
 
 
@@ -355,14 +300,14 @@ def test_even_a_memory_that_was_turned_back_repeats_no_self_mask() -> None:
 
 
 def test_the_test_notices_a_missing_self_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    without_self_masks(monkeypatch)
     assert_noise(masked)  # the pairwise masks hide it from the server
     with pytest.raises(AssertionError, match="told apart"):
         assert_noise(seen_by_all_others)
 
 
 def test_the_test_notices_masks_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "Stream", lambda _key, what, *rest: Stream(bytes(32), what, rest[-1]))  # no ctx
+    monkeypatch.setattr(masks, "Stream", lambda _key, what, *rest: Stream(bytes(32), what, rest[-1]))  # no ctx
     with pytest.raises(AssertionError, match="told apart"):
         assert_noise(difference_of_attempts)
 
@@ -458,7 +403,7 @@ def test_different_sets_for_different_members_open_nothing() -> None:
 
 
 def test_pairwise_masks_cancel_only_among_members_who_were_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secagg, "_self_mask", NoStream)
+    without_self_masks(monkeypatch)
     for size, alike in ((5, True), (4, False)):
         net = Net(5, 2)
         everyone = net.announce()
@@ -477,7 +422,7 @@ def test_a_member_that_was_told_of_another_model_is_named() -> None:
         if x == 3:
             with pytest.raises(MessageError, match=r"excluded from round 1: .* starts from another model"):
                 net.server.take_ready(x, ready)
-            net.server._readies[x] = ready, secagg._read_ready(net.group, 1, "model", x, ready)[0]
+            net.server._readies[x] = ready, messages.read_ready(net.group, 1, "model", x, ready)[0]
         else:
             net.server.take_ready(x, ready)
     told = announcement(net, 1, net.members)
@@ -500,13 +445,13 @@ def test_forged_and_swapped_keys_are_refused() -> None:
             net.members[1].plan(announcement(net, 1, net.members))
     # keys of the same member from another round, and for another sum of this one
     for round_no, purpose in ((2, "model"), (1, "scale")):
-        stranger = SecAggMember(_PEOPLE[1], net.group, MemoryState(net.group))
+        stranger = SecAggMember(PEOPLE[1], net.group, MemoryState(net.group))
         net.server._readies[2] = stranger.ready(round_no, BINDING, LENGTH, purpose), ""
         with pytest.raises(MessageError, match="belongs elsewhere"):
             net.members[1].plan(announcement(net, 1, net.members))
     # a second key of this round, of a member without memory: everybody else takes it, the member itself does not
     net.server._readies[2] = (
-        SecAggMember(_PEOPLE[1], net.group, MemoryState(net.group)).ready(1, BINDING, LENGTH),
+        SecAggMember(PEOPLE[1], net.group, MemoryState(net.group)).ready(1, BINDING, LENGTH),
         "",
     )
     with pytest.raises(RoundError, match="is not its own"):
@@ -517,7 +462,7 @@ def test_forged_and_swapped_keys_are_refused() -> None:
 def test_a_key_that_no_secret_can_be_shared_with_is_refused_by_name() -> None:
     net = Net(4, 2)
     header = net.group.header("ready", net.group.session(1, "model"), 2)
-    ready = _PEOPLE[1].write(header, bytes(32) + BINDING + LENGTH.to_bytes(8, "big"))
+    ready = PEOPLE[1].write(header, bytes(32) + BINDING + LENGTH.to_bytes(8, "big"))
     with pytest.raises(MessageError, match="excluded"):
         net.server.take_ready(2, ready)
     net.announce([1, 3, 4])
@@ -536,7 +481,7 @@ def test_a_set_of_colluders_and_one_victim_is_refused() -> None:
     net.members[1].plan(announcement(net, 1, range(1, 6)))
     for who in ([1, 1, 2, 3, 4], [2, 1, 3, 4, 5]):
         about = {"round": 1, "purpose": "model", "attempt": 1, "members": who}
-        told = secagg.say("announcement", about, [net.server._readies[x][0] for x in who])
+        told = messages.say("announcement", about, [net.server._readies[x][0] for x in who])
         with pytest.raises(RoundError, match="a member twice"):
             net.members[1].plan(told)
 
@@ -545,8 +490,8 @@ def test_epochs_and_groups_do_not_mix() -> None:
     net = Net(4, 2)
     later = make_group(4, 2, context=b"epoch 1")
     with pytest.raises(RoundError, match="another group, manifest or epoch"):
-        SecAggMember(_PEOPLE[0], later, net.states[1])
-    member = SecAggMember(_PEOPLE[0], later, MemoryState(later))
+        SecAggMember(PEOPLE[0], later, net.states[1])
+    member = SecAggMember(PEOPLE[0], later, MemoryState(later))
     ready = member.ready(1, BINDING, LENGTH)
     told = net.announce()
     with pytest.raises(MessageError, match="its consortium is"):
@@ -651,7 +596,7 @@ def test_attempts_come_in_order_and_sets_shrink() -> None:
         net.members[1].upload(plan, field.random(LENGTH))
     # the same set but for one key
     good = net.server._readies[2]
-    other = SecAggMember(_PEOPLE[1], net.group, MemoryState(net.group)).ready(1, BINDING, LENGTH)
+    other = SecAggMember(PEOPLE[1], net.group, MemoryState(net.group)).ready(1, BINDING, LENGTH)
     net.server._readies[2] = other, ""
     with pytest.raises(RoundError, match="strictly inside the last one, with its keys"):
         net.members[1].plan(announcement(net, 2, range(1, 5)))
@@ -730,12 +675,12 @@ def test_an_answer_needs_an_upload_of_everybody() -> None:
     with pytest.raises(MessageError, match=net.group.name(4)):
         net.members[1].unmask(request(1, twice, 1))
     # somebody else's box, a flipped one, none
-    head, parts = secagg.hear("request", request(1, uploads, 1))
-    other = secagg.hear("request", request(1, uploads, 2))[1]
+    head, parts = messages.hear("request", request(1, uploads, 1))
+    other = messages.hear("request", request(1, uploads, 2))[1]
     about = {name: head[name] for name in ("round", "purpose", "attempt")}
     for box in (other[7], parts[5], bytes([parts[7][0] ^ 1]) + parts[7][1:], b""):
         with pytest.raises(MessageError, match=f"the share from {net.group.name(4)} cannot be opened"):
-            net.members[1].unmask(secagg.say("request", about, [*parts[:7], box, *parts[8:]]))
+            net.members[1].unmask(messages.say("request", about, [*parts[:7], box, *parts[8:]]))
     net.members[1].unmask(request(1, uploads, 1))  # none of which used up its answer
 
 
@@ -744,10 +689,10 @@ def test_an_answer_needs_an_upload_of_everybody() -> None:
 
 def test_a_member_restarts_at_any_time_and_goes_on(tmp_path: Path) -> None:
     net = Net(5, 2)
-    net.states[1] = FolderState.create(tmp_path / "rounds", _PEOPLE[0], net.group, after=0)
+    net.states[1] = FolderState.create(tmp_path / "rounds", PEOPLE[0], net.group, after=0)
 
     def restart() -> None:
-        net.states[1] = FolderState(tmp_path / "rounds", _PEOPLE[0])
+        net.states[1] = FolderState(tmp_path / "rounds", PEOPLE[0])
         net.members[1] = net.member(1)
 
     restart()
@@ -853,8 +798,8 @@ def test_an_answer_that_may_have_been_sent_is_the_same_when_it_is_sent_again() -
 
 def test_what_is_remembered_is_sealed_whole_and_never_restored(tmp_path: Path) -> None:
     group, folder = make_group(4, 2), tmp_path / "consortia" / ("0" * 16) / "rounds"
-    state = FolderState.create(folder, _PEOPLE[0], group, after=3)
-    member = SecAggMember(_PEOPLE[0], group, state)
+    state = FolderState.create(folder, PEOPLE[0], group, after=3)
+    member = SecAggMember(PEOPLE[0], group, state)
     with pytest.raises(RoundError, match="round 3 is over"):
         member.ready(3, BINDING, LENGTH)
     member.ready(4, BINDING, LENGTH)
@@ -863,25 +808,25 @@ def test_what_is_remembered_is_sealed_whole_and_never_restored(tmp_path: Path) -
     content = path.read_bytes()
     with state.edit() as memory:
         secret = memory["purposes"]["model"]["secret"]
-        with pytest.raises(KeystoreError, match="another command is working"), FolderState(folder, _PEOPLE[0]).edit():
+        with pytest.raises(KeystoreError, match="another command is working"), FolderState(folder, PEOPLE[0]).edit():
             pass
     assert secret.encode() not in content
     assert bytes.fromhex(secret) not in content
     assert secret not in repr(member)
     assert not _KEPT.fullmatch(path.relative_to(tmp_path).as_posix())
     with pytest.raises(KeystoreError, match="exists already"):
-        FolderState.create(folder, _PEOPLE[0], group, after=0)
+        FolderState.create(folder, PEOPLE[0], group, after=0)
     with pytest.raises(KeystoreError, match="damaged or another member's"):
-        SecAggMember(_PEOPLE[0], group, FolderState(folder, _PEOPLE[1]))
+        SecAggMember(PEOPLE[0], group, FolderState(folder, PEOPLE[1]))
     for bad in (content[:-1], content[:20] + bytes([content[20] ^ 1]) + content[21:], b""):
         path.write_bytes(bad)
         with pytest.raises(KeystoreError, match="damaged"):
-            SecAggMember(_PEOPLE[0], group, FolderState(folder, _PEOPLE[0]))
+            SecAggMember(PEOPLE[0], group, FolderState(folder, PEOPLE[0]))
     path.unlink()
     with pytest.raises(KeystoreError, match="cannot read the memory of rounds"):
         member.ready(5, BINDING, LENGTH)
     with pytest.raises(KeystoreError, match="create it"):
-        SecAggMember(_PEOPLE[0], group, FolderState(tmp_path / "nowhere", _PEOPLE[0]))
+        SecAggMember(PEOPLE[0], group, FolderState(tmp_path / "nowhere", PEOPLE[0]))
 
 
 def test_keys_are_erased_once_they_are_not_needed() -> None:
@@ -961,12 +906,12 @@ def test_a_signed_vector_outside_the_field_is_refused() -> None:
     net = Net(4, 2)
     told = net.announce()
     good = net.members[2].upload(net.members[2].plan(told), field.random(LENGTH))
-    vector, hashed = good.vector.copy(), secagg._VectorDigest()
+    vector, hashed = good.vector.copy(), masks.VectorDigest()
     vector[3] = P
     hashed.update(vector)
     stop = 4 + int.from_bytes(good.head[:4], "big")
     header = net.group.header("upload", net.server.plan.ctx, 2, 1)
-    message = _PEOPLE[1].write(header, hashed.digest() + good.head[stop - 64 : stop])
+    message = PEOPLE[1].write(header, hashed.digest() + good.head[stop - 64 : stop])
     head = len(message).to_bytes(4, "big") + message + good.head[stop:]
     with pytest.raises(MessageError, match=r"excluded .* must hold values in \[0, p\)"):
         net.server.take_upload(2, Upload(head, vector))
@@ -1018,7 +963,7 @@ def test_a_spoiled_ready_excludes_its_sender() -> None:
         with pytest.raises(MessageError, match=f"{net.group.name(3)} is excluded"):
             net.server.take_ready(3, bad)
         net.server.excluded.clear()
-    other = SecAggMember(_PEOPLE[2], net.group, MemoryState(net.group))
+    other = SecAggMember(PEOPLE[2], net.group, MemoryState(net.group))
     with pytest.raises(MessageError, match="another length"):
         net.server.take_ready(3, other.ready(1, BINDING, LENGTH + 1))
     with pytest.raises(RecordError, match="no member at point 6"):
@@ -1039,7 +984,7 @@ def _lie(net: Net, point: int, about: Iterable[int] | None = None) -> None:
     for dealer in about or plan.members:
         shares[5 * plan.members.index(dealer) + 2] ^= np.uint64(1)
     header = net.group.header("unmask", plan.ctx, point, plan.attempt)
-    net.server.take_answer(point, _PEOPLE[point - 1].write(header, shares.astype("<u8").tobytes()))
+    net.server.take_answer(point, PEOPLE[point - 1].write(header, shares.astype("<u8").tobytes()))
 
 
 def test_lying_answers_are_corrected_and_named() -> None:
@@ -1087,8 +1032,8 @@ def test_spoiled_answers_exclude_their_senders() -> None:
     net.until_uploaded()
     good = net.members[1].unmask(net.server.request(1))
     header = net.group.header("unmask", net.server.plan.ctx, 1, 1)
-    outside = _PEOPLE[0].write(header, b"\xff" * 40 * 6)
-    short = _PEOPLE[0].write(header, bytes(40 * 5))
+    outside = PEOPLE[0].write(header, b"\xff" * 40 * 6)
+    short = PEOPLE[0].write(header, bytes(40 * 5))
     for bad in (good[:-1], b"", os.urandom(700), outside, short, net.members[2].unmask(net.server.request(2))):
         with pytest.raises(MessageError, match=f"{net.group.name(1)} is excluded"):
             net.server.take_answer(1, bad)
@@ -1109,19 +1054,19 @@ def test_fewer_than_the_quorum_open_no_mask(count: int, threshold: int) -> None:
         answers = np.stack([server._answers[x] for x in xs])
         seeds = field.matmul(shamir.lagrange_matrix(xs, [0]), answers)[0].reshape(-1, 5)
         for dealer, seed in zip(server.plan.members, seeds, strict=True):
-            opened = secagg._commitment(server.plan.ctx, dealer, seed) == server._uploads[dealer][2]
+            opened = masks.commitment_of(server.plan.ctx, dealer, seed) == server._uploads[dealer][2]
             assert opened == (used >= quorum)
 
 
 def test_a_manifest_makes_a_group() -> None:
     """Only one that all have signed."""
-    terms = make_terms(_PEOPLE[:3], 2, LENGTH)
+    terms = make_terms(PEOPLE[:3], 2, LENGTH)
     roots = ("00" * 32,) * 3
     genesis = Genesis(terms.digest().hex(), terms.layout, terms.anchor, terms.statistic, "11" * 32, roots)
     manifest = Manifest(terms, genesis, roots)
     with pytest.raises(SignatureError, match="lacks the signature"):
         Group.of_manifest(manifest)
-    for point, person in enumerate(_PEOPLE[:3], 1):
+    for point, person in enumerate(PEOPLE[:3], 1):
         manifest = manifest.with_signature(point, person.sign("manifest", manifest.sign_bytes()))
     group = Group.of_manifest(manifest, attempts=2)
     assert group.context == manifest.digest()
@@ -1184,8 +1129,8 @@ def test_a_hundred_and_twenty_eight_members_come_and_go() -> None:
 
 def test_every_key_hangs_on_everything_that_it_must() -> None:
     """By the formulas in docs/secagg.md, and each value changed alone gives another key."""
-    group = Group.of_cards([person.card() for person in _PEOPLE[:4]], 2)
-    members = {m.point: m for m in (SecAggMember(p, group, MemoryState(group)) for p in _PEOPLE[:4])}
+    group = Group.of_cards([person.card() for person in PEOPLE[:4]], 2)
+    members = {m.point: m for m in (SecAggMember(p, group, MemoryState(group)) for p in PEOPLE[:4])}
     server = SecAggServer(group, 1, bytes(32), 3)
     for x, member in members.items():
         server.take_ready(x, member.ready(1, bytes(32), 3))
@@ -1198,24 +1143,24 @@ def test_every_key_hangs_on_everything_that_it_must() -> None:
     mine = members[1]._pairs(secrets[1], plan)
     theirs = members[2]._pairs(secrets[2], members[2].plan(announcement))
     assert mine[2] == theirs[1]
-    one, two = _PEOPLE[:2]  # sorted by their keys, as the points are
-    round_secret = exchange(secagg._private(secrets[1]), plan.keys[1])
+    one, two = PEOPLE[:2]  # sorted by their keys, as the points are
+    round_secret = exchange(masks.private_key(secrets[1]), plan.keys[1])
     lasting = one.exchange(two.x25519)
     assert mine[2] == field.derive_key(round_secret + lasting, "secagg pair", plan.ctx)
     other = replace(plan, attempt=2)
     assert members[1]._pairs(secrets[1], other)[2] != mine[2]
     # boxes: directed, and for one commitment
     cases = [(1, 2, b"a" * 32), (2, 1, b"a" * 32), (1, 2, b"b" * 32), (1, 3, b"a" * 32)]
-    sealed = {secagg._cipher(bytes(32), *case).encrypt(bytes(12), b"x" * 40, None) for case in cases}
+    sealed = {masks.cipher_of(bytes(32), *case).encrypt(bytes(12), b"x" * 40, None) for case in cases}
     assert len(sealed) == len(cases)
     # masks: of a pair in order, of a member, of a ctx
     seed = field.random(5)
     streams = [
-        secagg._pair_mask(bytes(32), 1, 2),
-        secagg._pair_mask(bytes(32), 1, 3),
-        secagg._self_mask(plan.ctx, 1, seed),
-        secagg._self_mask(plan.ctx, 2, seed),
-        secagg._self_mask(other.ctx, 1, seed),
+        masks.pair_mask(bytes(32), 1, 2),
+        masks.pair_mask(bytes(32), 1, 3),
+        masks.self_mask(plan.ctx, 1, seed),
+        masks.self_mask(plan.ctx, 2, seed),
+        masks.self_mask(other.ctx, 1, seed),
     ]
     assert len({tuple(map(int, stream.elements(3))) for stream in streams}) == len(streams)
 

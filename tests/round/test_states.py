@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,30 @@ import numpy as np
 import pytest
 
 from quorumark import field
-from quorumark.consortium.records import DEFAULT_POLICY
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
-from quorumark.node.journal import Journal, create_memory
-from quorumark.research.known import KnownKey
-from quorumark.round import statements, sums
+from quorumark.node.journal import Journal
+from quorumark.round import checked_sums, statements
 from quorumark.round.group import group_of
 from quorumark.round.mark import weights
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
-from quorumark.setup.amend import propose
-from quorumark.setup.amend import sign as sign_amendment
-from quorumark.verify.reference import Reference
-from tests.kit.flowers import Consortium, Model, train
-from tests.kit.rounds import Repeating, Run
+from tests.kit.flowers import Consortium, Model
+from tests.kit.rounds import Run
+from tests.kit.states import (
+    CHECKED,
+    Tuned,
+    amend,
+    begun,
+    carriers,
+    forget,
+    key_of,
+    lose_memory,
+    opened_at,
+    share_of_signs,
+    small,
+)
 
-CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
 GUESSED = 4 * 0.5 / np.sqrt(12_540)  # four standard deviations of the share of signs that a guess gets right
 
 
@@ -52,35 +58,6 @@ def other(made: Consortium, tmp_path: Path) -> Consortium:
     return made.copy(tmp_path / "other")
 
 
-def small(folder: Path, count: int, threshold: int, **changes: Any) -> Consortium:
-    """A consortium with a model that is quick to train, for questions of who may do what."""
-    rng = np.random.default_rng(1)
-    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
-    folder.mkdir(parents=True, exist_ok=True)
-    make = Consortium.make if count >= 2 * threshold - 1 and count < 10 else Consortium.deal
-    return make(folder, count, threshold, model=model, policy=CHECKED, **changes)
-
-
-def key_of(world: Consortium) -> Any:
-    """What nobody has: the signs of all carriers."""
-    assert world.manifest is not None
-    shares = {x: world.home(x)[0].only_consortium().share(world.home(x)[1]).vector() for x in range(1, world.count + 1)}
-    known = KnownKey.from_shares(world.manifest, shares, world.layout, Reference.read(world.path).anchor)
-    return known.key[: world.layout.carrier_size]
-
-
-def carriers(world: Consortium, opened: Any) -> Any:
-    """The carriers of an opened sum, or of a model, as real numbers."""
-    vector = world.layout.encode(opened) if isinstance(opened, dict) else opened
-    return field.to_signed(vector[: world.layout.carrier_size]) / 2.0**40
-
-
-def share_of_signs(world: Consortium, estimate: Any) -> float:
-    """How many signs an estimate gets right; where it says nothing, a coin is thrown."""
-    coin = np.random.default_rng(3).choice([-1, 1], estimate.size)
-    return float(np.mean(np.where(estimate == 0, coin, np.sign(estimate)) == key_of(world)))
-
-
 def cosine(world: Consortium, estimate: Any) -> float:
     key, size = key_of(world), float(np.linalg.norm(estimate))
     return float(estimate @ key) / (size * np.sqrt(key.size)) if size else 0.0
@@ -89,44 +66,6 @@ def cosine(world: Consortium, estimate: Any) -> float:
 def without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members who answer from a state as often as they are asked."""
     monkeypatch.setattr(SecAggMember, "check_free", lambda *_, **__: {})
-
-
-# --- servers that try to open a second sum ----------------------------------------------------------------
-
-
-class Tuned(Repeating):
-    """An app whose learning rate the server sets, by its run config say; training repeats itself, or is new noise."""
-
-    rate = 1.0
-    rng: np.random.Generator | None = None
-
-    def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:
-        if self.rng is not None:
-            return train(model, 0.01, int(self.rng.integers(1 << 62)), self.rate)
-        return super().trained(x, model, {**reply, "rate": self.rate})
-
-
-def begun(run: Run, rounds: int = 2) -> Model:
-    """A run up to the first state with a mark."""
-    for _ in range(rounds):
-        model = run.round()
-    return model
-
-
-def opened_at(run: Run, start: Model, **how: Any) -> Any:
-    """A round from a model that is opened and kept back: the server goes on as if it had been given up."""
-    run.model = start
-    run.round(**how)
-    found = carriers(run.world, run.server.opened)
-    forget(run, start)
-    return found
-
-
-def forget(run: Run, start: Model) -> None:
-    """The server acts as if the last sum had never been asked for."""
-    server = run.server
-    server._settled = server._opened = server._open = server._sum = None
-    run.model = start
 
 
 def extrapolated(world: Consortium, start: Model, sums: list[tuple[float, Any]]) -> Any:
@@ -425,17 +364,6 @@ def test_a_turn_survives_its_bytes_and_nothing_else_is_one() -> None:
             Turn.from_bytes(json.dumps({k: v for k, v in whole.items() if k != name}).encode())
 
 
-# --- memory that was lost ---------------------------------------------------------------------------------
-
-
-def lose_memory(world: Consortium, x: int) -> None:
-    """As after a restored backup: the rounds' folder is not in it."""
-    home, unlock = world.home(x)
-    place = home.only_consortium()
-    shutil.rmtree(place.path / "rounds")
-    create_memory(place, home.identity(unlock), lost=True)
-
-
 def test_a_member_that_lost_its_memory_waits_for_a_newer_model(world: Consortium) -> None:
     run = Run(world)
     begun(run, 3)
@@ -482,7 +410,7 @@ def test_a_lost_memory_signs_nothing_and_forged_words_do_not_help(world: Consort
         run.round(absent=[1, 5])
     assert all("was made anew" in run.refused[x] for x in (2, 3, 4))
     # without the rule they would take part: with the colluders that is a second sum
-    monkeypatch.setattr("quorumark.round.secagg.is_newer", lambda *_: True)
+    monkeypatch.setattr("quorumark.round.secagg.member.is_newer", lambda *_: True)
     forget(run, start)
     with pytest.raises(RoundError, match="3 members are left"):
         run.round(absent=[1, 5])
@@ -581,7 +509,7 @@ def test_a_sum_that_is_no_model_has_a_successor(world: Consortium, monkeypatch: 
             with self.state.edit() as memory:
                 key = bytes.fromhex(memory["sum"]["key"])
             vector[place] = field.P // 2
-            vector[-1] = sums.tag(key, vector[:-1], first=plan.members[0] == 2)
+            vector[-1] = checked_sums.tag(key, vector[:-1], first=plan.members[0] == 2)
         return honest_upload(self, plan, vector, marked=marked)
 
     run = Run(world)
@@ -687,22 +615,6 @@ def test_any_number_of_members_may_stay_away(tmp_path: Path, size: tuple[int, in
             run.round(absent=range(n - absent + 1, n + 1))
         run.round()  # when they are back, nothing is in the way
         assert run.refused == {}
-
-
-# --- amendments -------------------------------------------------------------------------------------------
-
-
-def amend(world: Consortium, folder: Path, **changes: Any) -> Consortium:
-    """All members sign other terms, which are in force at once."""
-    assert world.manifest is not None
-    terms = propose(world.manifest.terms, **changes)
-    manifest = None
-    for _ in range(2):
-        for x in range(1, world.count + 1):
-            home, unlock = world.home(x)
-            manifest, _ = sign_amendment(home, unlock, terms, folder, home.only_consortium())
-    assert manifest is not None
-    return replace(world, manifest=manifest, terms=terms)
 
 
 def under(world: Consortium, before: Consortium, run: Run, **options: Any) -> Run:

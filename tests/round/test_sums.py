@@ -23,18 +23,18 @@ from quorumark.errors import KeystoreError, MessageError, QuorumarkError, Record
 from quorumark.field import P
 from quorumark.node.journal import Journal
 from quorumark.node.member import MODEL, RESULT
-from quorumark.round import sums
+from quorumark.round import checked_sums
 from quorumark.round.group import Group
 from quorumark.round.memory import State
 from quorumark.round.movement import norm_count
-from quorumark.round.secagg import pack, unpack
+from quorumark.round.secagg.messages import pack, unpack
 from quorumark.round.server import RoundServer
 from quorumark.round.statements import Turn
 from quorumark.simulation import Federation, FederationMember, Losses
+from tests.kit.checked import CHECKED, five_people
 from tests.kit.flowers import Consortium, Model, initial, train
 from tests.kit.rounds import SEED, Repeating, Run
 
-CHECKED = {**DEFAULT_POLICY, "sums": "checked"}
 BINDING = bytes(range(32))
 
 
@@ -47,84 +47,79 @@ def test_tags_add_up_to_the_sum_s(members: int, length: int, seed: int) -> None:
     """Against whole numbers: Σ tag(x_k) = Σ_j g_j·O_j + β, and `holds` says so."""
     rng, key = np.random.default_rng(seed), seed.to_bytes(32, "big")
     vectors = [rng.integers(0, P, length, dtype=np.uint64) for _ in range(members)]
-    tags = [sums.tag(key, vector, first=i == 0) for i, vector in enumerate(vectors)]
+    tags = [checked_sums.tag(key, vector, first=i == 0) for i, vector in enumerate(vectors)]
     g = [int(e) for e in field.Stream(key, "sum tag").elements(length)]
     beta = int(field.Stream(key, "sum offset").elements(1)[0])
     total = [sum(int(vector[j]) for vector in vectors) % P for j in range(length)]
     assert sum(tags) % P == (sum(a * b for a, b in zip(g, total, strict=True)) + beta) % P
     opened = np.array([*total, sum(tags) % P], np.uint64)
-    assert sums.holds(key, opened)
+    assert checked_sums.holds(key, opened)
     place = int(rng.integers(length + 1))
     opened[place] = (int(opened[place]) + 1) % P
-    assert not sums.holds(key, opened)
-    assert not sums.holds(bytes(32)[:-1] + b"\x07", np.array([*total, sum(tags) % P], np.uint64))
+    assert not checked_sums.holds(key, opened)
+    assert not checked_sums.holds(bytes(32)[:-1] + b"\x07", np.array([*total, sum(tags) % P], np.uint64))
 
 
 def test_long_vectors_are_tagged_piece_by_piece() -> None:
     rng = np.random.default_rng(1)
     vector = rng.integers(0, P, (1 << 20) + 5, dtype=np.uint64)
     whole = field.dot(field.Stream(BINDING, "sum tag").elements(vector.size), vector)
-    assert sums.tag(BINDING, vector, first=False) == whole
+    assert checked_sums.tag(BINDING, vector, first=False) == whole
 
 
 def test_what_is_proportional_is_another_sum() -> None:
     """Without β a server could announce twice the sum, with twice the tag; or nothing at all, with the tag 0."""
     vector = np.random.default_rng(2).integers(0, P, 50, dtype=np.uint64)
-    opened = np.append(vector, np.uint64(sums.tag(BINDING, vector, first=True)))
-    plain = np.append(vector, np.uint64(sums.tag(BINDING, vector, first=False)))
+    opened = np.append(vector, np.uint64(checked_sums.tag(BINDING, vector, first=True)))
+    plain = np.append(vector, np.uint64(checked_sums.tag(BINDING, vector, first=False)))
     for factor in (0, 2, P - 1):
-        assert not sums.holds(BINDING, field.scale(factor, opened))
+        assert not checked_sums.holds(BINDING, field.scale(factor, opened))
         # the same without β is a forgery that would have passed
-        assert sums.tag(BINDING, field.scale(factor, plain)[:-1], first=False) == field.scale(factor, plain)[-1]
-
-
-# --- the key ----------------------------------------------------------------------------------------------
-
-
-def _people(count: int = 5) -> tuple[list[Identity], Group]:
-    people = [Identity.generate(f"Hospital {x}") for x in range(1, count + 1)]
-    group = Group.of_cards([person.card() for person in people], 3, b"sums")
-    return sorted(people, key=lambda person: group.point_of(person.ed25519)), group
+        assert checked_sums.tag(BINDING, field.scale(factor, plain)[:-1], first=False) == field.scale(factor, plain)[-1]
 
 
 def test_all_members_of_a_round_have_its_key_and_nobody_else() -> None:
-    people, group = _people()
-    said = {x: sums.seal_keys(person, group, 4, BINDING) for x, person in enumerate(people, 1)}
+    people, group = five_people()
+    said = {x: checked_sums.seal_keys(person, group, 4, BINDING) for x, person in enumerate(people, 1)}
     members = (1, 2, 4, 5)
 
     def key(x: int, round_no: int = 4, binding: bytes = BINDING, chosen: tuple[int, ...] = members) -> bytes:
-        boxes = [sums.box_for(said[k], x) for k in chosen]
-        return sums.round_key(people[x - 1], group, round_no, binding, chosen, boxes)
+        boxes = [checked_sums.box_for(said[k], x) for k in chosen]
+        return checked_sums.round_key(people[x - 1], group, round_no, binding, chosen, boxes)
 
     assert len({key(x) for x in members}) == 1
     assert len({key(1), key(1, chosen=(1, 2, 4)), key(1, chosen=(1, 2, 3, 4, 5))}) == 3
-    assert all(said[x] == sums.seal_keys(people[x - 1], group, 4, BINDING) for x in members)  # nothing to remember
+    assert all(
+        said[x] == checked_sums.seal_keys(people[x - 1], group, 4, BINDING) for x in members
+    )  # nothing to remember
     # boxes are of one round, one binding and two members: the server cannot hand on others, nor make any
     for wrong in (lambda: key(1, 5), lambda: key(1, binding=bytes(32))):
         with pytest.raises(MessageError, match="cannot be opened"):
             wrong()
     own = Identity.generate("server")
-    forged = sums.seal_keys(own, Group.of_cards([own.card(), *(p.card() for p in people)], 3, b"sums"), 4, BINDING)
-    for box in (sums.box_for(said[2], 4), sums.box_for(forged, 1), b"", bytes(48)):
-        boxes = [sums.box_for(said[k], 1) if k != 2 else box for k in members]
+    forged = checked_sums.seal_keys(
+        own, Group.of_cards([own.card(), *(p.card() for p in people)], 3, b"sums"), 4, BINDING
+    )
+    for box in (checked_sums.box_for(said[2], 4), checked_sums.box_for(forged, 1), b"", bytes(48)):
+        boxes = [checked_sums.box_for(said[k], 1) if k != 2 else box for k in members]
         with pytest.raises(MessageError, match="cannot be opened"):
-            sums.round_key(people[0], group, 4, BINDING, members, boxes)
+            checked_sums.round_key(people[0], group, 4, BINDING, members, boxes)
     with pytest.raises(MessageError, match="one box of every member"):
-        sums.round_key(people[0], group, 4, BINDING, members, [b""])
+        checked_sums.round_key(people[0], group, 4, BINDING, members, [b""])
 
 
 def test_vouchers_are_of_one_member_round_and_history() -> None:
-    people, group = _people()
-    said = {x: sums.vouch(person, group, 4, BINDING) for x, person in enumerate(people, 1)}
-    assert sums.vouchers(group, 4, BINDING, {**said, 2: b""}) == (1, 3, 4, 5)
-    sums.check_vouchers(group, 4, BINDING, {1: said[1], 2: b"", 3: said[3], 5: said[5]})
+    people, group = five_people()
+    said = {x: checked_sums.vouch(person, group, 4, BINDING) for x, person in enumerate(people, 1)}
+    assert checked_sums.vouchers(group, 4, BINDING, {**said, 2: b""}) == (1, 3, 4, 5)
+    checked_sums.check_vouchers(group, 4, BINDING, {1: said[1], 2: b"", 3: said[3], 5: said[5]})
     with pytest.raises(RoundError, match="3 members of the announced set must have checked"):
-        sums.check_vouchers(group, 4, BINDING, {1: said[1], 2: said[2], 3: b"", 4: b"", 5: b""})
-    for told in ({1: said[2]}, {1: sums.vouch(people[0], group, 3, BINDING)}):
+        checked_sums.check_vouchers(group, 4, BINDING, {1: said[1], 2: said[2], 3: b"", 4: b"", 5: b""})
+    for told in ({1: said[2]}, {1: checked_sums.vouch(people[0], group, 3, BINDING)}):
         with pytest.raises(MessageError):
-            sums.vouchers(group, 4, BINDING, told)
+            checked_sums.vouchers(group, 4, BINDING, told)
     with pytest.raises(MessageError, match="vouches for something else"):
-        sums.vouchers(group, 4, bytes(32), said)
+        checked_sums.vouchers(group, 4, bytes(32), said)
 
 
 def test_lists_of_messages_that_are_cut_are_refused() -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,87 +19,13 @@ from quorumark import field, shamir
 from quorumark.cli import app
 from quorumark.consortium import home as home_module
 from quorumark.consortium import keystore
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, verify_manifest
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Manifest, Terms
+from quorumark.consortium.records import Terms
 from quorumark.errors import MessageError, QuorumarkError
-from quorumark.model.layout import write_safetensors
 from quorumark.setup import recover as recover_module
-from tests.kit.ceremony import NAMES
-
-
-class Consortium:
-    """Five homes, each with a key file, on one disk."""
-
-    def __init__(
-        self,
-        base: Path,
-        setup: str = "dkg",
-        key: str = "rademacher",
-        size: int = 40,
-        count: int = 5,
-        threshold: int = 3,
-    ) -> None:
-        self.base, self.folder = base, base / "exchange"
-        base.mkdir(exist_ok=True)
-        self.homes = [base / name for name in NAMES[:count]]
-        for name, home in zip(NAMES, self.homes, strict=False):
-            self.run("member", "init", "--name", name, *self.secrets(home))
-        model = base / "model.safetensors"
-        rng = np.random.default_rng(0)
-        write_safetensors({"w": rng.standard_normal((size, 7)).astype(np.float32), "b": np.zeros(3, np.float32)}, model)
-        cards = [item for i, home in enumerate(self.homes) for item in ("--member", f"{home}/member.json:{100 + i}")]
-        self.run(
-            "consortium", "create", "--name", "hospitals", "--threshold", str(threshold), *cards, "--model", str(model),
-            "--out", str(base / "agreed"), "--setup", setup, "--key", key,
-        )  # fmt: skip
-        self.terms = base / "agreed" / "terms.json"
-
-    def secrets(self, home: Path) -> list[str]:
-        return ["--home", str(home), "--key-file", str(home.with_suffix(".key"))]
-
-    def run(self, *arguments: str, fails: type[Exception] | None = None) -> str:
-        result = CliRunner().invoke(app, list(arguments))
-        if fails is None:
-            assert result.exit_code == 0, (arguments, result.output, result.exception)
-            return result.output
-        assert isinstance(result.exception, fails), (result.output, result.exception)
-        return str(result.exception)
-
-    def step(self, index: int) -> str:
-        arguments = ["--terms", str(self.terms), "--folder", str(self.folder)]
-        return self.run("setup", "dkg", *arguments, *self.secrets(self.homes[index]))
-
-    def finish(self, rounds: int = 12) -> None:
-        for _ in range(rounds):
-            if all("finished" in output for output in [self.step(i) for i in range(len(self.homes))]):
-                return
-        raise AssertionError("the ceremony does not end")
-
-    def manifests(self) -> list[Manifest]:
-        return [Home(home).only_consortium().manifest() for home in self.homes]
-
-    def key(self, points: tuple[int, ...] = (0, 1, 2)) -> np.ndarray[Any, Any]:
-        """Through the commands: hand over, reconstruct."""
-        first, *others = points
-        files = []
-        for i in others:
-            out = self.base / f"handed-{i}-to-{first}"
-            self.run(
-                "share", "hand-over", "--to", f"{self.homes[first]}/member.json", "--out", str(out),
-                "--i-understand-this-hands-over-my-share", *self.secrets(self.homes[i]),
-            )  # fmt: skip
-            files += ["--share", str(out)]
-        out = self.base / f"key-{'-'.join(map(str, points))}.npy"
-        said = self.run(
-            "key", "reconstruct", *files, "--out", str(out), "--i-understand-this-reveals-the-key",
-            *self.secrets(self.homes[first]),
-        )  # fmt: skip
-        assert "against its root" in said
-        assert out.stat().st_mode & 0o777 == 0o600
-        found: np.ndarray[Any, Any] = np.load(out)
-        return found
+from tests.kit.ceremony_folder import Consortium
 
 
 @pytest.fixture
@@ -118,7 +43,7 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
         assert f"point {i + 1} is whole" in five.run("share", "verify", *secrets)
         info = json.loads(five.run("share", "inspect", "--home", str(home), "--json"))
         assert (info["point"], info["threshold"], info["length"]) == (i + 1, 3, 280)
-        place = Home(home).only_consortium()
+        place = HomeFolder(home).only_consortium()
         kept = [".lock", "manifest.json", "share-0.sealed", "signed.json", "terms.json"]
         assert sorted(p.name for p in place.path.iterdir()) == kept
         assert place.share_path().stat().st_mode & 0o777 == 0o600
@@ -128,7 +53,7 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
     key = five.key()
     assert set(np.unique(key)) == {-1, 1}
     assert (five.key((4, 3, 1)) == key).all()
-    manifest = Home(five.homes[0]).only_consortium().manifest_path
+    manifest = HomeFolder(five.homes[0]).only_consortium().manifest_path
     assert "signed by all 5 members" in five.run("consortium", "check", str(manifest))
     assert "Delta" in five.run("consortium", "show", str(manifest))
     assert "finished" in five.step(0)  # and again changes nothing
@@ -187,7 +112,7 @@ def test_before_the_setup_is_finished_commands_say_so(five: Consortium) -> None:
 
 def test_what_a_killed_process_was_writing_is_removed(five: Consortium) -> None:
     five.step(0)
-    place = Home(five.homes[0]).only_consortium().path
+    place = HomeFolder(five.homes[0]).only_consortium().path
     # as a process leaves it that is killed between writing and renaming: the seed of the ceremony, sealed
     left = place / ".ceremony.sealed.0123456789ab.partial"
     shutil.copy(place / "ceremony.sealed", left)
@@ -201,7 +126,7 @@ def test_what_was_used_must_not_change(five: Consortium) -> None:
         for i in range(5):
             five.step(i)
     # Birch loses its state after all have used its messages, and starts anew: its commitment is another one
-    place = Home(five.homes[1]).only_consortium()
+    place = HomeFolder(five.homes[1]).only_consortium()
     place.ceremony_path.unlink()
     arguments = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder)]
     said = five.run(*arguments, *five.secrets(five.homes[1]), fails=QuorumarkError)
@@ -218,8 +143,8 @@ def test_after_a_fault_nothing_is_opened_again_until_all_start_anew(five: Consor
         for i in range(5):
             five.step(i)
     # Elm confirms squares that nobody else saw: it must have been told something else
-    elm = Home(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
-    terms = Home(five.homes[4]).only_consortium().terms()
+    elm = HomeFolder(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
+    terms = HomeFolder(five.homes[4]).only_consortium().terms()
     path = five.folder / "5-confirm" / "5.msg"
     session = json.loads(path.read_bytes()[4 : 4 + int.from_bytes(path.read_bytes()[:4], "big")])["session"]
     path.write_bytes(elm.write(Header(terms.digest().hex(), session, "dkg/confirm", 5), bytes(32)))
@@ -236,7 +161,7 @@ def test_after_a_fault_nothing_is_opened_again_until_all_start_anew(five: Consor
 
 def test_two_visits_at_once_are_refused(five: Consortium) -> None:
     five.step(0)
-    place = Home(five.homes[0]).only_consortium()
+    place = HomeFolder(five.homes[0]).only_consortium()
     step = ["setup", "dkg", "--terms", str(five.terms), "--folder", str(five.folder), *five.secrets(five.homes[0])]
     with keystore.only_one(place.path):
         assert "another command is working" in five.run(*step, fails=QuorumarkError)
@@ -345,7 +270,7 @@ def test_a_dealer(tmp_path: Path, key: str) -> None:
         assert "finished" in group.run(*arguments, *group.secrets(home))
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
-    sizes = [Home(home).only_consortium().share_path().stat().st_size for home in group.homes]
+    sizes = [HomeFolder(home).only_consortium().share_path().stat().st_size for home in group.homes]
     assert max(sizes) < 0.7 * 8 * 140_000  # compressed: (K−t+1)/K of a vector each, about
     found = group.key((4, 0, 2))
     assert (group.key((1, 2, 3)) == found).all()
@@ -431,7 +356,7 @@ def test_backup_and_restore(five: Consortium) -> None:
 def test_a_request_under_another_manifest_says_what_to_do(five: Consortium) -> None:
     five.finish()
     folder = five.base / "recovery"
-    Home(five.homes[1]).only_consortium().share_path().unlink()
+    HomeFolder(five.homes[1]).only_consortium().share_path().unlink()
     five.run("share", "recover", "--helpers", "1,3,4", "--folder", str(folder), *five.secrets(five.homes[1]))
     request = folder / "request.msg"
     ours = five.manifests()[0].digest().hex().encode()
@@ -458,13 +383,13 @@ def test_what_was_sent_for_a_recovery_cannot_be_read_with_keys_that_are_stolen_l
     """The whole folder is kept, and after the recovery everybody's lasting keys are stolen: nothing opens."""
     five.finish()
     birch, folder = five.homes[1], five.base / "recovery"
-    Home(birch).only_consortium().share_path().unlink()
+    HomeFolder(birch).only_consortium().share_path().unlink()
     five.run("share", "recover", "--folder", str(folder), *five.secrets(birch), "--helpers", "1,3,5")
     for _ in range(2):
         for i in (0, 2, 4):
             five.run("share", "help", "--folder", str(folder), *five.secrets(five.homes[i]))
     assert "recovered" in five.run("share", "recover", "--folder", str(folder), *five.secrets(birch))
-    stolen = Home(birch).identity(Unlock.key_file(birch.with_suffix(".key")))
+    stolen = HomeFolder(birch).identity(Unlock.key_file(birch.with_suffix(".key")))
     manifest = five.manifests()[0]
     request = stolen.read(
         (folder / "request.msg").read_bytes()[2:], manifest.terms, recover_module._header(manifest, "request", 2)
@@ -474,14 +399,14 @@ def test_what_was_sent_for_a_recovery_cannot_be_read_with_keys_that_are_stolen_l
         stolen.read((folder / "answer-1.msg").read_bytes(), manifest.terms, head)
     for home in five.homes:  # and the keys that were made for it are gone
         assert not [
-            p for p in Home(home).only_consortium().path.iterdir() if p.name in ("help.sealed", "recovery.sealed")
+            p for p in HomeFolder(home).only_consortium().path.iterdir() if p.name in ("help.sealed", "recovery.sealed")
         ]
 
 
 def test_dealings_cannot_be_read_with_keys_that_are_stolen_later(five: Consortium) -> None:
     """A dealing is sealed under the session's keys, which die with it, not to the member's lasting key."""
     five.finish()
-    elm = Home(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
+    elm = HomeFolder(five.homes[4]).identity(Unlock.key_file(five.homes[4].with_suffix(".key")))
     manifest = five.manifests()[0]
     data = (five.folder / "3-deal" / "1-to-5.msg").read_bytes()
     header = Header(manifest.terms.digest().hex(), manifest.genesis.session, "dkg/deal", 1, 5)
@@ -494,12 +419,12 @@ def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypat
     five = Consortium(tmp_path, size=400)
     five.finish()
     # a share may be larger than any record may be: the limit on records must not stop it
-    manifest = Home(five.homes[0]).only_consortium().manifest_path
+    manifest = HomeFolder(five.homes[0]).only_consortium().manifest_path
     assert manifest.stat().st_size < 8 * 2800
     monkeypatch.setattr(home_module, "_LARGEST_RECORD", manifest.stat().st_size + 1)
     key, folder = five.key(), five.base / "recovery"
-    lost = Home(five.homes[1]).only_consortium().share_path()
-    original = Home(five.homes[1]).only_consortium().share(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    lost = HomeFolder(five.homes[1]).only_consortium().share_path()
+    original = HomeFolder(five.homes[1]).only_consortium().share(Unlock.key_file(five.homes[1].with_suffix(".key")))
     values, salts = original.vector(), original.others_salts
     recover = ["share", "recover", "--folder", str(folder), *five.secrets(five.homes[1])]
     assert "still there" in five.run(*recover, "--helpers", "1,3,5", fails=QuorumarkError)
@@ -516,9 +441,11 @@ def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypat
     for i in (4, 0, 2, 0):  # and once more changes nothing
         assert "Birch can now read its own share" in five.run(*help_birch, *five.secrets(five.homes[i]))
     # one answer alone is no share: masked, and unrelated to the helper's own
-    birch = Home(five.homes[1]).identity(Unlock.key_file(five.homes[1].with_suffix(".key")))
-    avon = Home(five.homes[0]).only_consortium().share(Unlock.key_file(five.homes[0].with_suffix(".key"))).vector()
-    place = Home(five.homes[1]).only_consortium()
+    birch = HomeFolder(five.homes[1]).identity(Unlock.key_file(five.homes[1].with_suffix(".key")))
+    avon = (
+        HomeFolder(five.homes[0]).only_consortium().share(Unlock.key_file(five.homes[0].with_suffix(".key"))).vector()
+    )
+    place = HomeFolder(five.homes[1]).only_consortium()
     body = json.loads(
         keystore.read_sealed(
             place.path / "recovery.sealed", Unlock.key_file(five.homes[1].with_suffix(".key")), "recovery"
@@ -553,7 +480,7 @@ def test_passphrases_and_errors(tmp_path: Path) -> None:
     result = runner.invoke(app, [*init, "--passphrase-file", str(file)])
     assert result.exit_code == 0
     assert secret not in result.output
-    assert Home(tmp_path / "home").identity(Unlock.passphrase(secret)).name == "Avon"
+    assert HomeFolder(tmp_path / "home").identity(Unlock.passphrase(secret)).name == "Avon"
     for path in (tmp_path / "home").rglob("*"):
         if path.is_file():
             assert secret.encode() not in path.read_bytes()

@@ -4,90 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
-from quorumark.consortium.identity import Header, Identity, exchange, open_message, verify_manifest
-from quorumark.consortium.records import Manifest, Terms, digest
+from quorumark.canonical import digest
+from quorumark.consortium.identity import Header, exchange, open_message, verify_manifest
 from quorumark.errors import CeremonyError, InputError, MessageError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.setup import dkg
-from quorumark.setup.dkg import DkgMember, neighbours, openers, relay_sum
+from quorumark.setup.dkg import DkgMember, neighbours, relay_sum
 from quorumark.setup.paper import PaperMember
 from tests.kit.ceremony import identities, make_terms
-
-
-@dataclass
-class Run:
-    """A whole ceremony, step by step, with every message kept."""
-
-    people: list[Identity]
-    terms: Terms
-    members: list[DkgMember]
-    messages: dict[str, dict[int, bytes]] = dataclass_field(default_factory=dict)
-    deals: dict[int, dict[int, bytes]] = dataclass_field(default_factory=dict)
-    total: bytes = b""
-
-    @classmethod
-    def start(cls, count: int, threshold: int, coordinates: int, people: list[Identity] | None = None) -> Run:
-        people = people or identities(count)
-        terms = make_terms(people, threshold, coordinates)
-        return cls(people, terms, [DkgMember(p, terms, os.urandom(32)) for p in people])
-
-    def each(self, step: str, call: Callable[[DkgMember], bytes]) -> None:
-        self.messages[step] = {m.point: call(m) for m in self.members}
-
-    def until_dealt(self) -> Run:
-        self.each("commit", lambda m: m.commit())
-        self.each("reveal", lambda m: m.reveal(self.messages["commit"]))
-        self.deals = {m.point: m.deal(self.messages["reveal"]) for m in self.members}
-        return self
-
-    def received(self) -> Run:
-        for m in self.members:
-            m.receive({x: self.deals[x][m.point] for x in self.deals if x != m.point})
-        return self
-
-    def opened(self) -> Run:
-        self.messages["open"] = {m.point: m.open() for m in self.members if m.point in openers(self.terms)}
-        self.total = relay_sum(self.terms, self.members[0].session, self.messages["open"])
-        return self
-
-    def shared(self) -> Run:
-        self.each("confirm", lambda m: m.confirm(self.total))
-        self.each("root", lambda m: m.root(self.messages["confirm"]))
-        return self
-
-    def healthy(self) -> Run:
-        self.each("echo", lambda m: m.echo(self.messages["root"]))
-        self.each("health", lambda m: m.health(self.messages["echo"]))
-        for m in self.members:
-            m.finish(self.messages["health"])
-        return self
-
-    def whole(self) -> Manifest:
-        self.until_dealt().received().opened().shared().healthy()
-        self.each("sign", lambda m: m.sign())
-        manifests = {m.signed(self.messages["sign"]).to_bytes() for m in self.members}
-        assert len(manifests) == 1
-        return Manifest.from_bytes(manifests.pop())
-
-    def key(self, chosen: tuple[int, ...] | None = None) -> NDArray[np.int64]:
-        points = chosen or tuple(range(1, self.terms.threshold + 1))
-        shares = {x: _share(self.members[x - 1]) for x in points}
-        return field.to_signed(shamir.reconstruct(shares, self.terms.threshold))
-
-
-def _share(member: DkgMember) -> Vector:
-    assert member.share is not None
-    return member.share
+from tests.kit.setup_runs import LEAK, Run, score, share
 
 
 @pytest.mark.parametrize(("count", "threshold"), [(3, 2), (4, 2), (5, 2), (5, 3), (7, 4), (9, 4)])
@@ -122,12 +53,12 @@ def _views(run: Run, coalition: tuple[int, ...]) -> dict[str, NDArray[np.float64
 
     views = {"squares": np.frombuffer(run.total, "<u8").astype(np.uint64)}
     for x in coalition:
-        views[f"share of {x}"] = _share(run.members[x - 1])
+        views[f"share of {x}"] = share(run.members[x - 1])
         views[f"r of {x}"] = run.members[x - 1]._received()
     for x, message in run.messages["open"].items():
         views[f"opening of {x}"] = np.frombuffer(message[-8 * run.terms.coordinates :], "<u8").astype(np.uint64)
     # the best guess of a coalition: interpolate as if the degree were lower
-    points = {x: _share(run.members[x - 1]) for x in coalition}
+    points = {x: share(run.members[x - 1]) for x in coalition}
     if len(points) >= 2:
         views["interpolation"] = shamir.reconstruct(points, len(points))
     for a, b in itertools.combinations(list(points), 2):
@@ -136,17 +67,9 @@ def _views(run: Run, coalition: tuple[int, ...]) -> dict[str, NDArray[np.float64
     return {name: real(v) for name, v in views.items()}
 
 
-LEAK = 6.5  # about 40 correlations below this: a false alarm less than once in 10^8 runs
-
-
-def _score(view: NDArray[np.float64], key: NDArray[Any]) -> float:
-    """How many standard deviations a view's correlation with the key is away from chance."""
-    return abs(float(view @ key)) / float(np.linalg.norm(view)) / float(np.sqrt(np.mean(key * key)))
-
-
 def _worst(run: Run, coalition: tuple[int, ...]) -> tuple[str, float]:
     key = run.key()
-    scores = {n: _score(v, key) for n, v in _views(run, coalition).items()}
+    scores = {n: score(v, key) for n, v in _views(run, coalition).items()}
     name = max(scores, key=lambda n: scores[n])
     return name, scores[name]
 
@@ -177,9 +100,9 @@ def test_the_same_score_finds_the_papers_leak() -> None:
         cosine = float(known @ key / np.linalg.norm(known) / np.linalg.norm(key))
         # two digits: the cosine's standard deviation is below 1/√d = 0.002, so 0.01 is five of them
         assert cosine == pytest.approx(np.sqrt(coalition / count), abs=0.01)
-        assert _score(np.asarray(known), key) > 10 * LEAK
+        assert score(np.asarray(known), key) > 10 * LEAK
         # and their shares alone, without their own parts, say nothing: it is the protocol that leaks, not the sharing
-        assert _score(field.to_signed(shares[1]).astype(np.float64), key) < LEAK
+        assert score(field.to_signed(shares[1]).astype(np.float64), key) < LEAK
 
 
 def test_no_t_minus_1_members_cut_the_ring_of_masks() -> None:
@@ -319,7 +242,7 @@ def test_members_who_saw_other_roots_stop_before_they_answer() -> None:
 def test_the_last_to_answer_cannot_fit_its_answer_to_the_others() -> None:
     run = Run.start(3, 2, 20).until_dealt().received().opened().shared()
     for m in run.members:
-        _share(m)[3] = 2 * int(_share(m)[3]) % P
+        share(m)[3] = 2 * int(share(m)[3]) % P
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
     cheat = run.members[2]
@@ -348,7 +271,7 @@ def test_unmasked_health_answers_would_open_the_key_and_ours_are_masked() -> Non
     key = run.key()
     rho = field.Stream(run.members[0]._coins, "degree").elements(50)
     leak = field.dot(rho, field.from_signed(key))
-    bare = {m.point: field.dot(rho, _share(m)) for m in run.members}
+    bare = {m.point: field.dot(rho, share(m)) for m in run.members}
     assert shamir.decode(bare, 3).value == leak  # without masks, Σ ρ_j·τ_j is open
     answers = {m.point: int(m._answer[0]) for m in run.members}
     assert shamir.decode(answers, 3).value != leak
@@ -360,7 +283,7 @@ def test_unmasked_health_answers_would_open_the_key_and_ours_are_masked() -> Non
 def test_the_health_check_names_a_faulty_member() -> None:
     run = Run.start(7, 3, 50).until_dealt().received().opened().shared()
     faulty = run.members[4]
-    _share(faulty)[7] = (int(_share(faulty)[7]) + 1) % P
+    share(faulty)[7] = (int(share(faulty)[7]) + 1) % P
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
     with pytest.raises(CeremonyError, match=r"do not lie on one polynomial: what 'Elm' holds must be wrong"):
@@ -370,7 +293,7 @@ def test_the_health_check_names_a_faulty_member() -> None:
 def test_the_health_check_notices_shares_of_something_else_than_signs() -> None:
     run = Run.start(5, 3, 50).until_dealt().received().opened().shared()
     for m in run.members:  # everybody scales one coordinate alike: still a polynomial, no longer ±1
-        _share(m)[3] = 2 * int(_share(m)[3]) % P
+        share(m)[3] = 2 * int(share(m)[3]) % P
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
     with pytest.raises(CeremonyError, match="do not hold signs"):

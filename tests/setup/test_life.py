@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from quorumark import field, shamir
+from quorumark.canonical import canonical
 from quorumark.cli import app
 from quorumark.consortium.archive import Archive, key_place, leaf_count
-from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import verify_chain
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import root_from
-from quorumark.consortium.records import Manifest, canonical
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from quorumark.errors import CeremonyError, KeystoreError, QuorumarkError, RecordError, ShareError
 from quorumark.model.layout import write_safetensors
@@ -28,12 +29,12 @@ from quorumark.setup.amend import propose, successor
 from quorumark.setup.check import CheckMember
 from quorumark.setup.recover import _mask
 from tests.kit.ceremony import NAMES
+from tests.kit.ceremony_folder import Consortium
 from tests.kit.evidence import consortium
-from tests.setup.test_ceremony_cli import Consortium
 
 
 def place(home: Path) -> ConsortiumFolder:
-    return Home(home).only_consortium()
+    return HomeFolder(home).only_consortium()
 
 
 def unlock(home: Path) -> Unlock:
@@ -479,7 +480,7 @@ def test_two_consortia_of_one_model_do_not_mix(tmp_path: Path) -> None:
         outputs.append(group.run(*command, *told, *group.secrets(hazel)))
         if not any("waiting for" in output for output in outputs):
             break
-    assert len(Home(hazel).consortia()) == 2
+    assert len(HomeFolder(hazel).consortia()) == 2
     assert "finished" in outputs[-1]
 
 
@@ -532,7 +533,7 @@ def test_a_check_opens_nothing(tmp_path: Path) -> None:
     manifest = group.manifests()[0]
     members = []
     for home in group.homes:
-        identity = Home(home).identity(unlock(home))
+        identity = HomeFolder(home).identity(unlock(home))
         members.append(CheckMember(identity, manifest, place(home).share(unlock(home)), os.urandom(32)))
     commits = {m.point: m.commit() for m in members}
     reveals = {m.point: m.reveal(commits) for m in members}
@@ -758,7 +759,7 @@ def test_nobody_is_taken_back_to_an_older_manifest(tmp_path: Path) -> None:
     where = place(group.homes[0])
     amended = successor(first, propose(first.terms, examples={1: 7}))
     for x, home in enumerate(group.homes, 1):
-        identity = Home(home).identity(unlock(home))
+        identity = HomeFolder(home).identity(unlock(home))
         amended = amended.with_signature(x, identity.sign("manifest", amended.sign_bytes()))
     with pytest.raises(RecordError, match="do not follow the one that this member holds"):
         where.adopt([first, amended])
@@ -791,7 +792,7 @@ def _sign_with_roots(group: Consortium, changed: dict[int, str]) -> None:
     roots = tuple(changed.get(i + 1, root) for i, root in enumerate(old.roots))
     manifest = replace(old, roots=roots, genesis=replace(old.genesis, roots=roots), signatures={})
     for i, home in enumerate(group.homes, 1):
-        identity = Home(home).identity(unlock(home))
+        identity = HomeFolder(home).identity(unlock(home))
         manifest = manifest.with_signature(i, identity.sign("manifest", manifest.sign_bytes()))
     for home in group.homes:
         place(home).manifest_path.write_bytes(manifest.to_bytes())

@@ -4,97 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from quorumark import field, shamir
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.merkle import SALT_ELEMENTS, salt_seed
-from quorumark.consortium.records import ARCHIVE_KEY, Genesis, Manifest, Terms, check_follows
+from quorumark.consortium.records import ARCHIVE_KEY, Genesis, Manifest
 from quorumark.consortium.shares import share_root
+from quorumark.consortium.succession import check_follows
 from quorumark.errors import CeremonyError, MessageError, RecordError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.setup import ceremony
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.reshare import ReshareMember
 from tests.kit.ceremony import NAMES
-from tests.setup.test_dkg import LEAK, Run, _score
-
-
-class Reshare:
-    """A whole resharing, step by step, with every message kept."""
-
-    def __init__(
-        self, chain: Sequence[Manifest], terms: Terms, people: Sequence[Identity], shares: dict[int, Vector]
-    ) -> None:
-        self.terms, self.chain = terms, chain
-        old = chain[-1].terms
-        known = {m.ed25519: m.point for m in old.roster}
-        by_key = {p.ed25519: p for p in people}
-        self.members: list[ReshareMember] = []
-        for entry in terms.roster:
-            share = shares.get(known.get(entry.ed25519, 0))
-            self.members.append(ReshareMember(by_key[entry.ed25519], chain, terms, os.urandom(32), share))
-        self.messages: dict[str, dict[int, bytes]] = {}
-        self.deals: dict[int, dict[int, bytes]] = {}
-
-    def each(self, step: str, call: Callable[[ReshareMember], bytes]) -> None:
-        self.messages[step] = {m.point: call(m) for m in self.members}
-
-    def until_dealt(self) -> Reshare:
-        self.each("commit", lambda m: m.commit())
-        self.each("reveal", lambda m: m.reveal(self.messages["commit"]))
-        self.deals = {m.point: m.deal(self.messages["reveal"]) for m in self.members}
-        return self
-
-    def received(self) -> Reshare:
-        for m in self.members:
-            m.receive({x: self.deals[x][m.point] for x in self.deals if x != m.point})
-        return self
-
-    def differences(self) -> Reshare:
-        self.messages["difference"] = {m.point: m.difference() for m in self.members if m.deals_here}
-        return self
-
-    def rooted(self) -> Reshare:
-        self.each("root", lambda m: m.root(self.messages["difference"]))
-        return self
-
-    def healthy(self) -> Reshare:
-        self.each("echo", lambda m: m.echo(self.messages["root"]))
-        self.each("health", lambda m: m.health(self.messages["echo"]))
-        for m in self.members:
-            m.finish(self.messages["health"])
-        return self
-
-    def whole(self) -> list[Manifest]:
-        self.until_dealt().received().differences().rooted().healthy()
-        self.each("sign", lambda m: m.sign())
-        chains = [m.signed(self.messages["sign"]) for m in self.members]
-        assert len({chain[-1].to_bytes() for chain in chains}) == 1
-        return chains[0]
-
-    def shares(self) -> dict[int, Vector]:
-        return {m.point: _share(m) for m in self.members}
-
-    def key(self, points: Sequence[int] | None = None) -> NDArray[np.int64]:
-        return key_of(self.shares(), self.terms, points)
-
-
-def _share(member: ReshareMember) -> Vector:
-    assert member.share is not None
-    return member.share
-
-
-def key_of(shares: dict[int, Vector], terms: Terms, points: Sequence[int] | None = None) -> NDArray[np.int64]:
-    points = points or range(1, terms.threshold + 1)
-    chosen = {x: shares[x][: terms.coordinates] for x in points}
-    return field.to_signed(shamir.reconstruct(chosen, terms.threshold))
+from tests.kit.reshare_runs import Reshare, key_of, share_of
+from tests.kit.setup_runs import LEAK, Run, score
 
 
 def founded(count: int, threshold: int, coordinates: int) -> tuple[Run, list[Manifest], dict[int, Vector]]:
@@ -123,7 +53,7 @@ def test_a_refresh_keeps_the_key_and_changes_every_share(count: int, threshold: 
     assert (chain[-1].epoch, chain[-1].genesis) == (1, chain[0].genesis)
     # roots are those of the new shares
     for m in again.members:
-        assert share_root([_share(m)], m.salt, 1024, chain[-1].share_length).hex() == chain[-1].roots[m.point - 1]
+        assert share_root([share_of(m)], m.salt, 1024, chain[-1].share_length).hex() == chain[-1].roots[m.point - 1]
 
 
 def test_no_part_of_a_stream_serves_two_purposes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +125,7 @@ def test_the_views_of_t_minus_1_old_and_t_minus_1_new_members_are_unrelated_to_t
     birch, hazel = moved.members[0], moved.members[4]
     views = {"old share of Avon": shares[1], "old share of Birch": shares[2]}
     for name, member in (("Birch", birch), ("Hazel", hazel)):
-        views[f"new share of {name}"] = _share(member)[:30_000]
+        views[f"new share of {name}"] = share_of(member)[:30_000]
         views[f"new part of {name}"] = member._new_rho
     views["old part of Birch"] = birch._old_rho
     for x in moved.messages["difference"]:
@@ -207,10 +137,10 @@ def test_the_views_of_t_minus_1_old_and_t_minus_1_new_members_are_unrelated_to_t
     for (one, a), (two, b) in itertools.combinations(views.items(), 2):
         lifted[f"{one} − {two}"] = field.to_signed(field.sub(a, b)).astype(np.float64)
     for name, view in lifted.items():
-        assert _score(view, key) < LEAK, name
+        assert score(view, key) < LEAK, name
     # the score does find a leak: a third old share opens the key
     third = field.to_signed(shamir.reconstruct({x: shares[x] for x in (1, 2, 3)}, 3)).astype(np.float64)
-    assert _score(third, key) > LEAK
+    assert score(third, key) > LEAK
 
 
 def _rank(rows: list[list[int]]) -> int:
@@ -402,7 +332,7 @@ def test_health_answers_are_masked() -> None:
     key = field.from_signed(run.key())
     member = again.members[0]
     bare = member._combined(member._seen_roots, "key", [key])[0]
-    unmasked = {m.point: member._combined(member._seen_roots, "key", [_share(m)[:50]])[0] for m in again.members}
+    unmasked = {m.point: member._combined(member._seen_roots, "key", [share_of(m)[:50]])[0] for m in again.members}
     assert shamir.decode(unmasked, 3).value == bare  # without masks, Σ ρ_j·τ_j is open
     answers = {m.point: int(m._answer[0]) for m in again.members}
     assert shamir.decode(answers, 3).value != bare
@@ -489,7 +419,7 @@ def test_no_answer_of_a_resharing_is_bare() -> None:
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences().rooted()
     again.each("echo", lambda m: m.echo(again.messages["root"]))
     for m in again.members:
-        share, seen = _share(m), m._seen_roots
+        share, seen = share_of(m), m._seen_roots
         bare = [
             m._combined(seen, "key", [share[:50]])[0],
             m._combined(seen, "archive keys", [share[50:]])[0],
@@ -599,7 +529,7 @@ def test_every_rule_of_a_successor_is_checked() -> None:
     rest = [
         replace(m, ed25519=p.ed25519, x25519=p.x25519) for m, p in zip(terms.roster[1:4], strangers[1:], strict=True)
     ]
-    from quorumark.consortium.records import check_terms_follow
+    from quorumark.consortium.succession import check_terms_follow
 
     with pytest.raises(RecordError, match="keeps 3"):
         check_terms_follow(replace(terms, roster=(half, *rest, *terms.roster[4:])), terms)

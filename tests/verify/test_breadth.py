@@ -16,7 +16,7 @@ from quorumark.model.statistic import canonical_form
 from quorumark.research.known import TensorsInMemory
 from quorumark.verify import guard
 from quorumark.verify.breadth import narrow_remainder
-from tests.verify.test_ledger import Member, rounded
+from tests.kit.ledgers import Member, rounded
 
 Vector = NDArray[Any]
 DIGITS = np.array([1, 2, 4, 8])

@@ -19,8 +19,9 @@ from securesystemslib.dsse import Envelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.identity import Identity, verify, verify_manifest
-from quorumark.consortium.records import Manifest, canonical, digest
+from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, QuorumarkError, RecordError, SignatureError
 from quorumark.shamir import decode
 from quorumark.verify.certificate import PAYLOAD_TYPE, PREDICATE_TYPE, Certificate, verify_signatures

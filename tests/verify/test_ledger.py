@@ -17,74 +17,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
-from quorumark.consortium.identity import Identity
+from quorumark.canonical import canonical
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Genesis, Manifest, canonical
 from quorumark.errors import GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
-from quorumark.model.suspect import SuspectFile
 from quorumark.verify import ledger as ledger_module
-from quorumark.verify.evidence import Partial, Query, now
+from quorumark.verify.evidence import Partial, now
 from quorumark.verify.guard import budget, check_query, least_effective
-from quorumark.verify.ledger import Ledger, Policy, read_policy, reconcile
+from quorumark.verify.ledger import Policy, read_policy, reconcile
 from quorumark.verify.null import raised_threshold, z_text
-from tests.kit.ceremony import identities, make_terms
-
-Vector = NDArray[Any]
-PEOPLE: list[Identity] = identities(3)
-LEAF = 1024
-
-
-class Member:
-    """A member's home with a manifest of d coordinates, and queries about vectors."""
-
-    def __init__(self, path: Path, coordinates: int = 20_000, **terms: object) -> None:
-        agreed = make_terms(PEOPLE, 2, coordinates, leaf=LEAF, **terms)
-        roots = ("11" * 32, "22" * 32, "33" * 32)
-        genesis = Genesis(agreed.digest().hex(), agreed.layout, agreed.anchor, agreed.statistic, "ab" * 32, roots)
-        self.manifest = Manifest(agreed, genesis, roots)
-        self.home = Home(path)
-        self.place = self.home.consortium(agreed)
-        self.policy = Policy()
-
-    def ledger(self) -> Ledger:
-        return Ledger.open(self.place, self.manifest)
-
-    def query(self, x: Vector, /, **changes: object) -> Query:
-        wide = x.astype(object)
-        values: dict[str, object] = {
-            "manifest": self.manifest.digest().hex(),
-            "epoch": self.manifest.epoch,
-            "statistic": self.manifest.terms.statistic,
-            "alignment": "by name",
-            "suspect": vector_digest(x),
-            "files": (SuspectFile("suspect.safetensors", "cd" * 32, 100),),
-            "x": vector_digest(x),
-            "coordinates": x.size,
-            "carriers": x.size,
-            "covered": x.size,
-            "norm1": int(np.abs(wide).sum()),
-            "norm2": int((wide**2).sum()),
-            "norm4": int((wide**4).sum()),
-            "burnt": (),
-            "burnt_norm2": 0,
-            "matching": (),
-            "created": now(),
-        }
-        return Query(**{**values, **changes})  # type: ignore[arg-type]
-
-    def check(self, x: Vector, /, approved: bool = True, **changes: object) -> str:
-        query = self.query(x, **changes)
-        return check_query(query, x, self.manifest, self.ledger(), self.policy, approved)
-
-    def answer(self, x: Vector, /, **changes: object) -> None:
-        """As the command does it: checked, then on disk."""
-        ledger = self.ledger()
-        with ledger.exclusive():
-            query = self.query(x, **changes)
-            by = check_query(query, x, self.manifest, ledger, self.policy, True)
-            ledger.record_answer(query, x, by)
+from tests.kit.ledgers import LEAF, PEOPLE, Member, Vector, rounded
 
 
 @pytest.fixture
@@ -95,11 +38,6 @@ def member(tmp_path: Path) -> Member:
 def vector(seed: int, size: int = 20_000, spread: float = 30) -> Vector:
     """What an unmarked model gives: numbers that fall like a bell, rounded to int8."""
     return rounded(np.random.default_rng(seed).standard_normal(size) * spread)
-
-
-def rounded(values: NDArray[Any]) -> Vector:
-    numbers: Vector = np.clip(np.rint(values), -127, 127).astype(np.int8)
-    return numbers
 
 
 # --- the file ----------------------------------------------------------------------------------------------
@@ -371,12 +309,12 @@ def test_two_commands_at_once_wait_for_each_other(member: Member, tmp_path: Path
 
 def test_the_ledger_is_in_the_backup_and_works_after_it(tmp_path: Path) -> None:
     Unlock.new_key_file(tmp_path / "key")
-    home = Home.create(tmp_path / "home", "Avon", Unlock.key_file(tmp_path / "key"))
+    home = HomeFolder.create(tmp_path / "home", "Avon", Unlock.key_file(tmp_path / "key"))
     member = Member(home.path)
     member.answer(vector(1))
     home.policy_path.write_text('{"format": "quorumark-policy/v1", "approve": "ask"}')
     home.backup(tmp_path / "backup.tar")
-    restored = Member(Home.restore(tmp_path / "backup.tar", tmp_path / "again").path)
+    restored = Member(HomeFolder.restore(tmp_path / "backup.tar", tmp_path / "again").path)
     assert restored.ledger().head == member.ledger().head
     assert restored.home.policy_path.exists()
     with pytest.raises(GuardError, match="adds 0 coordinates to those answered before"):

@@ -22,7 +22,7 @@ from quorumark.model.training import torch_train
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.verify import null
 from quorumark.verify.calibration import Calibration, calibrate
-from tests.house.test_cli import run
+from tests.kit.commands import run
 
 
 @pytest.mark.parametrize(

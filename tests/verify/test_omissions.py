@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark.canonical import canonical
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.keystore import write_private, write_shared
 from quorumark.consortium.merkle import Opening
-from quorumark.consortium.records import canonical
 from quorumark.errors import EvidenceError, GuardError, QuorumarkError, RecordError
 from quorumark.model.suspect import read_suspect
 from quorumark.node.member import MemberNode
@@ -37,6 +37,11 @@ from quorumark.verify.reference import Reference
 from tests.kit.audits import SEED, Audited, ask, audit
 from tests.kit.consortium import Tensors, World, make_world, trained_from
 from tests.kit.evidence import consortium, make_query
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("world"), rho=0.35)
 
 
 def ledger_of(world: World, point: int) -> Ledger:
@@ -120,14 +125,6 @@ def test_the_attack_works_without_the_guard_and_the_charge_and_not_without_one_o
         check_certificate(certificate, world.reference.chain, suspect=attack.suspect, reference=world.reference)
     with pytest.raises(EvidenceError, match="says something else than the partials"):
         check_certificate(certificate, world.reference.chain)
-
-
-# --- forged and ground challenges --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"), rho=0.35)
 
 
 @pytest.fixture(scope="module")

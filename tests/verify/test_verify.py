@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from quorumark import shamir
-from quorumark.consortium.records import Manifest, anchor_digest, canonical
+from quorumark.canonical import canonical
+from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo, ShareWriter
 from quorumark.errors import (
     EvidenceError,
@@ -36,6 +37,7 @@ from quorumark.verify.coalition import answer, answer_with, check_certificate, c
 from quorumark.verify.evidence import Finding, Partial, Query
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.reference import Reference, read_chain
+from tests.kit.answers import through
 from tests.kit.ceremony import identities, make_terms
 from tests.kit.consortium import World, anchor_model, make_world, trained_from
 from tests.kit.evidence import consortium, make_finding
@@ -74,21 +76,9 @@ def test_two_partials_say_nothing_about_z(world: World, asked: tuple[Query, list
     """With two of three needed, every value of Y is possible: there is a third partial that gives it."""
     _, (one, two, *_) = asked
     for wanted in (0, 1, P - 1, 12345):
-        third = _through({0: wanted, one.point: one.value, two.point: two.value}, 3)
+        third = through({0: wanted, one.point: one.value, two.point: two.value}, 3)
         assert shamir.decode({one.point: one.value, two.point: two.value, 3: third}, 3).value == wanted
     assert world.manifest.terms.threshold == 3
-
-
-def _through(points: dict[int, int], at: int) -> int:
-    """Lagrange by plain integers."""
-    total = 0
-    for x, y in points.items():
-        top, bottom = 1, 1
-        for other in points:
-            if other != x:
-                top, bottom = top * (at - other) % P, bottom * (x - other) % P
-        total += y * top * pow(bottom, -1, P)
-    return total % P
 
 
 def test_other_models_fail(tmp_path: Path) -> None:
@@ -398,7 +388,7 @@ def test_the_largest_number_that_signs_can_give(world: World, asked: tuple[Query
     home, unlock = world.homes[2]
     for sign_, more, fits in ((1, 0, True), (-1, 0, True), (1, 1, False), (-1, 1, False)):
         wanted = sign_ * (query.norm1 + more) % P
-        value = _through({0: wanted, 1: partials[0].value, 2: partials[1].value}, 3)
+        value = through({0: wanted, 1: partials[0].value, 2: partials[1].value}, 3)
         third = answer_with(home.identity(unlock), world.manifest, query, value)
         if fits:
             assert combine(world.manifest, query, [*partials[:2], third]).value == str(sign_ * query.norm1)
@@ -722,7 +712,7 @@ def test_nobody_signs_that_its_own_partial_is_wrong(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     query, partials = world.answers(world.suspect, (1, 2, 3, 4, 5))
     values = {p.point: p.value for p in partials}
-    framed = {x: _through({0: 12345, 1: values[1], 2: values[2]}, x) for x in (4, 5)}
+    framed = {x: through({0: 12345, 1: values[1], 2: values[2]}, x) for x in (4, 5)}
     lies = [answer_with(world.homes[x - 1][0].identity(world.homes[x - 1][1]), world.manifest, query, framed[x])
             for x in (4, 5)]  # fmt: skip
     certificate = Certificate.of(combine(world.manifest, query, [*partials[:3], *lies]))

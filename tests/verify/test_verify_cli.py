@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,52 +22,10 @@ from quorumark.verify.audit import Challenge
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.coalition import answer_with, combine, sign
 from quorumark.verify.ledger import Ledger
-from tests.house.test_cli import run
-from tests.kit.consortium import World, anchor_model, make_world, trained_from
-from tests.verify.test_verify import _through
-
-
-class Desk:
-    """A folder to work in, and the commands of all members."""
-
-    def __init__(self, world: World, folder: Path, environment: dict[str, str]) -> None:
-        self.world, self.folder, self.environment = world, folder, environment
-        names = ("consortium.json", "layout.json", "anchor.safetensors")
-        self.reference = [
-            str(x)
-            for option, name in zip(("--manifest", "--layout", "--anchor"), names, strict=True)
-            for x in (option, world.folder / name)
-        ]
-
-    def __call__(self, *arguments: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = run(self.environment, "verify", *map(str, arguments))
-        assert done.returncode == code, (done.stdout, done.stderr)
-        return done
-
-    def home(self, point: int) -> list[str]:
-        home = self.world.homes[point - 1][0].path
-        return ["--home", str(home), "--key-file", f"{home}.key"]
-
-    def path(self, name: str) -> str:
-        return str(self.folder / name)
-
-    def prepare(self, suspect: Path, name: str = "query.json") -> str:
-        nobody = ["--home", self.path("nobody")]
-        self("prepare", suspect, "--out", self.path(name), *self.reference, *nobody)
-        return self.path(name)
-
-    def partial(self, query: str, suspect: Path, point: int, *more: str, code: int = 0) -> str:
-        out = self.path(f"p{point}-{Path(query).name}")
-        self("partial", query, "--suspect", suspect, "--out", out, *self.reference, *self.home(point), *more, code=code)
-        return out
-
-    def combine(self, query: str, partials: list[str], out: str = "certificate.json", code: int = 0) -> Any:
-        nobody = ["--home", self.path("nobody")]
-        done = self(
-            "combine", query, *partials, "--manifest", self.world.folder / "consortium.json", "--out", self.path(out),
-            "--json", *nobody, code=code,
-        )  # fmt: skip
-        return json.loads(done.stdout) if done.stdout else done.stderr
+from tests.kit.answers import through
+from tests.kit.commands import run
+from tests.kit.consortium import anchor_model, make_world, trained_from
+from tests.kit.desk import Desk
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +304,7 @@ def test_one_liar_does_not_have_a_quarter_of_the_key_opened(tmp_path: Path, envi
     query, partials = world.answers(world.save(trained_from(anchor_model(), 7), "innocent.safetensors"), (1, 2))
     liar = world.homes[2][0].identity(world.homes[2][1])
     wanted = {0: 32 * isqrt(query.norm2), **{partial.point: partial.value for partial in partials}}
-    partials.append(answer_with(liar, world.manifest, query, _through(wanted, 3)))
+    partials.append(answer_with(liar, world.manifest, query, through(wanted, 3)))
     certificate = Certificate.of(combine(world.manifest, query, partials)).signed_by(liar)
     for home, unlock in world.homes[:2]:
         certificate = sign(home, unlock, certificate)

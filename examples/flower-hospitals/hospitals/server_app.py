@@ -12,12 +12,10 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
+from safetensors.numpy import save_file
 
-from quorumark.consortium.keystore import write_shared
-from quorumark.consortium.records import Terms
+import quorumark as qm
 from quorumark.flower import make_key, verify_model, watermarked
-from quorumark.model.layout import write_safetensors
-from quorumark.verify.reference import Reference
 
 app = ServerApp()
 
@@ -54,7 +52,7 @@ def train(grid: Grid, context: Context, folder: Path) -> None:
         timeout=float(config["train-timeout"]),
         evaluate_fn=evaluate,
     )
-    write_safetensors({name: array.numpy() for name, array in result.arrays.items()}, folder / "model.safetensors")
+    save_file({name: array.numpy() for name, array in result.arrays.items()}, folder / "model.safetensors")
     rounds = [
         {
             "round": report.round,
@@ -75,23 +73,29 @@ def train(grid: Grid, context: Context, folder: Path) -> None:
     accuracy = {number: dict(record) for number, record in result.evaluate_metrics_serverapp.items()}
     seconds = [after - before for before, after in pairwise(times)]
     written = {"rounds": rounds, "metrics": accuracy, "round_seconds": seconds}
-    write_shared(folder / "training.json", json.dumps(written, indent=1).encode())
+    _write(folder / "training.json", json.dumps(written, indent=1).encode())
 
 
 def setup(grid: Grid, _: Context, folder: Path) -> None:
     """All hospitals make the key; nobody sees it. Their operators pinned the digest of these terms."""
-    terms = Terms.from_bytes((folder / "terms.json").read_bytes())
+    terms = qm.Terms.from_bytes((folder / "terms.json").read_bytes())
     manifest = make_key(grid, terms, note=lambda text: log(INFO, text))
-    write_shared(folder / "consortium.json", manifest.to_bytes())
+    _write(folder / "consortium.json", manifest.to_bytes())
 
 
 def verify(grid: Grid, context: Context, folder: Path) -> None:
     """Asks the hospitals whether a model is theirs. Each answers under its own policy."""
     certificate = verify_model(
         grid,
-        Reference.read(folder / "consortium.json"),
+        qm.Reference.read(folder / "consortium.json"),
         str(context.run_config["suspect"]),
         stage_timeout=float(context.run_config["stage-timeout"]),
         note=lambda text: log(INFO, text),
     )
-    write_shared(folder / "certificate.json", certificate.to_bytes())
+    _write(folder / "certificate.json", certificate.to_bytes())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: others wait for these files."""
+    path.with_suffix(".part").write_bytes(content)
+    path.with_suffix(".part").replace(path)

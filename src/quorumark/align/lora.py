@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from quorumark.align.fixed import Fixed, SingularError, inverse, minus, plus, stack, times, transposed
 from quorumark.align.matching import Alignment, Groups, align
-from quorumark.consortium.checks import is_hex, is_text, require, take
-from quorumark.consortium.records import canonical, digest, parse
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_hex, is_text, require, take
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order

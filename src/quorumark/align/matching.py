@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 
 from quorumark.align import mixing, stream
 from quorumark.align.stream import Agreement, Cut, Likeness, Turn, in_blocks, read
-from quorumark.consortium.checks import is_count, require, take
-from quorumark.consortium.records import canonical, digest, parse, read_json
+from quorumark.canonical import canonical, digest, parse, read_json
+from quorumark.checks import is_count, require, take
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels, statistic
 from quorumark.model.layout import ModelLayout, TensorSpec

@@ -43,8 +43,8 @@ def suite(
     plot: Figures = True,
 ) -> None:
     """Run every attack on the demo's model: with the paper's settings, or quickly with small budgets."""
-    from quorumark.demo import subject
     from quorumark.errors import InputError
+    from quorumark.research.attacks.demo import subject
     from quorumark.research.attacks.plan import read_plan
 
     if quick and plan is not None:

@@ -100,13 +100,13 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.keystore import write_shared
     from quorumark.errors import EvidenceError
     from quorumark.verify.audit import Challenge, open_leaves
     from quorumark.verify.ledger import Ledger
 
-    member = Home(home)
+    member = HomeFolder(home)
     place = member.only_consortium(consortium)
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
     ledger = Ledger.open(place, place.manifest())
@@ -142,11 +142,11 @@ def record(
     What t members opened is public, and this member answers no query about it any more. A proof holds the certificate,
     the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
     """
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.verify.audited import explain
     from quorumark.verify.ledger import Ledger
 
-    place = Home(home).only_consortium(consortium)
+    place = HomeFolder(home).only_consortium(consortium)
     ledger = Ledger.open(place, place.manifest())
     with ledger.exclusive():
         before = set(ledger.burnt())

@@ -67,7 +67,13 @@ def create(
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
     from quorumark.consortium.keystore import write_shared
-    from quorumark.consortium.records import DEFAULT_POLICY, DEFAULT_STRENGTH, Member, Terms, anchor_digest
+    from quorumark.consortium.records import (
+        DEFAULT_POLICY,
+        DEFAULT_STRENGTH,
+        Member,
+        Terms,
+        anchor_of,
+    )
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -79,7 +85,7 @@ def create(
     layout = ModelLayout.of(
         model, include=include or ("*",), exclude=[*DEFAULT_EXCLUDE, *(exclude or ())], max_coordinates=max_coordinates
     )
-    anchor = anchor_digest(layout.digest(), layout.encode(model))
+    anchor = anchor_of(layout, model)
     roster = []
     for point, text in enumerate(member, 1):
         card, examples = _card(text)
@@ -204,7 +210,7 @@ def amend(
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
     from quorumark.consortium.hiding import check_roster
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.keystore import write_shared
     from quorumark.consortium.records import Card
     from quorumark.errors import InputError
@@ -218,7 +224,7 @@ def amend(
 
     if out.exists():
         raise InputError("--out", "must not exist yet", str(out))
-    current = Home(home).only_consortium(consortium).manifest()
+    current = HomeFolder(home).only_consortium(consortium).manifest()
     before = current.terms
     numbers = pairs("--examples", examples)
     if not all(map(str.isdecimal, numbers.values())):
@@ -261,12 +267,12 @@ def sign_amendment(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes, sign
     from quorumark.setup.chain import find_place
 
-    member = Home(home)
+    member = HomeFolder(home)
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     place = None if pinned is not None else find_place(member, agreed, consortium)
     if place is not None and place.manifest_path.exists():
@@ -288,12 +294,12 @@ def update_manifest(
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Take over a later manifest, after an old backup was restored. The share must then be recovered."""
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Manifest
     from quorumark.setup.amend import update
 
     later = read_as(manifest, "a consortium's manifest", Manifest.from_bytes)
-    place = update(Home(home), later, history or manifest.parent / "history")
+    place = update(HomeFolder(home), later, history or manifest.parent / "history")
     there = "" if place.share_path().exists() else "; its share must be recovered: quorumark share recover"
     typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
 

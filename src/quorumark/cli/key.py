@@ -26,7 +26,7 @@ def reconstruct(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Reconstruct the key from t shares, this member's among them, and check it against what was committed to."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.setup.reveal import reconstruct_key
 
@@ -35,6 +35,6 @@ def reconstruct(
     if out.exists():
         raise InputError("--out", "must not exist yet", str(out))
     opened = unlock(key_file, passphrase_file)
-    member = Home(home)
+    member = HomeFolder(home)
     checked = reconstruct_key(member, member.only_consortium(consortium), opened, share, out)
     typer.echo(f"the key is in {out} (mode 0600): {checked}")

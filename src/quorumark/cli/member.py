@@ -20,9 +20,9 @@ def init(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Make this member's keys. A --key-file that does not exist is made."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
-    created = Home.create(home, name, unlock(key_file, passphrase_file, new=True))
+    created = HomeFolder.create(home, name, unlock(key_file, passphrase_file, new=True))
     typer.echo(
         f"{name}: keys made and sealed in {home}\nsend {created.path / 'member.json'} to whoever sets the consortium up"
     )
@@ -31,9 +31,9 @@ def init(
 @app.command("card")
 def card(home: HomeOption = DEFAULT_HOME) -> None:
     """Print this member's card: public, for the others."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
-    typer.echo(Home(home).card().to_bytes().decode())
+    typer.echo(HomeFolder(home).card().to_bytes().decode())
 
 
 @app.command("backup")
@@ -42,9 +42,9 @@ def backup(
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
     """Copy this member's folder into one file."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
-    typer.echo(f"{Home(home).backup(to)} files backed up to {to}; the passphrase or key file is not among them")
+    typer.echo(f"{HomeFolder(home).backup(to)} files backed up to {to}; the passphrase or key file is not among them")
 
 
 @app.command("restore")
@@ -52,9 +52,9 @@ def restore(
     backup: Annotated[Path, typer.Argument(help="A file that `member backup` wrote.")], home: HomeOption = DEFAULT_HOME
 ) -> None:
     """Make this member's folder from a backup."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
-    typer.echo(f"{Home.restore(backup, home).card().name} restored to {home}")
+    typer.echo(f"{HomeFolder.restore(backup, home).card().name} restored to {home}")
 
 
 @app.command("rounds")
@@ -70,13 +70,13 @@ def rounds(
 ) -> None:
     """Make this member's memory of rounds, without which an engine's rounds are refused. With --lost it takes part
     again as soon as others say that the model is newer than its loss; until then it could do things twice."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.node.journal import create_memory
 
     if new == lost:
         raise InputError("--new or --lost", "must be given, one of the two", "both" if new else "neither")
-    member = Home(home)
+    member = HomeFolder(home)
     create_memory(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)), lost=lost)
     name = member.card().name
     if lost:
@@ -98,10 +98,10 @@ def consent(
 ) -> None:
     """Let this member answer once more from a model for which it has answered: a second run from the initial model, or
     another sum from the last one, where the first can never be opened."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.node.journal import Journal
 
-    member = Home(home)
+    member = HomeFolder(home)
     journal = Journal(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)))
     typer.echo(journal.consent(here=here))
     if not yes and not typer.confirm("Consent?"):
@@ -131,8 +131,8 @@ def serve(
     import signal
     import threading
 
-    from quorumark.consortium.checks import is_hex
-    from quorumark.consortium.home import Home
+    from quorumark.checks import is_hex
+    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.node.member import MemberNode
     from quorumark.node.signer import SignerServer
@@ -140,7 +140,7 @@ def serve(
     for option, digest in (("--terms", terms), ("--manifest", manifest)):
         if digest is not None and not is_hex(digest, 32):
             raise InputError(option, "must be a digest of 64 hex digits, as consortium show prints it", repr(digest))
-    member, opened = Home(home), unlock(key_file, passphrase_file)
+    member, opened = HomeFolder(home), unlock(key_file, passphrase_file)
     name = member.identity(opened).name  # a wrong key is noticed now, not in a round
     node = MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which, seeds=seeds)
     server = SignerServer(node, socket)

@@ -59,9 +59,9 @@ def report(progress: Progress, home: Path) -> None:
 
 def in_force(manifest: Manifest, home: Path) -> str:
     """A manifest, and where this member has it: others need the file for verifications."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
-    places = (place.manifest_path for place in Home(home).consortia())
+    places = (place.manifest_path for place in HomeFolder(home).consortia())
     content = manifest.to_bytes()
     where = next((str(path) for path in places if path.exists() and path.read_bytes() == content), str(home))
     return f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}, public, in {where}"

@@ -29,7 +29,7 @@ def dkg(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.errors import InputError
     from quorumark.setup.exchange import advance
@@ -47,7 +47,7 @@ def dkg(
         if not accept_leak:
             raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}", "nothing")
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
-    report(advance(Home(home), unlock(key_file, passphrase_file), agreed, folder, note=typer.echo), home)
+    report(advance(HomeFolder(home), unlock(key_file, passphrase_file), agreed, folder, note=typer.echo), home)
 
 
 @app.command("check")
@@ -59,10 +59,10 @@ def check_setup(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Check together that the shares on disk fit together and hold a key. Use a new folder; run it again until done."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.setup.exchange import check
 
-    member = Home(home)
+    member = HomeFolder(home)
     place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
     progress = check(member, opened, place, folder, note=typer.echo)
     if progress.finished:
@@ -81,11 +81,11 @@ def discard_ceremony(
     consortium: Which = None,
 ) -> None:
     """Forget a ceremony (setup, check, resharing) that has failed. All members do so, and start with a new folder."""
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.exchange import discard
 
-    member = Home(home)
+    member = HomeFolder(home)
     if terms is not None:
         place = member.consortium(read_as(terms, "a consortium's terms", Terms.from_bytes))
     else:
@@ -125,12 +125,12 @@ def accept_share(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Take the share that a dealer dealt: check it, seal it, sign. Run it again once all have signed."""
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.dealer import accept
 
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
-    manifest = accept(Home(home), unlock(key_file, passphrase_file), folder, agreed)
+    manifest = accept(HomeFolder(home), unlock(key_file, passphrase_file), folder, agreed)
     if manifest is None:
         typer.echo("share checked, sealed and signed for; run this again when all members have signed")
     else:

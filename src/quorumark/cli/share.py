@@ -17,11 +17,11 @@ app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no
 @app.command("inspect")
 def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what a sealed share says of itself; opens nothing."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import SealedReader
     from quorumark.consortium.shares import ShareInfo
 
-    place = Home(home).only_consortium(consortium)
+    place = HomeFolder(home).only_consortium(consortium)
     place.manifest()  # an unfinished setup says so
     path = place.check_share()
     info = ShareInfo.from_about(SealedReader(path, None, "share").about, str(path))
@@ -44,9 +44,9 @@ def verify(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Open the share and check every bit of it against the manifest that all members signed."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
-    place = Home(home).only_consortium(consortium)
+    place = HomeFolder(home).only_consortium(consortium)
     info = place.verify_share(unlock(key_file, passphrase_file)).info
     typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
 
@@ -61,11 +61,11 @@ def recover(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Get a lost share back from t helpers. First with --helpers, to ask; then without, until it says recovered."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.setup.recover import finish, request
 
-    member = Home(home)
+    member = HomeFolder(home)
     place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
     if helpers is not None:
         try:
@@ -93,10 +93,10 @@ def help_other(
 
     Helpers first say hello to each other; run it again when all have, until it says answered.
     """
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.setup.recover import help_recover
 
-    member = Home(home)
+    member = HomeFolder(home)
     place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
     name, missing = help_recover(member, place, opened, folder)
     if missing:
@@ -117,10 +117,10 @@ def refresh(
 
     Run it again until it says finished. Old shares are erased here; whoever kept t old copies still has the key.
     """
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.setup.exchange import reshare as advance
 
-    member = Home(home)
+    member = HomeFolder(home)
     place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
     report(advance(member, opened, folder, place=place, note=typer.echo), home)
 
@@ -140,13 +140,13 @@ def reshare(
     Run it again until it says finished. The shares of members who left are worth nothing afterwards, unless t of them
     were kept.
     """
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes
     from quorumark.setup.chain import find_place
     from quorumark.setup.exchange import reshare as advance
 
-    member = Home(home)
+    member = HomeFolder(home)
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     place = None if pinned is not None else find_place(member, agreed, consortium)
     if place is not None and place.manifest().terms.digest() != agreed.digest() and not place.ceremony_path.exists():
@@ -168,7 +168,7 @@ def hand_over(
     passphrase_file: PassphraseFile = None,
 ) -> None:
     """Seal a copy of this share to another member, for `key reconstruct`."""
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.identity import verify_card
     from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.records import Card
@@ -178,7 +178,7 @@ def hand_over(
         raise InputError("--i-understand-this-hands-over-my-share", "must be given", "nothing")
     card = read_as(to, "a member's card", Card.from_bytes)
     verify_card(card)
-    place = Home(home).only_consortium(consortium)
+    place = HomeFolder(home).only_consortium(consortium)
     if card.ed25519 not in {member.ed25519 for member in place.manifest().terms.roster}:
         raise InputError("--to", "must be the card of a member of this consortium", card.name)
     place.verify_share(unlock(key_file, passphrase_file)).copy_to(out, Unlock.to_member(card.x25519))

@@ -146,12 +146,12 @@ def partial(
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
     too much. Without --approve and without a policy file that allows it, you are asked.
     """
-    from quorumark.consortium.home import Home, read_as
+    from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.keystore import write_shared
     from quorumark.verify.coalition import answer
     from quorumark.verify.evidence import Query
 
-    member = Home(home)
+    member = HomeFolder(home)
     place = member.only_consortium(consortium)
     with _progress(json) as note:
         reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
@@ -242,11 +242,11 @@ def sign(
     json: Json = False,
 ) -> None:
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import write_shared
     from quorumark.verify.coalition import sign as sign_certificate
 
-    member = Home(home)
+    member = HomeFolder(home)
     place = member.only_consortium(consortium)
     signed = sign_certificate(member, unlock(key_file, passphrase_file), read_certificate(certificate), place=place)
     write_shared(certificate, signed.to_bytes())
@@ -312,11 +312,11 @@ def check(
 @app.command("ledger")
 def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.verify.guard import budget
     from quorumark.verify.ledger import Ledger
 
-    place = Home(home).only_consortium(consortium)
+    place = HomeFolder(home).only_consortium(consortium)
     manifest = place.manifest()
     book = Ledger.open(place, manifest)
     known, most = book.known(), budget(manifest.terms.coordinates, manifest.terms.policy)
@@ -369,11 +369,11 @@ def _is_signed(path: Path) -> bool:
 
 def _place(home: Path, consortium: str | None, manifest: Path | None) -> ConsortiumFolder | None:
     """This member's folder, unless a manifest is named and there is no home: anybody may prepare and combine."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
 
     if manifest is not None and not (home / "identity.sealed").exists():
         return None
-    return Home(home).only_consortium(consortium)
+    return HomeFolder(home).only_consortium(consortium)
 
 
 def _chain(place: ConsortiumFolder | None, manifest: Path | None) -> list[Any]:

@@ -31,7 +31,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.checks import DAMAGED
+from quorumark.canonical import canonical, parse
+from quorumark.checks import DAMAGED
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import (
     SealedReader,
@@ -42,11 +43,11 @@ from quorumark.consortium.keystore import (
     write_sealed,
     write_shared,
 )
-from quorumark.consortium.records import Card, Manifest, Terms, canonical, parse
+from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
 
-__all__ = ["ConsortiumFolder", "Home", "follow_back", "history_name"]
+__all__ = ["ConsortiumFolder", "HomeFolder", "follow_back", "history_name"]
 
 UNDER_WAY = (
     "another ceremony of this consortium (setup, check, refresh or reshare) is under way here: run its command with "
@@ -105,7 +106,7 @@ def read_as(path: Path, what: str, parse: Callable[[bytes], Record]) -> Record:
         raise type(error)(f"{str(path)!r} cannot be used: {error}") from None
 
 
-class Home:
+class HomeFolder:
     """A member's folder on its own machine."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -113,7 +114,7 @@ class Home:
         self.policy_path = self.path / "policy.json"
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], name: str, unlock: Unlock) -> Home:
+    def create(cls, path: str | os.PathLike[str], name: str, unlock: Unlock) -> HomeFolder:
         """Makes the folder with a new identity; refuses to touch one that is there."""
         home = cls(path)
         if (home.path / "identity.sealed").exists():
@@ -181,7 +182,7 @@ class Home:
         return len(names)
 
     @classmethod
-    def restore(cls, source: str | os.PathLike[str], path: str | os.PathLike[str]) -> Home:
+    def restore(cls, source: str | os.PathLike[str], path: str | os.PathLike[str]) -> HomeFolder:
         """A home from its backup, into a folder that does not hold one yet."""
         home, what = cls(path), os.fspath(source)
         no_backup = KeystoreError(f"{what!r} is not a backup of a member's home, or is damaged")

@@ -23,8 +23,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from quorumark.canonical import canonical, digest, parse
 from quorumark.consortium.curve import is_ed25519_key
-from quorumark.consortium.records import Card, Manifest, Member, canonical, check_follows, digest, parse
+from quorumark.consortium.records import Card, Manifest, Member
+from quorumark.consortium.succession import check_follows
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from quorumark.field import derive_key
 

@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
+from quorumark.canonical import canonical, parse
 from quorumark.consortium.identity import Identity, exchange
-from quorumark.consortium.records import canonical, parse
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError
 from quorumark.field import KEY_BYTES, derive_key
 

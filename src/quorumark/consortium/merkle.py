@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quorumark import field
-from quorumark.consortium.records import digest
+from quorumark.canonical import digest
 from quorumark.errors import InputError
 from quorumark.field import Vector
 

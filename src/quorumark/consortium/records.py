@@ -1,24 +1,25 @@
-"""The documents that members sign and keep: canonical bytes, versions, digests (docs/format.md).
+"""The documents that members sign and keep: cards, terms, manifests (docs/format.md).
 
 Every record is JSON with a `format` field that names its version. A reader refuses versions that it does not know, and
-fields that it does not know unless their name starts with "x-": those may be ignored. Numbers are whole; fractions are
-decimal texts, so that no reader rounds them.
+fields that it does not know. Numbers are integers; fractions are decimal strings, so that no reader rounds them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.checks import field_names, is_count, is_hex, is_name, is_time, require, take
+from quorumark.canonical import canonical, digest, parse, started
+from quorumark.checks import field_names, is_count, is_hex, is_name, is_time, require, take
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
-from quorumark.errors import InputError, RecordError
+from quorumark.errors import RecordError
+from quorumark.model.layout import ModelLayout, Source
 
 __all__ = [
     "ARCHIVE_KEY",
@@ -30,88 +31,16 @@ __all__ = [
     "Member",
     "Terms",
     "anchor_digest",
-    "canonical",
-    "check_follows",
-    "check_terms_follow",
-    "digest",
-    "is_warm_up",
-    "parse",
-    "quorum",
-    "read_json",
+    "anchor_of",
+    "roster_of",
     "streamed_anchor_digest",
-    "unchanged",
 ]
+
 
 KEY_KINDS = ("rademacher", "gaussian")
 SETUP_KINDS = ("dealer", "dkg", "paper")
 ARCHIVE_KEY = 3
 """Field elements in the key of one archived leaf: 183 random bits."""
-
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys, no spaces, UTF-8. Floats are refused: they have no one spelling."""
-    _refuse_floats(value)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def _refuse_floats(value: Any) -> None:
-    if isinstance(value, float):
-        raise InputError("value", "must not be a float: write it as a text", repr(value))
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise InputError("key", "must be a text", repr(key))
-            _refuse_floats(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _refuse_floats(inner)
-
-
-def digest(domain: str, *parts: bytes | memoryview) -> bytes:
-    """SHA-256 over a domain and length-prefixed parts: no two lists of parts collide."""
-    return _started(domain, *parts).digest()
-
-
-def _started(domain: str, *parts: bytes | memoryview) -> hashlib._Hash:
-    hashed = hashlib.sha256(b"quorumark/v1")
-    for part in (domain.encode(), *parts):
-        hashed.update(len(part).to_bytes(8, "big"))
-        hashed.update(part)
-    return hashed
-
-
-def read_json(data: bytes, what: str) -> Any:
-    """JSON with no field twice, no fractions and no text that has no bytes; anything else is a RecordError."""
-    try:
-        body = json.loads(data, object_pairs_hook=_no_duplicates, parse_float=_no_float, parse_constant=_no_float)
-        canonical(body)  # every text must have bytes: no lone surrogates
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"this is not {what}: not JSON that can be read ({type(error).__name__})") from None
-    return body
-
-
-def parse(data: bytes, expected: str, what: str) -> dict[str, Any]:
-    """The JSON object in canonical bytes of one format; anything else is a RecordError that says what is wrong."""
-    body = read_json(data, what)
-    if not isinstance(body, dict) or not isinstance(body.get("format"), str):
-        raise RecordError(f"this is not {what}: it names no format")
-    if body["format"] != expected:
-        raise RecordError(f"this is not {what} that this release reads: format {body['format']!r}, not {expected!r}")
-    return body
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    body = dict(pairs)
-    if len(body) != len(pairs):
-        raise ValueError("a field twice")
-    return body
-
-
-def _no_float(text: str) -> None:
-    raise ValueError(f"a fraction: {text}")
-
-
-# --- members ----------------------------------------------------------------------------------------------
 
 
 def _check_keys(ed25519: object, x25519: object) -> None:
@@ -171,13 +100,17 @@ class Member:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-# --- terms ------------------------------------------------------------------------------------------------
-
 DEFAULT_STRENGTH = {"rule": "rho", "rho": "0.05", "c_max": "0.03", "dither": "3"}
 DEFAULT_STATISTIC = "balanced-anchor/v1"
 DEFAULT_POLICY = {"z": "6"}
 FIXED_POLICY = ("groups", "lora")
 """Digests of how suspects are read and matched: agreed on with the first terms or never."""
+
+
+class HasDigest(Protocol):
+    """Groups, or anything else that terms name by its digest."""
+
+    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -233,6 +166,32 @@ class Terms:
         rule = "must be unchecked where cohorts are drawn, whose members change (--policy sums=unchecked)"
         require(checked == "unchecked" or "cohort" not in self.policy, "the policy's sums", rule)
 
+    @classmethod
+    def agree(
+        cls,
+        name: str,
+        threshold: int,
+        members: Iterable[tuple[Card, int]],
+        model: Source,
+        *,
+        layout: ModelLayout | None = None,
+        groups: HasDigest | None = None,
+        policy: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Terms for a public initial model: each member's card with its number of examples, in the order of points.
+
+        `layout` says which weights carry, if the default will not do. `groups` are the channels that belong together
+        (`quorumark groups`), without which no suspect can be aligned later. The others are fields of the terms.
+        """
+        layout = layout or ModelLayout.of(model)
+        rules = {**DEFAULT_POLICY, **(policy or {})} | ({} if groups is None else {"groups": groups.digest()})
+        about = {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "buffers": layout.beside(model).hex()}
+        return cls(
+            name, threshold, roster_of(members), layout.digest(), layout.coordinates, anchor_of(layout, model),
+            policy=rules, **{**about, **settings},
+        )  # fmt: skip
+
     @property
     def members(self) -> int:
         return len(self.roster)
@@ -279,6 +238,16 @@ class Terms:
         return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
 
 
+def roster_of(members: Iterable[tuple[Card, int]]) -> tuple[Member, ...]:
+    """Members at the points 1, 2, …, from their cards (or identities) and their numbers of examples."""
+    return tuple(Member(x, who.name, who.ed25519, who.x25519, count) for x, (who, count) in enumerate(members, 1))
+
+
+def anchor_of(layout: ModelLayout, model: Source) -> str:
+    """What terms name as their anchor."""
+    return anchor_digest(layout.digest(), layout.encode(model))
+
+
 def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
     """What terms name as their anchor: of a model of that layout, as field elements (`ModelLayout.encode`)."""
     content = np.ascontiguousarray(encoded).astype("<u8", copy=False).tobytes()
@@ -287,16 +256,13 @@ def anchor_digest(layout: str, encoded: NDArray[np.uint64]) -> str:
 
 def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes | memoryview]) -> str:
     """The same of a model that comes in pieces, `length` bytes in all: digest("anchor", layout, all pieces)."""
-    hashed = _started("anchor", bytes.fromhex(layout))
+    hashed = started("anchor", bytes.fromhex(layout))
     hashed.update(length.to_bytes(8, "big"))
     for piece in pieces:
         hashed.update(piece)
         length -= len(piece)
     require(length == 0, "an anchor's pieces", "must have the length that was named")
     return hashed.hexdigest()
-
-
-# --- the manifest -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -453,92 +419,3 @@ class Manifest:
     def sign_bytes(self) -> bytes:
         """What each member's signature covers."""
         return self.digest()
-
-
-# --- chains -----------------------------------------------------------------------------------------------
-
-# what no successor may change: the key hangs on it
-_FIXED = ("name", "layout", "coordinates", "anchor", "buffers", "key", "setup", "leaf", "statistic")
-
-
-def unchanged(terms: Terms, before: Terms) -> dict[int, int]:
-    """The members who stay, with both their keys: point now → point before."""
-    known = {(member.ed25519, member.x25519): member.point for member in before.roster}
-    now = {member.point: known.get((member.ed25519, member.x25519)) for member in terms.roster}
-    return {point: earlier for point, earlier in now.items() if earlier is not None}
-
-
-def quorum(terms: Terms) -> int:
-    """How many members must stay for a successor to count: the threshold, and more than half.
-
-    Fewer than t have no say over the key; and of two successors that exclude each other only one finds more than half.
-    """
-    return max(terms.threshold, terms.members // 2 + 1)
-
-
-def is_warm_up(terms: Terms, before: Terms) -> bool:
-    """Whether terms follow others by naming the anchor after warm-up rounds: nothing else may change with it."""
-    return terms.anchor != before.anchor
-
-
-def _check_warm_up(terms: Terms, before: Terms) -> None:
-    rounds = before.strength.get("warmup_rounds", "0")
-    require(rounds not in ("", "0"), "a successor's anchor", "must not change: the terms know no warm-up rounds")
-    same = replace(terms, anchor=before.anchor, created=before.created) == before
-    require(same, "an amendment that names the warm-up anchor", "must change nothing else")
-
-
-def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
-    """Whether terms may follow others; the members who stay, as `unchanged` gives them."""
-    if is_warm_up(terms, before):
-        _check_warm_up(terms, before)
-    for name in _FIXED:
-        if name == "anchor":
-            continue
-        require(
-            getattr(terms, name) == getattr(before, name),
-            f"a successor's {name}",
-            "must not change: the key hangs on it",
-        )
-    # who may choose, once a suspect is known, how it is read and matched has many tries, and the null does not hold
-    for what in FIXED_POLICY:
-        require(
-            terms.policy.get(what) == before.policy.get(what),
-            f"a successor's {what}",
-            "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
-        )
-    stay = unchanged(terms, before)
-    require(
-        len(stay) >= quorum(before),
-        f"a successor of {before.name!r}",
-        f"must keep at least {quorum(before)} members with their keys, but keeps {len(stay)}",
-    )
-    return stay
-
-
-def check_follows(manifest: Manifest, before: Manifest) -> None:
-    """Whether a manifest may follow another: an amendment (same shares) or a resharing (the next epoch)."""
-    require(manifest.predecessor == before.digest().hex(), "a successor", "must name its predecessor by digest")
-    genesis = before.genesis
-    if is_warm_up(manifest.terms, before.terms):
-        # once, before anything was marked: the sign whitening is drawn anew, from a genesis with the new anchor
-        first = before.terms.digest().hex() == genesis.terms and before.epoch == manifest.epoch == 0
-        require(first, "a warm-up anchor", "must be named before any other change, and once")
-        genesis = replace(genesis, anchor=manifest.terms.anchor)
-    require(manifest.genesis == genesis, "a successor's genesis", "must not change: the key hangs on it")
-    require(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
-    stay = check_terms_follow(manifest.terms, before.terms)
-    if manifest.epoch == before.epoch:
-        same = (manifest.roots, manifest.archived) == (before.roots, before.archived)
-        require(same, "an amendment", "must leave the shares as they are: a new epoch needs a resharing")
-        sizes = [(m.terms.threshold, m.terms.members) for m in (manifest, before)]
-        require(sizes[0] == sizes[1], "an amendment", "must keep the threshold and the number of members")
-        require(
-            all(now == earlier for now, earlier in stay.items()), "an amendment", "must leave members at their points"
-        )
-    else:
-        require(manifest.epoch == before.epoch + 1, "a successor's epoch", "must be the next one")
-        require(
-            not before.archived or manifest.archived == before.archived, "a successor's archives", "must not change"
-        )
-        require(not set(manifest.roots) & set(before.roots), "a resharing", "must make new shares for everybody")

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import isqrt
 
-from quorumark.consortium.records import canonical, digest
+from quorumark.canonical import canonical, digest
 from quorumark.errors import InputError
 
 __all__ = ["KEY_BITS", "ONE", "Strength"]

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
@@ -240,7 +240,7 @@ def member_of(context: Any) -> Stages:
             )
         unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
         seeds = settings.get("quorumark-seeds") is True
-        return MemberNode(Home(str(settings["quorumark-home"])), unlock, seeds=seeds, **pins)
+        return MemberNode(HomeFolder(str(settings["quorumark-home"])), unlock, seeds=seeds, **pins)
     homes = context.run_config.get("quorumark-homes")
     if homes is None or "partition-id" not in settings:
         raise InputError(
@@ -249,7 +249,7 @@ def member_of(context: Any) -> Stages:
             "neither",
         )
     base, number = Path(str(homes)), int(settings["partition-id"]) + 1
-    home = Home(base / f"member-{number}")
+    home = HomeFolder(base / f"member-{number}")
     if "quorumark-terms" in context.run_config:
         pins.setdefault("terms", str(context.run_config["quorumark-terms"]))
     return MemberNode(home, Unlock.key_file(base / f"member-{number}.key"), **pins)

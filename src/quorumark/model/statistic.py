@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.records import digest
+from quorumark.canonical import digest
 from quorumark.errors import InputError
 from quorumark.field import P, Vector, parallel
 from quorumark.model import kernels

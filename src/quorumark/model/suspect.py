@@ -36,8 +36,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.checks import DAMAGED, is_count, is_hex, is_text, require
-from quorumark.consortium.records import canonical, digest
+from quorumark.canonical import canonical, digest
+from quorumark.checks import DAMAGED, is_count, is_hex, is_text, require
 from quorumark.errors import InputError, LayoutError
 from quorumark.field import parallel
 from quorumark.model.layout import _DTYPES, FLOATS, ModelLayout, TensorSpec, _open, _some

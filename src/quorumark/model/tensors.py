@@ -22,7 +22,7 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.checks import DAMAGED
+from quorumark.checks import DAMAGED
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.model.layout import (
     _DTYPES,

@@ -29,15 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
+from quorumark.canonical import canonical, parse
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock, replacing, write_private
-from quorumark.consortium.records import Manifest, anchor_digest, canonical, parse
+from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
-from quorumark.round import sums
+from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState, model_digest
 from quorumark.round.group import group_of
 from quorumark.round.history import History, checks_sums
@@ -406,7 +407,9 @@ class Journal:
             return False
         opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
-        found = sums.check(self.memory(), own.state, group_of(under), whole(config, "sum-round"), halvings, opened)
+        found = checked_sums.check(
+            self.memory(), own.state, group_of(under), whole(config, "sum-round"), halvings, opened
+        )
         if found is False:
             raise RoundError(
                 f"the model that the server announces is not the sum of the last round, in which {self.name} took "

@@ -33,18 +33,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.checks import is_hex
-from quorumark.consortium.home import Home
+from quorumark.canonical import digest
+from quorumark.checks import is_hex
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock, only_one, write_private
-from quorumark.consortium.records import Terms, digest
+from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole
 from quorumark.node.queries import unpack_query
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
-from quorumark.round.secagg import SecAggMember, unpack
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import unpack
 from quorumark.round.statements import Turn
 from quorumark.setup.exchange import advance, expected_messages
 from quorumark.verify.certificate import Certificate
@@ -122,7 +124,7 @@ class MemberNode:
 
     def __init__(
         self,
-        home: Home,
+        home: HomeFolder,
         unlock: Unlock,
         *,
         terms: str | None = None,

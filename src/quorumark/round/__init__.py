@@ -4,7 +4,7 @@ group        who may take part
 memory       what a member must not do twice
 statements   what members sign so that the others may go on
 secagg       one secure sum: the member's side and the server's
-sums         tags by which members see that what a server announces is what they summed
+checked_sums tags by which members see that what a server announces is what they summed
 movement     how far a model moved, exactly
 amplitudes   how strong the mark is, weight by weight
 mark         what a member adds for it, and what it refuses

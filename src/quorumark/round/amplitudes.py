@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from quorumark import codec, field
-from quorumark.consortium.records import KEY_KINDS, canonical, digest, parse
+from quorumark.canonical import canonical, digest, parse
+from quorumark.consortium.records import KEY_KINDS
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError
 from quorumark.field import P, Vector

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quorumark.consortium.checks import is_count
+from quorumark.canonical import canonical, digest
+from quorumark.checks import is_count
 from quorumark.consortium.identity import Header, verify_card, verify_manifest
-from quorumark.consortium.records import Card, Manifest, Member, canonical, digest
+from quorumark.consortium.records import Card, Manifest, Member
 from quorumark.errors import InputError, RecordError
 
 __all__ = ["Group", "check_round_number", "group_of", "word"]

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec, field
-from quorumark.consortium.records import Manifest, anchor_digest, canonical, digest
+from quorumark.canonical import canonical, digest
+from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError
 from quorumark.field import Vector

@@ -28,7 +28,7 @@ from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.round import statements, sums
+from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, PaperScale, paper_amplitudes
 from quorumark.round.dither import add_dither, dither_stream
 from quorumark.round.group import group_of, word
@@ -36,7 +36,8 @@ from quorumark.round.history import History, checks_sums
 from quorumark.round.mark import TooStrongError, check_round, check_size, check_weights, marked_vector, weights
 from quorumark.round.memory import MemoryState, State, answers_from
 from quorumark.round.movement import norm_count, update_norms
-from quorumark.round.secagg import Plan, SecAggMember, Upload
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Plan, Upload
 from quorumark.round.statements import Turn
 
 __all__ = ["RoundMember"]
@@ -218,8 +219,8 @@ class RoundMember:
             return b"", b""
         round_no, amplitudes = self._joined["model"]
         binding = self._known().binding(round_no, amplitudes, self._begun().repeats)
-        boxes = sums.seal_keys(self._identity, self.group, round_no, binding)
-        return boxes, sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
+        boxes = checked_sums.seal_keys(self._identity, self.group, round_no, binding)
+        return boxes, checked_sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
 
     def upload(self, announcement: bytes, boxes: Sequence[bytes] = (), vouches: Sequence[bytes] = ()) -> Upload:
         """The weighted model, this member's part of the mark and its dither, under masks: exactly what it joined the
@@ -259,16 +260,16 @@ class RoundMember:
         """After the vector. The key is kept for the sum of this round."""
         if len(vouches) != len(plan.members):
             raise MessageError("the server must hand on what every member of the announced set vouches for")
-        sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
+        checked_sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
         self.sure = True
-        key = sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
-        whole[-1] = sums.tag(key, whole[:-1], first=self.point == plan.members[0])
-        sums.keep(self.secagg, self._known().state, self._begun(), key)
+        key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
+        whole[-1] = checked_sums.tag(key, whole[:-1], first=self.point == plan.members[0])
+        checked_sums.keep(self.secagg, self._known().state, self._begun(), key)
 
     def check_sum(self, opened: Vector) -> bool | None:
         """Whether this is the sum of the round from the present state; None if this member cannot say."""
         turn = self._begun()
-        return sums.check(self.secagg.state, self._known().state, self.group, turn.round, turn.halvings, opened)
+        return checked_sums.check(self.secagg.state, self._known().state, self.group, turn.round, turn.halvings, opened)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)

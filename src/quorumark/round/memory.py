@@ -31,10 +31,10 @@ from typing import Any
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from quorumark.consortium.checks import is_count
+from quorumark.canonical import canonical
+from quorumark.checks import is_count
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import only_one, write_private
-from quorumark.consortium.records import canonical
 from quorumark.errors import InputError, KeystoreError, RoundError
 from quorumark.field import derive_key
 from quorumark.round.group import Group

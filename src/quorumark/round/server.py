@@ -31,19 +31,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.checks import DAMAGED
+from quorumark.canonical import canonical, parse
+from quorumark.checks import DAMAGED
 from quorumark.consortium.home import read_array, read_file
 from quorumark.consortium.keystore import replacing, write_private
-from quorumark.consortium.records import Manifest, canonical, parse
+from quorumark.consortium.records import Manifest
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
-from quorumark.round import statements, sums
+from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
 from quorumark.round.movement import norm_count
-from quorumark.round.secagg import SecAggServer, Upload, pack
+from quorumark.round.secagg.messages import Upload, pack
+from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Said, Turn
 from quorumark.round.survey import HANDED_OUT, Where, candidates, where_they_are
 
@@ -265,7 +267,7 @@ class RoundServer:
         """What a member said when it was ready; `boxes` and `vouch` where sums are checked."""
         server = self._running()
         if self.checks and server.plan.purpose == "model":
-            sums.check_said(self.group, self.round_no, server.plan.binding, point, boxes, vouch)
+            checked_sums.check_said(self.group, self.round_no, server.plan.binding, point, boxes, vouch)
         server.take_ready(point, message)
         self._said[point] = bytes(boxes), bytes(vouch)
 
@@ -343,7 +345,11 @@ class RoundServer:
         if not self.checks:
             return self._announcement, [], []
         said = [self._said[x] for x in self.members]
-        return self._announcement, [sums.box_for(boxes, point) for boxes, _ in said], [vouch for _, vouch in said]
+        return (
+            self._announcement,
+            [checked_sums.box_for(boxes, point) for boxes, _ in said],
+            [vouch for _, vouch in said],
+        )
 
     def asked(self, point: int) -> Config:
         """The same as an engine carries it."""

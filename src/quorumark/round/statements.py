@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quorumark.consortium.checks import is_count
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_count
 from quorumark.consortium.identity import Identity, open_message
-from quorumark.consortium.records import canonical, digest, parse
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.round.group import Group, check_round_number, word
 

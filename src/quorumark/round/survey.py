@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quorumark.consortium.checks import is_count
+from quorumark.checks import is_count
 from quorumark.errors import RoundError
 
 __all__ = ["Where", "candidates", "where_they_are"]

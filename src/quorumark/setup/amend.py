@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, read_file
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder, follow_back, read_file
 from quorumark.consortium.identity import verify, verify_card, verify_chain
 from quorumark.consortium.keystore import Unlock, only_one, write_shared
-from quorumark.consortium.records import Card, Manifest, Member, Terms, check_follows, check_terms_follow, unchanged
+from quorumark.consortium.records import Card, Manifest, Member, Terms
+from quorumark.consortium.succession import check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError
 from quorumark.setup.chain import chain_for_newcomer, show_chain
 
@@ -109,7 +110,7 @@ def successor(before: Manifest, terms: Terms) -> Manifest:
 
 
 def sign(
-    home: Home,
+    home: HomeFolder,
     unlock: Unlock,
     terms: Terms,
     folder: Path,
@@ -150,7 +151,7 @@ def sign(
         return manifest, missing
 
 
-def update(home: Home, manifest: Manifest, history: Path) -> ConsortiumFolder:
+def update(home: HomeFolder, manifest: Manifest, history: Path) -> ConsortiumFolder:
     """Takes over a later manifest that this member missed. Its share of a later epoch must then be recovered."""
     chain = follow_back(manifest, history)
     manifest.terms.point_of(home.card().ed25519)

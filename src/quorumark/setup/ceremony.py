@@ -22,9 +22,10 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Header, Identity, exchange, verify
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import Manifest, Terms, digest
+from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, DecodingError, MessageError
 from quorumark.field import P, Stream, Vector, derive_key
 

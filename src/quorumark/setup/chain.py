@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from quorumark.consortium.home import ConsortiumFolder, Home, follow_back, history_name, read_as, read_exchanged
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder, follow_back, history_name, read_as, read_exchanged
 from quorumark.consortium.keystore import write_exchanged
-from quorumark.consortium.records import Manifest, Terms, check_terms_follow
+from quorumark.consortium.records import Manifest, Terms
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, RecordError
 
 __all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]
@@ -33,7 +34,7 @@ def started_from(folder: Path) -> str | None:
     return read_exchanged(path, "a digest").decode(errors="replace").strip() if path.exists() else None
 
 
-def find_place(home: Home, terms: Terms, which: str | None = None) -> ConsortiumFolder | None:
+def find_place(home: HomeFolder, terms: Terms, which: str | None = None) -> ConsortiumFolder | None:
     """The consortium that these terms follow (or are already in force in); None if this member holds none such."""
     if which is not None:
         return home.only_consortium(which)
@@ -75,7 +76,7 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
     return chain
 
 
-def place_for_newcomer(home: Home, chain: list[Manifest]) -> ConsortiumFolder:
+def place_for_newcomer(home: HomeFolder, chain: list[Manifest]) -> ConsortiumFolder:
     """Where a member who is new, or who comes back, keeps a consortium."""
     place = home.consortium(chain[0].terms)
     place.check_followed_by(chain)

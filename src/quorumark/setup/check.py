@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import Manifest, digest
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector

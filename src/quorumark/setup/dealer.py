@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
-from quorumark.consortium.home import Home, read_as, read_file
+from quorumark.canonical import digest
+from quorumark.consortium.home import HomeFolder, read_as, read_file
 from quorumark.consortium.identity import verify, verify_manifest
 from quorumark.consortium.keystore import Unlock, write_shared
 from quorumark.consortium.merkle import SALT_ELEMENTS, Tree, salt_seed
-from quorumark.consortium.records import Genesis, Manifest, Terms, digest
+from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import CeremonyError, RecordError, SignatureError
 from quorumark.field import Stream
@@ -113,7 +114,9 @@ def deal(
     return manifest
 
 
-def accept(home: Home, unlock: Unlock, folder: str | os.PathLike[str], terms: Terms | None = None) -> Manifest | None:
+def accept(
+    home: HomeFolder, unlock: Unlock, folder: str | os.PathLike[str], terms: Terms | None = None
+) -> Manifest | None:
     """A member takes its share: checks it against the dealing, keeps it sealed, signs. The manifest once all signed.
 
     `terms`, where given, are what this member agreed to; the dealing must be for exactly these. Run it again to finish.

@@ -32,9 +32,10 @@ from typing import ClassVar
 import numpy as np
 
 from quorumark import field, shamir
+from quorumark.canonical import digest
 from quorumark.consortium.identity import Header, Identity, open_message
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import Genesis, Manifest, Terms, digest
+from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import share_root
 from quorumark.errors import CeremonyError, InputError, MessageError
 from quorumark.field import P, Stream, Vector

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from quorumark.canonical import canonical, digest, parse
 from quorumark.consortium.archive import leaf_count, write_archive
-from quorumark.consortium.home import UNDER_WAY, ConsortiumFolder, Home, read_exchanged, read_file
+from quorumark.consortium.home import UNDER_WAY, ConsortiumFolder, HomeFolder, read_exchanged, read_file
 from quorumark.consortium.identity import Header, Identity, open_message
 from quorumark.consortium.keystore import (
     SealedReader,
@@ -39,8 +40,9 @@ from quorumark.consortium.keystore import (
     write_sealed,
     write_shared,
 )
-from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms, canonical, check_terms_follow, digest, parse
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
+from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, MessageError, RecordError
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
@@ -85,7 +87,9 @@ def _silent(_: str) -> None:
 # --- setup ------------------------------------------------------------------------------------------------
 
 
-def advance(home: Home, unlock: Unlock, terms: Terms, folder: str | os.PathLike[str], note: Note = _silent) -> Progress:
+def advance(
+    home: HomeFolder, unlock: Unlock, terms: Terms, folder: str | os.PathLike[str], note: Note = _silent
+) -> Progress:
     """Does what can be done now of a setup without a dealer. Call it again when others have written.
 
     `note` hears of each step as it is done. After a fault that only a new ceremony mends, every further call says so,
@@ -155,7 +159,7 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
 
 
 def check(
-    home: Home, unlock: Unlock, place: ConsortiumFolder, folder: str | os.PathLike[str], note: Note = _silent
+    home: HomeFolder, unlock: Unlock, place: ConsortiumFolder, folder: str | os.PathLike[str], note: Note = _silent
 ) -> Progress:
     """Does what can be done now of a health check of the shares on disk; `found` says what it showed."""
     with only_one(place.path):
@@ -215,7 +219,7 @@ def _about(place: ConsortiumFolder) -> dict[str, Any]:
 
 
 def reshare(
-    home: Home,
+    home: HomeFolder,
     unlock: Unlock,
     folder: str | os.PathLike[str],
     terms: Terms | None = None,
@@ -286,7 +290,7 @@ def _reshare_context(before: str | None, terms: Terms) -> bytes:
     return digest("reshare", bytes.fromhex(before or ""), terms.digest())
 
 
-def _newcomers_place(home: Home, folder: Path, terms: Terms) -> ConsortiumFolder | None:
+def _newcomers_place(home: HomeFolder, folder: Path, terms: Terms) -> ConsortiumFolder | None:
     """A newcomer's place once its manifest is in force: then it is new no longer."""
     for place in home.consortia():
         if not place.manifest_path.exists():
@@ -320,7 +324,7 @@ def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progr
     return Progress("sign", (), chain[-1])
 
 
-def _keep(home: Home, unlock: Unlock, place: ConsortiumFolder, folder: Path, note: Note) -> Progress:
+def _keep(home: HomeFolder, unlock: Unlock, place: ConsortiumFolder, folder: Path, note: Note) -> Progress:
     """The last step: all say that they hold their new shares under the new manifest; only then are old ones erased.
 
     If one were erased earlier, members who are not so far yet and lose their way could leave fewer than t of either.
@@ -388,7 +392,7 @@ class _Visit(Generic[Member]):
 
     def __init__(
         self,
-        home: Home,
+        home: HomeFolder,
         unlock: Unlock,
         place: ConsortiumFolder,
         folder: str | os.PathLike[str],

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from quorumark import field, shamir
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import new_salt
@@ -59,7 +59,7 @@ def make_key(
     return manifest, shares
 
 
-def found(homes: Sequence[tuple[Home, Unlock]], terms: Terms, folder: str | os.PathLike[str]) -> Manifest:
+def found(homes: Sequence[tuple[HomeFolder, Unlock]], terms: Terms, folder: str | os.PathLike[str]) -> Manifest:
     """The ceremony over a folder: every member is called in turn until all have finished."""
     steps = 0
     while True:

@@ -25,11 +25,12 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
-from quorumark.consortium.home import ConsortiumFolder, Home, read_file
+from quorumark.canonical import canonical, parse
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_file
 from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
 from quorumark.consortium.keystore import Unlock, only_one, read_sealed, write_sealed, write_shared
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import Manifest, canonical, parse
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key
@@ -43,7 +44,7 @@ def _header(manifest: Manifest, step: str, sender: int, recipient: int = 0, sess
     return Header(manifest.digest().hex(), session, f"recover/{step}", sender, recipient)
 
 
-def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]) -> str:
+def request(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]) -> str:
     """Asks `helpers` (t points, not this member's) for this member's share; the request's nonce."""
     with only_one(place.path):
         manifest, identity = place.manifest(), home.identity(unlock)
@@ -63,7 +64,9 @@ def request(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path, h
         return nonce
 
 
-def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, tuple[str, ...]]:
+def help_recover(
+    home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path
+) -> tuple[str, tuple[str, ...]]:
     """Helps with a request that names this member as a helper: says hello; answers once all helpers have.
 
     Whose share it is for, and which helpers are awaited.
@@ -118,7 +121,7 @@ def help_recover(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Pa
         return name, ()
 
 
-def finish(home: Home, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
+def finish(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
     """Puts the answers together, checks the share against its root and keeps it; or the names still missing."""
     with only_one(place.path):
         manifest, identity = place.manifest(), home.identity(unlock)

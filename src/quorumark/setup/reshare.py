@@ -34,11 +34,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quorumark import field, shamir
+from quorumark.canonical import digest
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.merkle import SALT_ELEMENTS
-from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms, check_follows, check_terms_follow, digest
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import share_root
+from quorumark.consortium.succession import check_follows, check_terms_follow
 from quorumark.errors import CeremonyError
 from quorumark.field import P, Vector
 from quorumark.setup.ceremony import SigningCeremony, round_table, slices, squares_are_known, to_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from quorumark import field, shamir
-from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock, write_private
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, ShareError
@@ -20,7 +20,7 @@ __all__ = ["reconstruct_key"]
 
 
 def reconstruct_key(
-    home: Home,
+    home: HomeFolder,
     place: ConsortiumFolder,
     unlock: Unlock,
     handed_over: Sequence[str | os.PathLike[str]],

@@ -42,8 +42,8 @@ from numpy.typing import NDArray
 
 from quorumark import field as arithmetic
 from quorumark import shamir
+from quorumark.checks import require
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.checks import require
 from quorumark.consortium.identity import verify_chain
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import InputError, ShareError

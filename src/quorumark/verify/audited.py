@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar, Self
 
-from quorumark.consortium.checks import require, take
+from quorumark.canonical import canonical, parse
+from quorumark.checks import require, take
 from quorumark.consortium.merkle import Opening, root_from
-from quorumark.consortium.records import Manifest, canonical, parse
+from quorumark.consortium.records import Manifest
 from quorumark.errors import EvidenceError, QuorumarkError
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge, check_challenge, genesis_digest

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from quorumark.canonical import canonical, digest, read_json
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import Manifest, Member, canonical, digest, read_json
+from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError, SignatureError
 from quorumark.verify.evidence import Finding
 

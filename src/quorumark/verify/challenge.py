@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
-from quorumark.consortium.records import Genesis, Manifest, canonical, digest, parse
+from quorumark.consortium.records import Genesis, Manifest
 from quorumark.errors import InputError
 from quorumark.verify.evidence import Query, now
 from quorumark.verify.null import decimal_of

@@ -24,11 +24,12 @@ from quorumark import shamir
 from quorumark.align import matching as alignment
 from quorumark.align.lora import Lora, gauge_suspect, is_whole
 from quorumark.align.matching import Alignment, Groups
-from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.canonical import canonical
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Tree, salt_seed
-from quorumark.consortium.records import Manifest, canonical
+from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import EvidenceError, GuardError, InconclusiveError, InputError, KeystoreError, RecordError
 from quorumark.field import P, derive_key
@@ -268,7 +269,7 @@ def _matching(suspect: Counted, match: Match) -> tuple[str, ...]:
 
 
 def answer(
-    home: Home,
+    home: HomeFolder,
     unlock: Unlock,
     reference: Reference,
     suspect: Source | Suspect,
@@ -406,7 +407,9 @@ def _check_set(manifest: Manifest, point: int, members: Collection[int]) -> tupl
 # --- the certificate --------------------------------------------------------------------------------------
 
 
-def sign(home: Home, unlock: Unlock, certificate: Certificate, *, place: ConsortiumFolder | None = None) -> Certificate:
+def sign(
+    home: HomeFolder, unlock: Unlock, certificate: Certificate, *, place: ConsortiumFolder | None = None
+) -> Certificate:
     """Adds a member's signature to a combined certificate, once everything in it follows from the partials.
 
     The member's ledger learns the outcome, and the queries that the others know of. That an uncorroborated one passed

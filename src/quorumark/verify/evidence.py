@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from quorumark.consortium.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.consortium.identity import Identity, verify
-from quorumark.consortium.records import Terms, canonical, digest, parse
+from quorumark.consortium.records import Terms
 from quorumark.field import P
 from quorumark.model.statistic import vector_digest
 from quorumark.model.suspect import SuspectFile

@@ -23,10 +23,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.checks import is_count, is_hex, is_text, is_time
+from quorumark.canonical import canonical, digest, parse
+from quorumark.checks import is_count, is_hex, is_text, is_time
 from quorumark.consortium.home import ConsortiumFolder, read_file
 from quorumark.consortium.keystore import replacing, write_private
-from quorumark.consortium.records import Manifest, canonical, digest, parse
+from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.model.statistic import vector_digest
 from quorumark.verify.evidence import Partial, Query, now

@@ -20,12 +20,13 @@ import numpy as np
 
 from quorumark import field as arithmetic
 from quorumark import shamir
+from quorumark.canonical import parse
+from quorumark.checks import field_names, is_count, is_hex, require, take
 from quorumark.consortium.archive import Archive, key_place, leaf_count
-from quorumark.consortium.checks import field_names, is_count, is_hex, require, take
-from quorumark.consortium.home import ConsortiumFolder, Home
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Opening, Tree, levels_of, path_of, root_from, salt_seed
-from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms, parse
+from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import DecodingError, QuorumarkError, RecordError
 from quorumark.field import P, Stream, Vector
@@ -178,7 +179,7 @@ class Burns(Protocol):
 
 
 def open_leaves(
-    home: Home,
+    home: HomeFolder,
     place: ConsortiumFolder,
     unlock: Unlock,
     challenge: Challenge,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
@@ -102,7 +102,7 @@ class Reference:
         base: Source | Suspect | None = None,
         *,
         progress: Callable[[str], None] | None = None,
-    ) -> Reference:
+    ) -> Self:
         """From what is at hand: a checked chain, the layout, the anchor as tensors or as a file, and the groups.
 
         For an adapter also the description of its factors, and the base model as tensors, a file or a folder.
@@ -138,7 +138,7 @@ class Reference:
         base: str | os.PathLike[str] | None = None,
         *,
         progress: Callable[[str], None] | None = None,
-    ) -> Reference:
+    ) -> Self:
         """From files; layout.json and anchor.safetensors are looked for beside the manifest unless they are named.
 
         So is groups.json, where the consortium agreed on groups; without it only alignment is not possible. For an

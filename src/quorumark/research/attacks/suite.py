@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.consortium.home import Home, read_file
+from quorumark.canonical import digest
+from quorumark.consortium.home import HomeFolder, read_file
 from quorumark.consortium.keystore import Unlock, write_shared
-from quorumark.consortium.records import digest
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
 from quorumark.model.layout import read_safetensors
@@ -108,7 +108,7 @@ def key_of_members(reference: Reference, homes: Mapping[Path, Path]) -> KnownKey
     """The key, put together from members' homes and the key files that open them: research only."""
     terms, shares = reference.manifest.terms, dict[int, Vector]()
     for home, key_file in homes.items():
-        member, unlock = Home(home), Unlock.key_file(key_file)
+        member, unlock = HomeFolder(home), Unlock.key_file(key_file)
         shares[terms.point_of(member.identity(unlock).ed25519)] = member.only_consortium().share(unlock).vector()
     if len(shares) < terms.threshold:
         raise InputError("members", f"must be at least {terms.threshold}, to put the key together", len(shares))

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quorumark import field
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Card, Member, Terms
+from quorumark.consortium.records import Card, Terms, roster_of
 from quorumark.errors import MissingDependencyError
 from quorumark.research.bench import SetupRow, setup_row
 from quorumark.research.bench.peers import BEST_BYTES, LAYER_BYTES, PAPER_MODULUS, paper_elements, paper_sharing
@@ -54,7 +54,7 @@ def _case(count: int, threshold: int, wanted: int, layer: int, runs: int) -> Ite
         size = _fitting(wanted, count, threshold, shutil.disk_usage(base).free)
         Unlock.new_key_file(base / "key")
         unlock = Unlock.key_file(base / "key")
-        home = Home.create(base / "home", "member 1", unlock)
+        home = HomeFolder.create(base / "home", "member 1", unlock)
         terms = _terms(home.card(), count, threshold, size)
         folder = base / "exchange"
         for _ in range(runs):
@@ -108,7 +108,7 @@ def _fitting(wanted: int, count: int, threshold: int, free: int) -> int:
 
 def _terms(first: Card, count: int, threshold: int, size: int) -> Terms:
     cards = [first, *(Identity.generate(f"member {x}").card() for x in range(2, count + 1))]
-    roster = tuple(Member(x, card.name, card.ed25519, card.x25519, 1) for x, card in enumerate(cards, 1))
+    roster = roster_of((card, 1) for card in cards)
     created = "2026-01-31T12:00:00Z"
     return Terms("bench", threshold, roster, "00" * 32, size, "00" * 32, created=created, setup="dealer")
 

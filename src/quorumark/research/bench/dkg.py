@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from quorumark import field
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import Member, Terms
+from quorumark.consortium.records import Terms, roster_of
 from quorumark.errors import MissingDependencyError
 from quorumark.research.bench import SetupRow, setup_row
 from quorumark.research.bench.peers import BEST_BYTES, LAYER_BYTES, PAPER_MODULUS, paper_elements, paper_sharing
@@ -39,7 +39,7 @@ def rows(quick: bool = False) -> Iterator[SetupRow]:
 
 def _case(count: int, threshold: int, size: int, layer: int) -> SetupRow:
     people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
-    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 1) for x, p in enumerate(people, 1))
+    roster = roster_of((person.card(), 1) for person in people)
     terms = Terms("bench", threshold, roster, "00" * 32, size, "00" * 32, created="2026-01-31T12:00:00Z")
     seeds = [os.urandom(32) for _ in people]
     members = [DkgMember(person, terms, seed) for person, seed in zip(people, seeds, strict=True)]

@@ -173,7 +173,7 @@ def _app(folder: Path, marked: bool) -> Any:
     from flwr.app import Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock
     from quorumark.flower import watermark_mod
     from quorumark.flower.wire import tensors, to_record
@@ -181,7 +181,7 @@ def _app(folder: Path, marked: bool) -> Any:
 
     def member(context: Any) -> MemberNode:
         name = f"member-{int(context.node_config['partition-id']) + 1}"
-        return MemberNode(Home(folder / name), Unlock.key_file(folder / f"{name}.key"))
+        return MemberNode(HomeFolder(folder / name), Unlock.key_file(folder / f"{name}.key"))
 
     app = ClientApp(mods=[watermark_mod(member)] if marked else [])
 
@@ -202,9 +202,9 @@ def _app(folder: Path, marked: bool) -> Any:
 
 def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]]) -> None:
     """Homes for all members, with shares from a dealer."""
-    from quorumark.consortium.home import Home
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock, write_shared
-    from quorumark.consortium.records import Member, Terms, anchor_digest
+    from quorumark.consortium.records import Terms, anchor_of, roster_of
     from quorumark.model.layout import ModelLayout
     from quorumark.node.journal import create_memory
     from quorumark.setup.dealer import accept, deal
@@ -215,12 +215,12 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
         key = folder / f"member-{x}.key"
         Unlock.new_key_file(key)
         unlock = Unlock.key_file(key)
-        people[x] = Home.create(folder / f"member-{x}", f"member {x}", unlock), unlock
+        people[x] = HomeFolder.create(folder / f"member-{x}", f"member {x}", unlock), unlock
     cards = {x: home.card() for x, (home, _) in people.items()}
-    roster = tuple(Member(x, card.name, card.ed25519, card.x25519, 100 + x) for x, card in cards.items())
+    roster = roster_of((card, 100 + x) for x, card in cards.items())
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(model)), created="2026-01-31T12:00:00Z",
+        anchor_of(layout, model), created="2026-01-31T12:00:00Z",
         setup="dealer", strength={"rule": "relative", "c": "0.03"},
     )  # fmt: skip
     deal(terms, folder / "dealing")

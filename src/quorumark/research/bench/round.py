@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quorumark import field
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import Member, Terms, anchor_digest
+from quorumark.consortium.records import Terms, anchor_of, roster_of
 from quorumark.model.layout import ModelLayout
 from quorumark.research.bench import Row
 from quorumark.round.mark import weights
@@ -39,10 +39,10 @@ def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
     initial = {"w": np.random.default_rng(0).standard_normal((height, 1000), np.float32)}
     layout = ModelLayout.of(initial)
     people = [Identity.generate(f"member {x}") for x in range(1, count + 1)]
-    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100 + x) for x, p in enumerate(people, 1))
+    roster = roster_of((person.card(), 100 + x) for x, person in enumerate(people, 1))
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
-        anchor_digest(layout.digest(), layout.encode(initial)), created="2026-01-31T12:00:00Z",
+        anchor_of(layout, initial), created="2026-01-31T12:00:00Z",
         setup="dealer", strength={"rule": "relative", "c": "0.03"},
     )  # fmt: skip
     manifest, shares = deal_key(people, terms)

@@ -20,10 +20,13 @@ from quorumark.consortium.identity import Identity
 from quorumark.errors import MissingDependencyError
 from quorumark.field import Stream
 from quorumark.research.bench import Row, compare
-from quorumark.round import sums
+from quorumark.round import checked_sums
 from quorumark.round.group import Group
 from quorumark.round.memory import MemoryState
-from quorumark.round.secagg import BOX, SecAggMember, SecAggServer, Upload, hear, say
+from quorumark.round.secagg.masks import BOX
+from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import Upload, hear, say
+from quorumark.round.secagg.server import SecAggServer
 
 FULL_SIZE, QUICK_SIZE = 11_200_000, 1_000_000
 MEMBERS, THRESHOLD, DROPS = 8, 2, 3
@@ -76,7 +79,7 @@ def _one_tag(size: int) -> Row:
     vector, key = field.random(size), os.urandom(32)
     mask = Stream(key, "bench")
     return compare(
-        lambda: sums.tag(key, vector, first=True),
+        lambda: checked_sums.tag(key, vector, first=True),
         lambda: mask.add_to(vector, checked=False),
         name="the tag of a checked sum",
         against="one pairwise mask",

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.home import Home
+from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock, write_private, write_shared
 from quorumark.consortium.merkle import new_salt
-from quorumark.consortium.records import Genesis, Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_of, roster_of
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form, inner_product
@@ -93,7 +93,7 @@ def _kernels(layout: ModelLayout, anchor: Any, model: Any) -> Iterator[Row]:
 
 def _commands(folder: Path, layout: ModelLayout, anchor: Any, model: Any) -> Iterator[Row]:
     """prepare, partial, combine and check, each as a command."""
-    homes = two_members(folder, layout, anchor_digest(layout.digest(), layout.encode(anchor)))
+    homes = two_members(folder, layout, anchor_of(layout, anchor))
     write_safetensors(anchor, folder / "anchor.safetensors")
     write_safetensors(model, folder / "suspect.safetensors")
     write_shared(folder / "layout.json", layout.to_bytes())
@@ -148,9 +148,11 @@ def two_members(folder: Path, layout: ModelLayout, anchor: str) -> list[Path]:
     names = ("Avon", "Birch")
     for name in names:
         Unlock.new_key_file(folder / f"{name}.key")
-    opened = [(Home.create(folder / n, n, Unlock.key_file(folder / f"{n}.key")), folder / f"{n}.key") for n in names]
+    opened = [
+        (HomeFolder.create(folder / n, n, Unlock.key_file(folder / f"{n}.key")), folder / f"{n}.key") for n in names
+    ]
     people: list[Identity] = [home.identity(Unlock.key_file(key)) for home, key in opened]
-    roster = tuple(Member(x, p.name, p.ed25519, p.x25519, 100) for x, p in enumerate(people, 1))
+    roster = roster_of((person.card(), 100) for person in people)
     terms = Terms(
         "bench", 2, roster, layout.digest(), layout.coordinates, anchor,
         created="2026-01-31T12:00:00Z", setup="dealer",

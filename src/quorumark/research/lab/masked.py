@@ -14,7 +14,7 @@ import torch
 
 from quorumark import field, shamir
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.records import Manifest, Member, Terms, anchor_digest
+from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.errors import InputError, RoundError
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import data
@@ -79,7 +79,7 @@ def _federation(run: Run) -> tuple[Federation, Manifest, dict[int, Any]]:
         Member(x, person.name, person.ed25519, person.x25519, int(count))
         for x, (person, count) in enumerate(zip(people, run._counts, strict=True), 1)
     )
-    anchor = anchor_digest(layout.digest(), layout.encode(initial))
+    anchor = anchor_of(layout, initial)
     strength = strength_settings(settings.strength)
     threshold = max(2, settings.members // 2 + 1)
     size, created = layout.coordinates, "2026-01-31T12:00:00Z"

@@ -28,7 +28,7 @@ from quorumark.errors import MessageError, RoundError
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.round.group import Group, word
 from quorumark.round.memory import State, answers_from
-from quorumark.round.secagg import SecAggMember
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 
 __all__ = [
