@@ -34,7 +34,7 @@ from quorumark.errors import RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
 from quorumark.node.ceremony import CeremonyServer
-from quorumark.node.member import MODEL, MemberNode, named
+from quorumark.node.member import MODEL, MemberNode, with_prefix
 from quorumark.node.signer import _receive, _send
 from quorumark.report import certificate_page
 from quorumark.research.attacks import suite
@@ -688,7 +688,7 @@ def _servers(folder: Path, world: Consortium, run: _Recorded) -> Iterator[Kind]:
         if path.is_file() and not path.name.startswith("."):
             yield FileKind(f"run {path.name}", resumed, kind.get(path.suffix, PLAIN), path.name, beside=folder / "run")
     _, _, told, _ = [call for call in run.calls if call[0] == "join"][-1]
-    vectors = world.layout.encode(named(told, MODEL)), told["anchor"]
+    vectors = world.layout.encode(with_prefix(told, MODEL)), told["anchor"]
     strength = Strength.of(manifest.terms.strength, manifest.terms.coordinates)
 
     def marked(data: bytes) -> None:

@@ -207,7 +207,7 @@ def _other(run: Run) -> dict[str, Any]:
         ("tag", "is not the sum of the last round"),
         ("model and rest", "is not the sum that it announces with it"),
         ("nothing", "lacks 'rest'"),
-        ("fractions", "as 12640 whole numbers"),
+        ("fractions", "as 12640 integers"),
         ("state", "is not the one that"),
     ],
 )

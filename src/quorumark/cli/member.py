@@ -103,7 +103,7 @@ def consent(
 
     member = HomeFolder(home)
     journal = Journal(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)))
-    typer.echo(journal.consent(here=here))
+    typer.echo(journal.consent_text(here=here))
     if not yes and not typer.confirm("Consent?"):
         raise typer.Exit(1)
     journal.give_consent(here=here)

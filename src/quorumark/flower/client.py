@@ -84,11 +84,13 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
             if stage == "train":
                 return _train(node, message, context, call_next, config, arrays, others)
             if stage not in _ASKED:
-                raise MessageError(f"there is no stage {stage[:40]!r} that a server may ask for in training")
+                raise MessageError(
+                    f"there is no stage {stage[:40]!r} that a server may ask for in training: use {', '.join(_ASKED)}"
+                )
             return _reply(message, *node.handle(stage, {**config, "node": str(context.node_id)}, arrays))
         except QuorumarkError as error:
             return _error(message, refusal(error)) if category == "evaluate" else _refused(message, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
+        except Exception as error:  # noqa: BLE001 - whatever it is, what it says stays here
             return _failed(message, error)
 
     return mod
@@ -116,18 +118,18 @@ def _train(
         raise RoundError(f"a training message must hold one ArrayRecord, and this one holds {len(models)}")
     model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()}
     about = {**config, "node": str(context.node_id), "settings": _settings(plain, context)}
-    told, _ = node.handle("join", about, {**arrays, **model})
-    if "needs" in told or "refused" in told:
-        return _reply(message, told, {})
-    if told["settings-changed"]:
+    joined, _ = node.handle("join", about, {**arrays, **model})
+    if "needs" in joined or "refused" in joined:
+        return _reply(message, joined, {})
+    if joined["settings-changed"]:
         _log()(WARNING, "quorumark: what the server tells this app has changed since the last round: look at it")
     key = str(config["weighted"])
-    if told["repeats"]:  # the same result goes into the same sum once more
+    if joined["repeats"]:  # the same result goes into the same sum once more
         ready, _ = node.handle("ready", about, {})
-        return _reply(message, ready, {}, {"metrics": flwr.MetricRecord({key: told["examples"]})})
+        return _reply(message, ready, {}, {"metrics": flwr.MetricRecord({key: joined["examples"]})})
     for record in plain.config_records.values():
-        record["quorumark-rate"], record["quorumark-round"] = told["rate"], told["round"]
-        record["quorumark-seed"] = told["seed"] & (1 << 63) - 1
+        record["quorumark-rate"], record["quorumark-round"] = joined["rate"], joined["round"]
+        record["quorumark-seed"] = joined["seed"] & (1 << 63) - 1
     message.content = plain
     trained = call_next(message, context)
     if trained.has_error():  # another mod's
@@ -138,7 +140,7 @@ def _train(
     if len(results) != 1 or len(counts) != 1:
         raise RoundError(f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}")
     examples = int(counts[0]) if float(counts[0]).is_integer() else counts[0]
-    about |= {"examples": examples, "joined": told["joined"]}
+    about |= {"examples": examples, "joined": joined["joined"]}
     result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
     ready, _ = node.handle("ready", about, result)
     return _reply(message, ready, {}, metrics)
@@ -146,11 +148,11 @@ def _train(
 
 def _settings(plain: Any, context: Any) -> str:
     """A digest of what an app is told from outside, but for the round's number: the run config and the strategy's."""
-    told = {
+    settings = {
         f"{name}/{key}": repr(value) for name, record in plain.config_records.items() for key, value in record.items()
     }
-    told |= {f"run/{key}": repr(value) for key, value in context.run_config.items()}
-    kept = {key: value for key, value in told.items() if not key.endswith("/server-round")}
+    settings |= {f"run/{key}": repr(value) for key, value in context.run_config.items()}
+    kept = {key: value for key, value in settings.items() if not key.endswith("/server-round")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -161,14 +163,14 @@ def _log() -> Any:
 
 
 def _failed(message: Any, error: Exception) -> Any:
-    """What the server may know of a failure that nobody foresaw. Strategies read replies to evaluations themselves, and
-    get what Flower would have made of it, without its text."""
+    """What the server may know of an unexpected failure. Strategies read replies to evaluations themselves, and get
+    what Flower would have made of it, without what the exception says."""
     _log()(ERROR, "quorumark: this node failed", exc_info=error)
     why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-    said = f"{type(error).__name__}{why}; the node's log has the rest"
+    reason = f"{type(error).__name__}{why}; the node's log has the rest"
     if message.metadata.message_type.partition(".")[0] == "evaluate":
-        return _error(message, said)
-    return _reply(message, {"failed": said}, {})
+        return _error(message, reason)
+    return _reply(message, {"failed": reason}, {})
 
 
 def _error(message: Any, text: str) -> Any:
@@ -207,7 +209,7 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
         try:
             config, arrays, _ = split(message.content)
             if config is None or config.get("stage") not in ("setup", "answer", "sign"):
-                raise RecordError("this is not a query of quorumark's")
+                raise RecordError("this is not a query of quorumark: send the stages setup, answer or sign")
             about = {**config, "node": str(context.node_id)}
             return _reply(message, *find(context).handle(str(config["stage"]), about, arrays))
         except QuorumarkError as error:
@@ -236,7 +238,7 @@ def member_of(context: Any) -> Stages:
     if "quorumark-home" in settings:
         if "quorumark-key-file" not in settings:
             raise InputError(
-                "node config", "must name the key file beside the home (quorumark-key-file)", "no key file"
+                "node config", "must name the key file as well as the home (quorumark-key-file)", "no key file"
             )
         unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
         seeds = settings.get("quorumark-seeds") is True

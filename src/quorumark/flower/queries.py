@@ -13,8 +13,7 @@ from typing import Any
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
-from quorumark.flower.server import _accepted, _told
-from quorumark.flower.wire import arrays_of, exchange, flwr_app, records, wait_for
+from quorumark.flower.wire import accepted_config, arrays_of, config_of, exchange, flwr_app, records, wait_for
 from quorumark.model.suspect import read_suspect
 from quorumark.node.ceremony import CeremonyServer
 from quorumark.node.queries import pack_query
@@ -61,20 +60,20 @@ def make_key(
         lost = {node: f"no reply in {stage_timeout:.0f} s" for node in nodes if node not in replies}
         for node, reply in replies.items():
             try:
-                if reply.has_error() or "failed" in _told(reply):  # a process that died, a full disk
-                    _accepted(reply)
+                if reply.has_error() or "failed" in config_of(reply):  # a process that died, a full disk
+                    accepted_config(reply)
             except RoundError as error:
                 lost[node] = str(error)
                 continue
             try:
-                told = _accepted(reply)
-                point = int(told["point"])
+                answer = accepted_config(reply)
+                point = int(answer["point"])
                 if point in points.values() and points.get(node) != point:
                     raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one")
-                server.take(point, str(node), told, arrays_of(reply.content))
+                server.take(point, str(node), answer, arrays_of(reply.content))
                 points[node] = point
-                waiting[point] = str(told.get("waiting", ""))
-                note(f"{terms.member(point).name}: {told['step']}")
+                waiting[point] = str(answer.get("waiting", ""))
+                note(f"{terms.member(point).name}: {answer['step']}")
             except (QuorumarkError, KeyError, TypeError, ValueError) as error:
                 refused[node] = str(error)
         if server.finished and server.manifest is not None:
@@ -130,7 +129,8 @@ def verify_model(
     config, arrays = pack_query(reference, opened, query, audits)
     chosen = sorted(nodes) if nodes is not None else wait_for(grid, manifest.terms.threshold, timeout)
 
-    def each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
+    def ask_each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
+        """One stage at these nodes: the field `name` of each reply, by node."""
         content = flwr.RecordDict(records(config, vectors))
         made = [flwr.Message(content, node, f"query.{QUERY}") for node in to]
         found = {}
@@ -139,13 +139,13 @@ def verify_model(
             note(f"node {node}: no reply in {stage_timeout:.0f} s")
         for node, reply in replies.items():
             try:
-                found[node] = bytes(_accepted(reply)[name])
+                found[node] = bytes(accepted_config(reply)[name])
             except (QuorumarkError, KeyError, TypeError) as error:
                 note(f"node {node}: {error}")
         return found
 
     partials: dict[int, Partial] = {}
-    answers = each({**config, "stage": "answer"}, arrays, chosen, "partial")
+    answers = ask_each({**config, "stage": "answer"}, arrays, chosen, "partial")
     for node, data in answers.items():
         try:
             partial = Partial.from_bytes(data)
@@ -158,7 +158,7 @@ def verify_model(
     certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=explained))
     signatures: dict[str, str] = {}
     sign = {"stage": "sign", "certificate": certificate.to_bytes()}
-    for node, data in each(sign, {}, list(partials), "certificate").items():
+    for node, data in ask_each(sign, {}, list(partials), "certificate").items():
         try:
             signed = Certificate.from_bytes(data)
             if signed.payload != certificate.payload:

@@ -7,7 +7,7 @@ for the consortium, whatever its manifests.
     notes.json             the state that it is at, and the round that it joined (`Notes`)
     model.safetensors      the model of that state
     anchor.npy             E of the model that the run began with
-    layout.json            how models lie in a vector
+    layout.json            where each weight is in the vector
     sum.npz                what the others check that model by, if this member hands it out
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made
@@ -58,15 +58,16 @@ _MARKED = "marked.txt"
 
 @dataclass(frozen=True)
 class Notes:
-    """Where a member is. `mark` is the state's own record, `sure` whether it has seen for itself that its model is what
-    was summed, `joined` which of several messages a result is of, `turn` what was said of that round, `ready` the round
-    that it is ready for, `settings` a digest of what the app was last told."""
+    """Where a member is. `mark` is the state's own record, `buffers` a digest of the model's integers and booleans,
+    `verified` whether this member has checked itself that its model is what was summed, `joined` which message of the
+    server a result belongs to, `turn` what the server said of that round, `ready` the round that it is ready for,
+    `settings` a digest of what the app was told last."""
 
     FORMAT = "quorumark-round-notes/v2"
 
     mark: str = ""
-    beside: str = ""
-    sure: bool = False
+    buffers: str = ""
+    verified: bool = False
     joined: str = ""
     turn: str = ""
     ready: int = 0
@@ -88,16 +89,16 @@ class Notes:
 
 
 def create_memory(
-    place: ConsortiumFolder, identity: Identity, after: int = 0, *, lost: bool = False, simulation: bool = False
+    consortium: ConsortiumFolder, identity: Identity, after: int = 0, *, lost: bool = False, simulation: bool = False
 ) -> None:
     """The memory of rounds of a member that never took part in any (`after`: later than that one), or that `lost` it
     (docs/secagg.md). In a `simulation` rounds may be repeated, and seeds be the server's."""
-    group = group_of(place.manifest())
-    FolderState.create(rounds_folder(place) / "memory", identity, group, after, lost=lost, simulation=simulation)
+    group = group_of(consortium.manifest())
+    FolderState.create(rounds_folder(consortium) / "memory", identity, group, after, lost=lost, simulation=simulation)
 
 
-def rounds_folder(place: ConsortiumFolder) -> Path:
-    folder = place.path / "rounds"
+def rounds_folder(consortium: ConsortiumFolder) -> Path:
+    folder = consortium.path / "rounds"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -105,15 +106,15 @@ def rounds_folder(place: ConsortiumFolder) -> Path:
 class Journal:
     """A member's papers for the rounds of one consortium."""
 
-    def __init__(self, place: ConsortiumFolder, identity: Identity) -> None:
-        self.place, self.identity = place, identity
-        self.chain = place.chain()
+    def __init__(self, consortium: ConsortiumFolder, identity: Identity) -> None:
+        self.consortium, self.identity = consortium, identity
+        self.chain = consortium.chain()
         self.manifest = self.chain[-1]
         self.group = group_of(self.manifest)
         self.point = self.group.point_of(identity.ed25519)
         self.name = self.group.name(self.point)
         self.checks = checks_sums(self.manifest)
-        self._folder = rounds_folder(place)
+        self._folder = rounds_folder(consortium)
         self._memory_path = self._folder / "memory" / "rounds.sealed"
         self._sum_path = self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
@@ -142,7 +143,7 @@ class Journal:
         with self.memory().edit() as memory:
             adopt(memory, self.group)
 
-    def manifest_named(self, digest: str) -> Manifest:
+    def manifest_of(self, digest: str) -> Manifest:
         for manifest in self.chain:
             if manifest.digest().hex() == digest:
                 return manifest
@@ -152,13 +153,13 @@ class Journal:
 
     def check_share(self, unlock: Unlock) -> None:
         """That it is there and of this epoch; its root is checked before it is used."""
-        path = self.place.share_path()
+        path = self.consortium.share_path()
         if not path.exists():
             raise KeystoreError(
                 f"{self.name} has no share of epoch {self.manifest.epoch}: without it the sum would be garbage; bring "
                 "it back from a backup, or let the others recover it (quorumark share recover)"
             )
-        share = self.place.share(unlock)
+        share = self.consortium.share(unlock)
         if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
             raise KeystoreError(f"the share of {self.name} belongs to another consortium, member or epoch")
 
@@ -168,9 +169,9 @@ class Journal:
         """This member with its history, as it was when it joined the round; without `unlock` it has no share, and can
         say whether it takes part, not upload."""
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
-        share = None if unlock is None else self.place.share(unlock)
+        share = None if unlock is None else self.consortium.share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
-        side.history, side.sure = self.history(layout), self.notes.sure
+        side.history, side.sure = self.history(layout), self.notes.verified
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
@@ -228,7 +229,7 @@ class Journal:
     def check_other_keys(self, encoded: Vector) -> None:
         """Two keys in sums from one model show where they differ: half of the signs of both."""
         name = model_digest(encoded).hex()
-        for path in self.place.path.parent.glob(f"*/rounds/{_MARKED}"):
+        for path in self.consortium.path.parent.glob(f"*/rounds/{_MARKED}"):
             if path != self._marked_path and name in path.read_text().split():
                 raise RoundError(
                     f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
@@ -243,7 +244,7 @@ class Journal:
         anchor = read_array(self._anchor_path, "an anchor")
         return History(self.manifest, layout, anchor, self.chain[:-1]).state
 
-    def consent(self, *, here: bool) -> str:
+    def consent_text(self, *, here: bool) -> str:
         """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""
         with self.memory().edit() as memory:
             marked = bool(memory["marked"])
@@ -286,36 +287,36 @@ class Journal:
         try:
             anchor = read_array(self._anchor_path, "an anchor")
             model = layout.encode(read_safetensors(self._model_path))
-            mark, beside = self.notes.mark.encode(), bytes.fromhex(self.notes.beside)
+            mark, buffers = self.notes.mark.encode(), bytes.fromhex(self.notes.buffers)
         except (OSError, ValueError, QuorumarkError) as error:
             raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
-        return self._restored(layout, anchor, model, mark, beside)
+        return self._restored(layout, anchor, model, mark, buffers)
 
-    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, beside: bytes) -> History:
+    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, buffers: bytes) -> History:
         history = History(self.manifest, layout, anchor, self.chain[:-1])  # checks that it is the manifest's anchor
         start = model if history.warming else anchor  # in warm-up rounds every model is the next anchor
         key = self.manifest.terms.key
-        return history.restored(MarkState.from_bytes(state, history.strength, layout, key, model, start), beside)
+        return history.restored(MarkState.from_bytes(state, history.strength, layout, key, model, start), buffers)
 
     def follow(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Mapping[str, Any]) -> str:
         """Brings the history up to the model that the round starts from; what is missing for that, if anything.
 
         A member that was there in the last round derives the new state itself, and it must be the server's. One that
         missed rounds takes the server's: if that is false, its masks fit nobody's, and nothing is opened. Where sums
-        are checked, the model must also be the last round's sum, and whether this member could see so for itself is
-        noted (`sure`).
+        are checked, the model must also be the last round's sum; whether this member could check that itself is noted
+        (`verified`).
         """
         encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
-        if turn.round != whole(config, "round"):
+        if turn.round != read_count(config, "round"):
             raise MessageError("the server's message has a turn of another round than its own")
         self.check_other_keys(encoded)
-        beside = layout.beside(model) if self.checks else b""
-        own, sure = self._derived(config, arrays, layout, model, encoded, beside)
+        buffers = layout.beside(model) if self.checks else b""
+        own, verified = self._derived(config, arrays, layout, model, encoded, buffers)
         if own is None:
             anchor = self._anchor(arrays)
             if anchor is None:
                 return "anchor"
-            own = self._restored(layout, anchor, encoded, _content(arrays["state"]), beside)
+            own = self._restored(layout, anchor, encoded, _content(arrays["state"]), buffers)
             _keep(self._anchor_path, anchor)
         if own.mark.model_digest != model_digest(encoded):
             raise RoundError("the model that the round starts from is not the one that the server's history names")
@@ -328,8 +329,8 @@ class Journal:
         self._keep_sum(config, arrays)
         self.note(
             mark=own.mark.to_bytes().decode(),
-            beside=beside.hex(),
-            sure=sure,
+            buffers=buffers.hex(),
+            verified=verified,
             joined=os.urandom(16).hex(),
             turn=turn.to_bytes().decode(),
             ready=0,
@@ -343,15 +344,15 @@ class Journal:
         layout: ModelLayout,
         model: Mapping[str, Any],
         encoded: Vector,
-        beside: bytes,
+        buffers: bytes,
     ) -> tuple[History | None, bool]:
-        """The history up to this model as far as this member has it itself, which must be the server's, and whether it
-        is sure of it; none if it missed rounds."""
-        accepted, told = whole(config, "accepted"), _content(arrays["state"])
+        """The history up to this model as this member has it itself, which must be the server's, and whether it has
+        verified it; None if it missed rounds."""
+        accepted, state = read_count(config, "accepted"), _content(arrays["state"])
         if accepted == self._start():
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
-            begun.beside = beside
-            if begun.mark.to_bytes() != told:
+            begun.beside = buffers
+            if begun.mark.to_bytes() != state:
                 raise RoundError("the server's history begins with something else than the anchor")
             self._check_buffers(layout, model)
             _keep(self._anchor_path, encoded)
@@ -362,22 +363,22 @@ class Journal:
             own = self.history(layout)
         if own is None:
             return None, False
-        sure = self.notes.sure
+        verified = self.notes.verified
         if own.mark.round == accepted - 1:
             before = own.state
-            sure = self._accept(config, arrays, own, encoded) and sure
+            verified = self._accept(config, arrays, own, encoded) and verified
             with self.memory().edit() as memory:
                 follow(memory, before, own.state)
         elif own.mark.round != accepted:
             return None, False
-        if own.mark.to_bytes() != told:
+        if own.mark.to_bytes() != state:
             raise RoundError(
                 f"the server's history of this run is not the one that {self.name} has seen: it says that round "
                 f"{accepted} was accepted, with another model or strength; start a new run"
             )
-        if own.beside != beside:
+        if own.beside != buffers:
             raise RoundError("the model's integers are not those of the rounds before: they are in no sum")
-        return own, sure
+        return own, verified
 
     def _start(self) -> int:
         """How many rounds are accepted where a run begins: none, or the warm-up rounds, once their model is named."""
@@ -396,8 +397,8 @@ class Journal:
 
         If it is not, this raises.
         """
-        under = self.manifest_named(str(_text(config, "sum-under", str)))
-        halvings = whole(config, "sum-halvings")
+        under = self.manifest_of(str(_text(config, "sum-under", str)))
+        halvings = read_count(config, "sum-halvings")
         amplitudes = own.amplitudes_under(under, halvings)
         number, name = own.round, under.digest().hex()
         if not self.checks:
@@ -408,7 +409,7 @@ class Journal:
         opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
         found = checked_sums.check(
-            self.memory(), own.state, group_of(under), whole(config, "sum-round"), halvings, opened
+            self.memory(), own.state, group_of(under), read_count(config, "sum-round"), halvings, opened
         )
         if found is False:
             raise RoundError(
@@ -428,7 +429,7 @@ class Journal:
         self, config: Config, arrays: Arrays, layout: ModelLayout, encoded: Vector, *, norms: bool
     ) -> Vector:
         """The sum that the server announces: model plus rest, norms and tag."""
-        tag = whole(config, "sum-tag")
+        tag = read_count(config, "sum-tag")
         parts = [field.add(encoded, field.from_signed(_integers(arrays["rest"], layout.size)))]
         if norms:
             parts.append(_elements(arrays["norms"], norm_count(layout)))
@@ -474,8 +475,8 @@ class Journal:
         kept = kept if answered and kept.get("round") == answered else {}
         over, halvings = kept.get("members", []), kept.get("halvings", 0)
         accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
-        told = {"accepted": accepted, "round": last, "answered": answered}
-        return {**told, "over": json.dumps(over), "halvings": halvings}
+        reached = {"accepted": accepted, "round": last, "answered": answered}
+        return {**reached, "over": json.dumps(over), "halvings": halvings}
 
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""
@@ -493,10 +494,10 @@ class Journal:
 # --- what a server sends ----------------------------------------------------------------------------------
 
 
-def whole(config: Mapping[str, Any], name: str) -> int:
+def read_count(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MessageError(f"the server's message must give {name!r} as a whole number")
+        raise MessageError(f"the server's message must give {name!r} as an integer of at least 0")
     return value
 
 
@@ -525,7 +526,7 @@ def _content(array: NDArray[Any]) -> bytes:
 
 def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
     if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
-        raise MessageError(f"the server's message must hold what rounding left as {size} whole numbers")
+        raise MessageError(f"the server's message must hold what rounding left as {size} integers")
     return array.astype(np.int64)
 
 
