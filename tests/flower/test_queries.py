@@ -117,7 +117,7 @@ def test_a_signature_of_something_else_is_not_taken(world: Consortium) -> None:
     reference = Reference.read(world.path)
     grid = LocalGrid(app_for(world.folder, find=Elsewhere), 3)
     certificate = verify_model(grid, reference, suspect, note=said.append)
-    assert said == ["node 102: it signed something else"]
+    assert said == ["node 102: it signed another certificate than the one that it was sent"]
     assert {member.point for member in certificate.signers(reference.manifest)} == {1, 3}
 
 

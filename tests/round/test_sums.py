@@ -322,7 +322,7 @@ def test_a_server_that_makes_history_up_finds_nobody_who_vouches(
 
 @pytest.mark.parametrize(
     ("model", "why"),
-    [("the last one", "must be the initial model"), ("the anchor", "begins with something else than the anchor")],
+    [("the last one", "must be the initial model"), ("the anchor", "does not begin with the anchor")],
 )
 def test_a_run_begins_from_the_anchor_with_an_empty_history(world: Consortium, model: str, why: str) -> None:
     run = Run(world)

@@ -61,7 +61,7 @@ def restore(
 def rounds(
     new: Annotated[bool, typer.Option("--new", help="This member never took part in a round.")] = False,
     lost: Annotated[
-        bool, typer.Option("--lost", help="It may have, and its memory of them is gone, or was in no backup.")
+        bool, typer.Option("--lost", help="It may have taken part, and its memory of rounds is lost.")
     ] = False,
     home: HomeOption = DEFAULT_HOME,
     key_file: KeyFile = None,

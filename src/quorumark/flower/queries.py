@@ -90,7 +90,9 @@ def make_key(
         if len(nodes) < terms.members:
             absent = [member.name for member in terms.roster if member.point not in points.values()]
             said = "".join(f"; node {node} says: {why}" for node, why in {**gone, **refused}.items())
-            raise CeremonyError(f"the ceremony needs all members, and {', '.join(absent)} did not take part{said}")
+            raise CeremonyError(
+                f"the ceremony needs all members, and {', '.join(absent)} did not take part: start their nodes{said}"
+            )
         if not lost and server.progress == before:
             stuck = "; ".join(f"{terms.member(x).name} waits for {names}" for x, names in waiting.items() if names)
             raise CeremonyError(
@@ -154,7 +156,10 @@ def verify_model(
         except QuorumarkError as error:
             note(f"node {node}: {error}")
     if len({partial.point for partial in partials.values()}) < manifest.terms.threshold:
-        raise EvidenceError(f"{len(partials)} members answered, and {manifest.terms.threshold} must")
+        raise EvidenceError(
+            f"{len(partials)} members answered, and {manifest.terms.threshold} must: ask again when more of them are "
+            "there and their policies allow it"
+        )
     certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=explained))
     signatures: dict[str, str] = {}
     sign = {"stage": "sign", "certificate": certificate.to_bytes()}
@@ -162,7 +167,7 @@ def verify_model(
         try:
             signed = Certificate.from_bytes(data)
             if signed.payload != certificate.payload:
-                raise EvidenceError("it signed something else")
+                raise EvidenceError("it signed another certificate than the one that it was sent")
             signed.signers(manifest)
             signatures |= signed.signatures
         except QuorumarkError as error:

@@ -54,6 +54,10 @@ Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
 _MARKED = "marked.txt"
+_DAMAGED = (
+    "a member's notes of rounds are damaged: remove rounds/notes.json in the consortium's folder, and the member takes "
+    "part again as one that missed rounds"
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ class Notes:
         try:
             notes = cls(**{name: body[name] for name in cls.__dataclass_fields__ if name != "FORMAT"})
         except KeyError:
-            raise RecordError("a member's notes of rounds are damaged") from None
+            raise RecordError(_DAMAGED) from None
         if not all(type(getattr(notes, name)) is type(value) for name, value in asdict(cls()).items()):
-            raise RecordError("a member's notes of rounds are damaged")
+            raise RecordError(_DAMAGED)
         return notes
 
 
@@ -104,7 +108,7 @@ def rounds_folder(consortium: ConsortiumFolder) -> Path:
 
 
 class Journal:
-    """A member's papers for the rounds of one consortium."""
+    """What a member keeps on disk for the rounds of one consortium."""
 
     def __init__(self, consortium: ConsortiumFolder, identity: Identity) -> None:
         self.consortium, self.identity = consortium, identity
@@ -147,12 +151,15 @@ class Journal:
         for manifest in self.chain:
             if manifest.digest().hex() == digest:
                 return manifest
-        raise RecordError(f"{self.name} knows no manifest {digest[:16]}… of this consortium")
+        raise RecordError(
+            f"{self.name} does not have the manifest {digest[:16]}… of this consortium: bring it up to date (quorumark "
+            "consortium update)"
+        )
 
     # --- the share ---
 
     def check_share(self, unlock: Unlock) -> None:
-        """That it is there and of this epoch; its root is checked before it is used."""
+        """Whether it is there and of this epoch; its root is checked before it is used."""
         path = self.consortium.share_path()
         if not path.exists():
             raise KeystoreError(
@@ -161,13 +168,16 @@ class Journal:
             )
         share = self.consortium.share(unlock)
         if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
-            raise KeystoreError(f"the share of {self.name} belongs to another consortium, member or epoch")
+            raise KeystoreError(
+                f"the share of {self.name} belongs to another consortium, member or epoch: bring back the right one from "
+                "a backup, or let the others recover it (quorumark share recover)"
+            )
 
     # --- this member in a round ---
 
     def side(self, unlock: Unlock | None = None) -> RoundMember:
-        """This member with its history, as it was when it joined the round; without `unlock` it has no share, and can
-        say whether it takes part, not upload."""
+        """This member with its history, as it was when it joined the round. Without `unlock` it has no share: it can
+        say whether it takes part, but not upload."""
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         share = None if unlock is None else self.consortium.share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
@@ -233,7 +243,8 @@ class Journal:
             if path != self._marked_path and name in path.read_text().split():
                 raise RoundError(
                     f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
-                    "sums from it with two keys would show both. Go on with that consortium, or begin from another one"
+                    "sums from it with two keys would show both. Go on with that consortium, or start from another "
+                    "model"
                 )
 
     # --- consent ---
@@ -308,7 +319,7 @@ class Journal:
         """
         encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
         if turn.round != read_count(config, "round"):
-            raise MessageError("the server's message has a turn of another round than its own")
+            raise MessageError("the server's message names one round in 'round' and another in 'turn'")
         self.check_other_keys(encoded)
         buffers = layout.beside(model) if self.checks else b""
         own, verified = self._derived(config, arrays, layout, model, encoded, buffers)
@@ -319,11 +330,16 @@ class Journal:
             own = self._restored(layout, anchor, encoded, _content(arrays["state"]), buffers)
             _keep(self._anchor_path, anchor)
         if own.mark.model_digest != model_digest(encoded):
-            raise RoundError("the model that the round starts from is not the one that the server's history names")
+            raise RoundError(
+                "the model that the round starts from is not the one that the server's history names: start a new run"
+            )
         if own.warming and own.round > own.strength.warmup_rounds:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
-            raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+            raise RoundError(
+                "the strength rule 'paper' needs another sum before each round, which engines do not have: use the rule "
+                "'rho'"
+            )
         self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
         self._keep_sum(config, arrays)
@@ -353,7 +369,9 @@ class Journal:
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
             begun.beside = buffers
             if begun.mark.to_bytes() != state:
-                raise RoundError("the server's history begins with something else than the anchor")
+                raise RoundError(
+                    "the server's history does not begin with the anchor: start from the model that the manifest names"
+                )
             self._check_buffers(layout, model)
             _keep(self._anchor_path, encoded)
             return begun, True
@@ -377,7 +395,10 @@ class Journal:
                 f"{accepted} was accepted, with another model or strength; start a new run"
             )
         if own.beside != buffers:
-            raise RoundError("the model's integers are not those of the rounds before: they are in no sum")
+            raise RoundError(
+                "the model's integers are not those of the rounds before: they are in no sum, and the server must keep "
+                "them"
+            )
         return own, verified
 
     def _start(self) -> int:
@@ -390,10 +411,12 @@ class Journal:
         """Integers and booleans, which are in no sum, must be those that were agreed on."""
         agreed = self.manifest.terms.buffers
         if agreed and layout.beside(model).hex() != agreed:
-            raise RoundError("the model's integers and booleans are not those that the terms name")
+            raise RoundError(
+                "the model's integers and booleans are not those that the terms name: start from the agreed model"
+            )
 
     def _accept(self, config: Config, arrays: Arrays, own: History, encoded: Vector) -> bool:
-        """Takes a model over as the successor of this member's own, and says whether it could see that it is its sum.
+        """Accepts a model as the successor of this member's own; returns whether it could check that it is the sum.
 
         If it is not, this raises.
         """
@@ -421,7 +444,10 @@ class Journal:
             opened[:-1], read_safetensors(self._model_path), amplitudes, norms=own.strength.needs_norms
         )
         if (settled.encoded != encoded).any():
-            raise RoundError("the model that the server announces is not the sum that it announces with it")
+            raise RoundError(
+                "the model that the server announces is not the sum that it announces with it: use a strategy that "
+                "takes the sum as it is, such as FedAvg"
+            )
         own.accept(number, encoded, settled.embedded, settled.norms, name)
         return found is True
 
@@ -445,7 +471,10 @@ class Journal:
         if "anchor" in arrays:
             anchor = np.ascontiguousarray(arrays["anchor"], np.uint64)
             if anchor_digest(layout_digest, anchor) != wanted:
-                raise RecordError("the anchor that the server sends is not the one that the manifest names")
+                raise RecordError(
+                    "the anchor that the server sends is not the one that the manifest names: start from the agreed "
+                    "model"
+                )
             return anchor
         if self._anchor_path.exists():
             kept: Vector = read_array(self._anchor_path, "an anchor")

@@ -175,7 +175,7 @@ class MemberNode:
     # --- a round ---
 
     def _join(self, config: Config, arrays: Arrays) -> Reply:
-        """Before training: is this the run, the model and the round that this member may go on with?"""
+        """Before training: may this member go on with this run, model and round?"""
         journal = self._journal()
         if config["manifest"] != journal.manifest.digest().hex():
             raise RecordError(
@@ -185,7 +185,7 @@ class MemberNode:
             )
         round_no = read_count(config, "round")
         if journal.point not in journal.group.cohort(round_no):
-            raise RoundError(f"{journal.name} is not drawn for round {round_no}")
+            raise RoundError(f"{journal.name} is not drawn for round {round_no}: it takes part when it is drawn again")
         with journal.memory().edit() as memory:
             last, nonce = int(memory["round"]), str(memory["nonce"])
             mine = self._seeds or bool(memory["simulation"])
@@ -199,7 +199,7 @@ class MemberNode:
         layout = journal.layout(_content(arrays["layout"]))
         try:
             needs = journal.follow(config, arrays, layout, with_prefix(arrays, MODEL))
-        except AnsweredError:  # from a model that it has left behind
+        except AnsweredError:  # from a model that it has gone on from
             raise RoundError(
                 f"{journal.name} has gone on from this model to others: let the run go on from the last one "
                 "(watermarked(…, go_on=True), or with the folder of the run before); a second run from it takes the "
@@ -246,7 +246,7 @@ class MemberNode:
         if turn.round != round_no:
             raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
         if journal.notes.ready == round_no:  # what it uploads it may have to send again: it is not replaced
-            raise RoundError(f"{journal.name} is ready for round {round_no} already")
+            raise RoundError(f"{journal.name} is ready for round {round_no} already: its result is not replaced")
         if turn.repeats:
             side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
         else:
@@ -305,7 +305,7 @@ class MemberNode:
         side, requests = self._summing(journal), _by_point(config, "requests")
         reply = {**self._introduced(journal, config), "point-there": side.point}
         if side.point not in requests:
-            raise RoundError(f"{journal.name} is not asked for this sum")
+            raise RoundError(f"{journal.name} has no part in this sum, and is not asked for it")
         return {**reply, "answer": side.unmask(requests[side.point])}, {}
 
     def _never(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
@@ -346,7 +346,9 @@ class MemberNode:
     def _journal(self) -> Journal:
         consortium = self._home.only_consortium(self._which)
         if not consortium.manifest_path.exists():
-            raise RecordError(f"{self._home.card().name!r} has no manifest yet: the key ceremony comes first")
+            raise RecordError(
+                f"{self._home.card().name!r} has no manifest yet: make a key first (make_key, or quorumark setup dkg)"
+            )
         journal = Journal(consortium, self._home.identity(self._unlock))
         manifest = journal.manifest
         if self._manifest is not None and manifest.digest().hex() != self._manifest:
@@ -364,14 +366,14 @@ class MemberNode:
         self._check_pinned(terms)
         session = str(config["session"])
         if not re.fullmatch("[0-9a-f]{32}", session):
-            raise MessageError("the ceremony's session must be 32 hexadecimal digits")
+            raise MessageError("the server's message must give 'session' as 32 hexadecimal digits")
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
         allowed = expected_messages(terms, point)
         sent = {name: _content(message) for name, message in with_prefix(arrays, MESSAGE).items()}
         for name, content in sent.items():  # before any is kept: a server must not fill this disk
             if name not in allowed:
-                raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
+                raise MessageError(f"the server sends {name[:60]!r}, which is not a message for this member")
             if len(content) > allowed[name]:
                 raise MessageError(
                     f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
@@ -427,7 +429,7 @@ class MemberNode:
         if terms.digest().hex() != self._terms:
             raise RecordError(
                 f"the server brings the terms {terms.digest().hex()[:16]}…, and {name!r} has pinned "
-                f"{self._terms[:16]}…: compare them"
+                f"{self._terms[:16]}…: compare them, and pin the right ones"
             )
 
     # --- verification ---
