@@ -169,8 +169,8 @@ class Journal:
         share = self.consortium.share(unlock)
         if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
             raise KeystoreError(
-                f"the share of {self.name} belongs to another consortium, member or epoch: bring back the right one from "
-                "a backup, or let the others recover it (quorumark share recover)"
+                f"the share of {self.name} belongs to another consortium, member or epoch: bring the right one "
+                "back from a backup, or let the others recover it (quorumark share recover)"
             )
 
     # --- this member in a round ---
@@ -337,8 +337,8 @@ class Journal:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
             raise RoundError(
-                "the strength rule 'paper' needs another sum before each round, which engines do not have: use the rule "
-                "'rho'"
+                "the strength rule 'paper' needs another sum before each round, which engines do not have: use "
+                "the rule 'rho'"
             )
         self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
