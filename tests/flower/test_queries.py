@@ -279,6 +279,21 @@ def test_files_that_are_not_sent_are_read_from_the_members_own_folder(tmp_path: 
         node.handle("answer", config, only)
 
 
+def test_a_base_model_need_not_be_sent(tmp_path: Path) -> None:
+    world = adapter_world(tmp_path, 3, 2)
+    permit(world)
+    suspect = world.save(merged(world.marked), "whole.safetensors")
+    said: list[str] = []
+    nodes = [MemberNode(*home) for home in world.homes]
+    grid = LocalGrid(app_for(tmp_path, find=lambda context: nodes[int(context.node_config["partition-id"])]), 3)
+    with pytest.raises(EvidenceError, match="0 members answered"):
+        verify_model(grid, world.reference, suspect, lora=True, with_base=False, note=said.append)
+    assert len(said) == 3
+    for home, _ in world.homes:
+        shutil.copy(tmp_path / "base.safetensors", home.only_consortium().path)
+    assert verify_model(grid, world.reference, suspect, lora=True, with_base=False).finding.verdict == "PASSED"
+
+
 NAMES = ["../policy.json", "/root/x.npz", "..", ".", "", "a\nb", "a\0b", "x" * 300]
 
 

@@ -109,6 +109,7 @@ def verify_model(
     *,
     align: bool = False,
     lora: bool = False,
+    with_base: bool = True,
     audits: Sequence[Audit] = (),
     nodes: Collection[int] | None = None,
     timeout: float = 60.0,
@@ -119,16 +120,16 @@ def verify_model(
 
     Each answers under its own policy or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
     `align` and `lora` ask as `quorumark verify prepare --align --lora` does; the members are sent the groups, the
-    adapter's description and its base model, and compare them with the manifest. `nodes`: those to ask, by default all
-    that are there. `audits`: proofs of all audits so far, whose leaves are left out; a member that knows of one that is
-    not here refuses.
+    adapter's description and its base model, and compare them with the manifest (`with_base=False`: they have the base
+    in their own folders). `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far,
+    whose leaves are left out; a member that knows of one that is not here refuses.
     """
     flwr, opened = flwr_app(), read_suspect(suspect)
     manifest = reference.manifest
     explained = explain(reference.chain, audits)
     burnt = {leaf for leaves in explained.values() for leaf in leaves}
     query = prepare(reference, opened, align=align, lora=lora, burnt=burnt).query
-    config, arrays = pack_query(reference, opened, query, audits)
+    config, arrays = pack_query(reference, opened, query, audits, with_base=with_base)
     chosen = sorted(nodes) if nodes is not None else wait_for(grid, manifest.terms.threshold, timeout)
 
     def ask_each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:

@@ -53,9 +53,10 @@ _MOST_FILES = 10_000
 
 
 def pack_query(
-    reference: Reference, suspect: Suspect, query: Query, audits: Sequence[Audit] = ()
+    reference: Reference, suspect: Suspect, query: Query, audits: Sequence[Audit] = (), *, with_base: bool = True
 ) -> tuple[Config, dict[str, NDArray[Any]]]:
-    """What to send for the stage `answer`: only what this query needs."""
+    """What to send for the stage `answer`: only what this query needs. `with_base=False` where the members have an
+    adapter's base model in their own folders: it may be large."""
     how = how_aligned(reference.manifest.terms, query.alignment)
     arrays = _packed(SUSPECT, suspect, "suspect") | _packed(ANCHOR, reference.anchor.model, "reference.anchor")
     arrays["layout"] = _octets(reference.layout.to_bytes())
@@ -64,7 +65,7 @@ def pack_query(
     if how["lora"] and reference.lora is not None:
         arrays["lora"] = _octets(reference.lora.to_bytes())
         whole = how["align"] or is_whole(suspect, reference.layout, reference.lora)
-        if whole and reference.base_source is not None:
+        if with_base and whole and reference.base_source is not None:
             arrays |= _packed(BASE, _opened(reference.base_source), "reference.base_source")
     arrays |= {f"{AUDIT}{number}": _octets(audit.to_bytes()) for number, audit in enumerate(audits)}
     return {"query": query.to_bytes()}, arrays
