@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -309,3 +310,21 @@ def test_a_server_does_not_choose_where_files_are_written(tmp_path: Path, name: 
     home = world.homes[0][0].path
     assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and "rounds" not in path.parts] == []
     assert "approve" in (home / "policy.json").read_text()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_server_cannot_write_a_member_s_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """The attack that the names are checked for: a member that answers nothing by itself is made to answer always."""
+    world = make_world(tmp_path, 3, 2)
+    home, unlock = world.homes[0]
+    suspect = read_suspect(world.suspect)
+    config, arrays = pack_query(world.reference, suspect, prepare(world.reference, suspect).query)
+    policy = canonical({"format": "quorumark-policy/v1", "approve": "always", "max_queries_per_day": 999})
+    arrays["base:../../../../policy.json"] = np.frombuffer(policy, np.uint8)
+    if not checked:
+        monkeypatch.setattr("quorumark.node.queries._check_names", lambda *_: None)
+    with contextlib.suppress(QuorumarkError):
+        MemberNode(home, unlock).handle("answer", config, arrays)
+    assert home.policy_path.exists() != checked
