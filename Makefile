@@ -27,7 +27,7 @@ fuzz: setup
 
 # Flower in simulation, which brings along Ray: what `make test` skips where they are not installed
 flower-test: .venv/.flower
-	$(BIN)/python -m pytest -m "not slow" tests/flower/test_flower.py tests/flower/test_flower_examples.py tests/house/test_golden.py
+	$(BIN)/python -m pytest -m "not slow and not deploy" tests/flower tests/house/test_golden.py
 
 # Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
 deploy-test: .venv/.flower

@@ -6,8 +6,8 @@
         …
 
 A round: everybody trains from the global model; those who are ready take part; each uploads its weighted model and its
-part of the mark under masks (`round.mark`, `round.secagg`); the server opens the one sum, which is the next global model. Members
-may be lost at every stage.
+part of the mark under masks (`round.mark`, `round.secagg`); the server opens the one sum, which is the next global
+model. Members may be lost at every stage.
 
 A `FederationMember` takes the public models and the server's bytes, and decides by itself: how strong the mark is it
 derives from the models that it accepted (its `History`). In one process all members may look at one history, since it

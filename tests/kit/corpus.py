@@ -35,7 +35,7 @@ from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
 from quorumark.node.ceremony import CeremonyServer
 from quorumark.node.journal import MODEL
-from quorumark.node.member import MemberNode, named
+from quorumark.node.member import MemberNode, with_prefix
 from quorumark.node.signer import _receive, _send
 from quorumark.report import certificate_page
 from quorumark.research.attacks import suite
@@ -700,7 +700,7 @@ def _servers(folder: Path, world: Consortium, run: _Recorded) -> Iterator[Kind]:
         if path.is_file() and not path.name.startswith("."):
             yield FileKind(f"run {path.name}", resumed, kind.get(path.suffix, PLAIN), path.name, beside=folder / "run")
     _, _, told, _ = [call for call in run.calls if call[0] == "join"][-1]
-    vectors = world.layout.encode(named(told, MODEL)), told["anchor"]
+    vectors = world.layout.encode(with_prefix(told, MODEL)), told["anchor"]
     strength = manifest.terms.strength
 
     def marked(data: bytes) -> None:

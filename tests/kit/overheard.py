@@ -38,7 +38,7 @@ class Listener(threading.Thread):
         "consortia/*/ceremony.sealed",
         "consortia/*/rounds/memory/rounds.sealed",
         "consortia/*/rounds/model.safetensors",
-        "consortia/*/rounds/result.sealed",
+        "consortia/*/rounds/result-*.sealed",
     )
 
     def __init__(self, out: Path, kept: Path, pause: float = 0.7) -> None:

@@ -431,7 +431,7 @@ def test_another_key_for_a_marked_model_is_refused(world: Consortium) -> None:
     for x in range(1, 6):
         home, unlock = world.home(x)
         journal = Journal(home.only_consortium(), home.identity(unlock))
-        names[x] = (journal.place.path / "rounds" / "marked.txt").read_text().split()
+        names[x] = (journal.consortium.path / "rounds" / "marked.txt").read_text().split()
     assert all(len(found) == 1 for found in names.values())
     home, unlock = world.home(1)
     other = home.path / "consortia" / ("f" * 64)
@@ -694,7 +694,7 @@ def test_no_state_is_used_under_two_manifests(tmp_path: Path) -> None:
     # the operators' consent goes on, and says what it means
     for x in range(1, 6):
         home, unlock = later.home(x)
-        assert "can show the key" in Journal(home.only_consortium(), home.identity(unlock)).consent(here=True)
+        assert "can show the key" in Journal(home.only_consortium(), home.identity(unlock)).consent_text(here=True)
     consent(later, here=True)
     again = under(later, world, again)
     again.server._past.answered.clear()
@@ -707,10 +707,10 @@ def test_a_second_run_takes_consent_once(world: Consortium) -> None:
     home, unlock = world.home(1)
     run.round()
     journal = Journal(home.only_consortium(), home.identity(unlock))
-    assert "Nothing was marked yet" in journal.consent(here=False)
+    assert "Nothing was marked yet" in journal.consent_text(here=False)
     begun(run)
     assert run.server.marked
-    assert "this can show the key" in journal.consent(here=False)
+    assert "this can show the key" in journal.consent_text(here=False)
     second = Run(world, run="2", after=run.server.round_no)
     with pytest.raises(RoundError, match="members are left"):
         second.round()

@@ -207,7 +207,7 @@ def _other(run: Run) -> dict[str, Any]:
         ("tag", "is not the sum of the last round"),
         ("model and rest", "is not the sum that it announces with it"),
         ("nothing", "lacks 'rest'"),
-        ("fractions", "as 12640 whole numbers"),
+        ("fractions", "as 12640 integers"),
         ("state", "is not the one that"),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_server_that_makes_history_up_finds_nobody_who_vouches(
     world: Consortium, invent: Callable[[Run], None]
 ) -> None:
     """All members take part where sums are not checked, which the test of the key that is read so shows
-    (`tests/flower/test_flower.py`); here they train and get ready, and none of them uploads."""
+    (`tests/flower/test_refusals.py`); here they train and get ready, and none of them uploads."""
     run = Run(world)
     run.round()
     run.round()
@@ -322,7 +322,7 @@ def test_a_server_that_makes_history_up_finds_nobody_who_vouches(
 
 @pytest.mark.parametrize(
     ("model", "why"),
-    [("the last one", "must be the initial model"), ("the anchor", "begins with something else than the anchor")],
+    [("the last one", "must be the initial model"), ("the anchor", "does not begin with the anchor")],
 )
 def test_a_run_begins_from_the_anchor_with_an_empty_history(world: Consortium, model: str, why: str) -> None:
     run = Run(world)

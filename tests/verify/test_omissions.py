@@ -21,7 +21,9 @@ from quorumark.consortium.merkle import Opening
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.reasons import Reason
 from quorumark.errors import EvidenceError, QuorumarkError, RecordError
+from quorumark.model.suspect import read_suspect
 from quorumark.node.member import MemberNode
+from quorumark.node.queries import pack_query
 from quorumark.setup.exchange import reshare
 from quorumark.verify import opening
 from quorumark.verify.answer import answer
@@ -326,19 +328,12 @@ def test_the_stage_of_an_engine_takes_proofs(world: World, first: Audited) -> No
     opened = explain(world.reference.chain, [proof])
     suspect = world.save(trained_from(world.marked, 21), "engine.safetensors")
     query = prepare(world.reference, suspect, burnt=first.challenge.leaves).query
-    files = {
-        "suspect": suspect,
-        "anchor": world.folder / "anchor.safetensors",
-        "layout": world.folder / "layout.json",
-    }
-    arrays = {name: np.frombuffer(path.read_bytes(), np.uint8) for name, path in files.items()}
-    with_proof = {**arrays, "audit.0": np.frombuffer(proof.to_bytes(), np.uint8)}
-    config = {"name": suspect.name, "query": query.to_bytes()}
+    config, arrays = pack_query(world.reference, read_suspect(suspect), query, [proof])
     rules = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 99}
     partials = []
     for home, unlock in world.homes:
         write_private(home.rules_path, canonical(rules))
-        reply, _ = MemberNode(home, unlock).handle("answer", config, with_proof)
+        reply, _ = MemberNode(home, unlock).handle("answer", config, arrays)
         partials.append(Partial.from_bytes(reply["partial"]))
     certificate = Certificate.of(combine(world.manifest, query, partials, audits=opened))
     for home, unlock in world.homes:

@@ -89,7 +89,6 @@ def verify(grid: Grid, context: Context, folder: Path) -> None:
         grid,
         qm.Reference.read(folder / "consortium.json"),
         str(context.run_config["suspect"]),
-        anchor=folder / "anchor.safetensors",
         stage_timeout=float(context.run_config["stage-timeout"]),
         note=lambda text: log(INFO, text),
     )

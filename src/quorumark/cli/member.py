@@ -61,7 +61,7 @@ def restore(
 def rounds(
     new: Annotated[bool, typer.Option("--new", help="This member never took part in a round.")] = False,
     lost: Annotated[
-        bool, typer.Option("--lost", help="It may have, and its memory of them is gone, or was in no backup.")
+        bool, typer.Option("--lost", help="It may have taken part, and its memory of rounds is lost.")
     ] = False,
     home: HomeOption = DEFAULT_HOME,
     key_file: KeyFile = None,
@@ -103,7 +103,7 @@ def consent(
 
     member = HomeFolder(home)
     journal = Journal(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)))
-    typer.echo(journal.consent(here=here))
+    typer.echo(journal.consent_text(here=here))
     if not yes and not typer.confirm("Consent?"):
         raise typer.Exit(1)
     journal.give_consent(here=here)
@@ -121,6 +121,10 @@ def serve(
     manifest: Annotated[
         str | None, typer.Option(help="The digest of the manifest that is served, and no other.")
     ] = None,
+    seeds: Annotated[
+        bool,
+        typer.Option("--seeds", help="Let the server choose the seeds of training, for a run that can be repeated."),
+    ] = False,
 ) -> None:
     """Hold the share in this process, and take part in rounds, ceremonies and verifications for an engine's node that
     runs as another user."""
@@ -138,7 +142,8 @@ def serve(
             raise InputError(option, "must be a digest of 64 hex digits, as consortium show prints it", repr(digest))
     member, opened = HomeFolder(home), unlock(key_file, passphrase_file)
     name = member.identity(opened).name  # a wrong key is noticed now, not in a round
-    server = SignerServer(MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which), socket)
+    node = MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which, seeds=seeds)
+    server = SignerServer(node, socket)
     # shutdown waits for the loop that the signal interrupts, so it must not run inside it
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
     typer.echo(f"{name} is served at {socket}")

@@ -13,10 +13,10 @@ Which member a node is, its operator says when it starts the node, never the ser
     --node-config 'quorumark-home="/srv/quorumark" quorumark-key-file="/srv/quorumark.key"
                    quorumark-terms="PINNED DIGEST" quorumark-manifest="PINNED DIGEST"'
 
-With `quorumark-evaluate="off"` the node evaluates no models: else a server learns the loss of any model that it sends
-on this member's data. Instead of home and key file it may name `quorumark-socket`, where a process of another user
-holds the share (`quorumark member serve`). In a simulation all homes lie in one folder, which the app's run config
-names (`quorumark-homes`): member N is the node of partition N−1.
+With `quorumark-evaluate="off"` the node evaluates no models: otherwise a server learns the loss of any model that it
+sends on this member's data. Instead of home, key file and pins the node config may name `quorumark-socket`, where a
+process of another user holds the share (`quorumark member serve`, which takes the pins). In a simulation all homes are
+in one folder, which the app's run config names (`quorumark-homes`): member N is the node of partition N−1.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ QUERY = "quorumark"
 _ASKED = ("upload", "unmask", "again", "never", "state")
 """The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
 server that could say it for all but one would find that one's model in the sum."""
+
+_OF_A_SIGNER = {f"quorumark-{name}" for name in ("home", "key-file", "terms", "manifest", "consortium", "seeds")}
+"""What a node's operator says to the signer instead, where there is one."""
 
 _RAISED = 2  # Flower's code for a client app that raised an exception
 
@@ -82,11 +85,13 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
             if stage == "train":
                 return _train(node, message, context, call_next, config, arrays, others)
             if stage not in _ASKED:
-                raise MessageError(f"there is no stage {stage[:40]!r} that a server may ask for in training")
+                raise MessageError(
+                    f"there is no stage {stage[:40]!r} that a server may ask for in training: use {', '.join(_ASKED)}"
+                )
             return _reply(message, *node.handle(stage, {**config, "node": str(context.node_id)}, arrays))
         except QuorumarkError as error:
             return _error(message, refusal(error)) if category == "evaluate" else _refused(message, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, its text stays here
+        except Exception as error:  # noqa: BLE001 - whatever it is, what it says stays here
             return _failed(message, error)
 
     return mod
@@ -114,18 +119,18 @@ def _train(
         raise RoundError(f"a training message must hold one ArrayRecord, and this one holds {len(models)}")
     model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()}
     about = {**config, "node": str(context.node_id), "settings": _settings(plain, context)}
-    told, _ = node.handle("join", about, {**arrays, **model})
-    if "needs" in told or "refused" in told:
-        return _reply(message, told, {})
-    if told["settings-changed"]:
+    joined, _ = node.handle("join", about, {**arrays, **model})
+    if "needs" in joined or "refused" in joined:
+        return _reply(message, joined, {})
+    if joined["settings-changed"]:
         _log()(WARNING, "quorumark: what the server tells this app has changed since the last round: look at it")
     key = str(config["weighted"])
-    if told["repeats"]:  # the same result goes into the same sum once more
+    if joined["repeats"]:  # the same result goes into the same sum once more
         ready, _ = node.handle("ready", about, {})
-        return _reply(message, ready, {}, {"metrics": flwr.MetricRecord({key: told["examples"]})})
+        return _reply(message, ready, {}, {"metrics": flwr.MetricRecord({key: joined["examples"]})})
     for record in plain.config_records.values():
-        record["quorumark-rate"], record["quorumark-round"] = told["rate"], told["round"]
-        record["quorumark-seed"] = told["seed"] & (1 << 63) - 1
+        record["quorumark-rate"], record["quorumark-round"] = joined["rate"], joined["round"]
+        record["quorumark-seed"] = joined["seed"] & (1 << 63) - 1
     message.content = plain
     trained = call_next(message, context)
     if trained.has_error():  # another mod's
@@ -136,7 +141,7 @@ def _train(
     if len(results) != 1 or len(counts) != 1:
         raise RoundError(f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}")
     examples = int(counts[0]) if float(counts[0]).is_integer() else counts[0]
-    about |= {"examples": examples, "joined": told["joined"]}
+    about |= {"examples": examples, "joined": joined["joined"]}
     result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
     ready, _ = node.handle("ready", about, result)
     return _reply(message, ready, {}, metrics)
@@ -144,11 +149,11 @@ def _train(
 
 def _settings(plain: Any, context: Any) -> str:
     """A digest of what an app is told from outside, but for the round's number: the run config and the strategy's."""
-    told = {
+    settings = {
         f"{name}/{key}": repr(value) for name, record in plain.config_records.items() for key, value in record.items()
     }
-    told |= {f"run/{key}": repr(value) for key, value in context.run_config.items()}
-    kept = {key: value for key, value in told.items() if not key.endswith("/server-round")}
+    settings |= {f"run/{key}": repr(value) for key, value in context.run_config.items()}
+    kept = {key: value for key, value in settings.items() if not key.endswith("/server-round")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -159,14 +164,14 @@ def _log() -> Any:
 
 
 def _failed(message: Any, error: Exception) -> Any:
-    """What the server may know of a failure that nobody foresaw. Strategies read replies to evaluations themselves, and
-    get what Flower would have made of it, without its text."""
+    """What the server may know of an unexpected failure. Strategies read replies to evaluations themselves, and get
+    what Flower would have made of it, without what the exception says."""
     _log()(ERROR, "quorumark: this node failed", exc_info=error)
     why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-    said = f"{type(error).__name__}{why}; the node's log has the rest"
+    reason = f"{type(error).__name__}{why}; the node's log has the rest"
     if message.metadata.message_type.partition(".")[0] == "evaluate":
-        return _error(message, said)
-    return _reply(message, {"failed": said}, {})
+        return _error(message, reason)
+    return _reply(message, {"failed": reason}, {})
 
 
 def _error(message: Any, text: str) -> Any:
@@ -205,7 +210,7 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
         try:
             config, arrays, _ = split(message.content)
             if config is None or config.get("stage") not in ("setup", "answer", "sign"):
-                raise RecordError("this is not a query of quorumark's")
+                raise RecordError("this is not a query of quorumark: send the stages setup, answer or sign")
             about = {**config, "node": str(context.node_id)}
             return _reply(message, *find(context).handle(str(config["stage"]), about, arrays))
         except QuorumarkError as error:
@@ -218,6 +223,13 @@ def member_of(context: Any) -> Stages:
     """The member that a node is, from its node config; in a simulation from its partition."""
     settings = context.node_config
     if "quorumark-socket" in settings:
+        ignored = sorted(name for name in settings if name in _OF_A_SIGNER)
+        if ignored:  # a pin that nobody checks is worse than none
+            raise InputError(
+                "node config",
+                "must leave home, key file, pins and seeds to the signer (quorumark member serve has options for them)",
+                ", ".join(ignored),
+            )
         return SignerClient(str(settings["quorumark-socket"]))
     pins: dict[str, Any] = {
         name: str(settings[f"quorumark-{name}"])
@@ -227,7 +239,7 @@ def member_of(context: Any) -> Stages:
     if "quorumark-home" in settings:
         if "quorumark-key-file" not in settings:
             raise InputError(
-                "node config", "must name the key file beside the home (quorumark-key-file)", "no key file"
+                "node config", "must name the key file as well as the home (quorumark-key-file)", "no key file"
             )
         unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
         seeds = settings.get("quorumark-seeds") is True

@@ -7,19 +7,16 @@ their operators pinned, and answer verifications only under their own policies.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
-from quorumark.flower.server import _accepted, _told
-from quorumark.flower.wire import arrays_of, exchange, flwr_app, records
+from quorumark.flower.wire import accepted_config, arrays_of, config_of, exchange, flwr_app, records, wait_for
+from quorumark.model.suspect import read_suspect
 from quorumark.node.ceremony import CeremonyServer
+from quorumark.node.queries import pack_query
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial
@@ -31,14 +28,6 @@ __all__ = ["make_key", "verify_model"]
 
 _TURNS = 60  # a ceremony takes ten; members may come late
 _TRIES = 4  # how often in a row a member may fail to reply
-
-
-def _wait_for(grid: Any, count: int, timeout: float) -> list[int]:
-    """The nodes that are there, once they are enough."""
-    end = time.monotonic() + timeout
-    while len(nodes := sorted(grid.get_node_ids())) < count and time.monotonic() < end:
-        time.sleep(0.5)
-    return nodes
 
 
 def make_key(
@@ -58,7 +47,7 @@ def make_key(
     """
     flwr = flwr_app()
     server = CeremonyServer(terms, str(grid.run.run_id))
-    nodes = _wait_for(grid, terms.members, timeout)
+    nodes = wait_for(grid, terms.members, timeout)
     points: dict[int, int] = {}
     failures: dict[int, int] = {}  # in a row, by node
     for _ in range(_TURNS):
@@ -72,20 +61,20 @@ def make_key(
         lost = {node: f"no reply in {stage_timeout:.0f} s" for node in nodes if node not in replies}
         for node, reply in replies.items():
             try:
-                if reply.has_error() or "failed" in _told(reply):  # a process that died, a full disk
-                    _accepted(reply)
+                if reply.has_error() or "failed" in config_of(reply):  # a process that died, a full disk
+                    accepted_config(reply)
             except RoundError as error:
                 lost[node] = str(error)
                 continue
             try:
-                told = _accepted(reply)
-                point = int(told["point"])
+                answer = accepted_config(reply)
+                point = int(answer["point"])
                 if point in points.values() and points.get(node) != point:
                     raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one")
-                server.take(point, str(node), told, arrays_of(reply.content))
+                server.take(point, str(node), answer, arrays_of(reply.content))
                 points[node] = point
-                waiting[point] = str(told.get("waiting", ""))
-                note(f"{terms.member(point).name}: {told['step']}")
+                waiting[point] = str(answer.get("waiting", ""))
+                note(f"{terms.member(point).name}: {answer['step']}")
             except (QuorumarkError, KeyError, TypeError, ValueError) as error:
                 refused[node] = str(error)
         if server.finished and server.manifest is not None:
@@ -102,7 +91,9 @@ def make_key(
         if len(nodes) < terms.members:
             absent = [member.name for member in terms.roster if member.point not in points.values()]
             said = "".join(f"; node {node} says: {why}" for node, why in {**gone, **refused}.items())
-            raise CeremonyError(f"the ceremony needs all members, and {', '.join(absent)} did not take part{said}")
+            raise CeremonyError(
+                f"the ceremony needs all members, and {', '.join(absent)} did not take part: start their nodes{said}"
+            )
         if not lost and server.progress == before:
             stuck = "; ".join(f"{terms.member(x).name} waits for {names}" for x, names in waiting.items() if names)
             raise CeremonyError(
@@ -117,33 +108,33 @@ def verify_model(
     reference: Reference,
     suspect: str | os.PathLike[str],
     *,
-    anchor: str | os.PathLike[str],
+    align: bool = False,
+    lora: bool = False,
+    with_base: bool = True,
     audits: Sequence[Audit] = (),
     nodes: Collection[int] | None = None,
     timeout: float = 60.0,
     stage_timeout: float = 300.0,
     note: Callable[[str], None] = lambda _: None,
 ) -> Certificate:
-    """Asks the members whether a model (a .safetensors file) is theirs; the certificate, signed by who answered.
+    """Asks the members whether a model (a file or a folder of shards) is theirs; returns the signed certificate.
 
     Each answers under its own rules or says why not (`note` hears of it); fewer than t answers are an EvidenceError.
-    `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far, whose leaves are left
-    out; a member that knows of one that is not here refuses.
+    `align` and `lora` ask as `quorumark verify prepare --align --lora` does; the members are sent the groups, the
+    adapter's description and its base model, and compare them with the manifest (`with_base=False`: they have the base
+    in their own folders). `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far,
+    whose leaves are left out; a member that knows of one that is not here refuses.
     """
-    flwr, path = flwr_app(), Path(suspect)
+    flwr, opened = flwr_app(), read_suspect(suspect)
     manifest = reference.manifest
-    opened = explain(reference.chain, audits)
-    query = prepare(reference, path, burnt={leaf for leaves in opened.values() for leaf in leaves}).query
-    chosen = sorted(nodes) if nodes is not None else _wait_for(grid, manifest.terms.threshold, timeout)
-    arrays = {
-        "suspect": np.frombuffer(path.read_bytes(), np.uint8),
-        "anchor": np.frombuffer(Path(anchor).read_bytes(), np.uint8),
-        "layout": np.frombuffer(reference.layout.to_bytes(), np.uint8),
-        **{f"audit.{i}": np.frombuffer(audit.to_bytes(), np.uint8) for i, audit in enumerate(audits)},
-    }
-    ask = {"stage": "answer", "name": path.name, "query": query.to_bytes()}
+    explained = explain(reference.chain, audits)
+    burnt = {leaf for leaves in explained.values() for leaf in leaves}
+    query = prepare(reference, opened, align=align, lora=lora, burnt=burnt).query
+    config, arrays = pack_query(reference, opened, query, audits, with_base=with_base)
+    chosen = sorted(nodes) if nodes is not None else wait_for(grid, manifest.terms.threshold, timeout)
 
-    def each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
+    def ask_each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
+        """One stage at these nodes: the field `name` of each reply, by node."""
         content = flwr.RecordDict(records(config, vectors))
         made = [flwr.Message(content, node, f"query.{QUERY}") for node in to]
         found = {}
@@ -152,13 +143,13 @@ def verify_model(
             note(f"node {node}: no reply in {stage_timeout:.0f} s")
         for node, reply in replies.items():
             try:
-                found[node] = bytes(_accepted(reply)[name])
+                found[node] = bytes(accepted_config(reply)[name])
             except (QuorumarkError, KeyError, TypeError) as error:
                 note(f"node {node}: {error}")
         return found
 
     partials: dict[int, Partial] = {}
-    answers = each(ask, arrays, chosen, "partial")
+    answers = ask_each({**config, "stage": "answer"}, arrays, chosen, "partial")
     for node, data in answers.items():
         try:
             partial = Partial.from_bytes(data)
@@ -167,15 +158,18 @@ def verify_model(
         except QuorumarkError as error:
             note(f"node {node}: {error}")
     if len({partial.point for partial in partials.values()}) < manifest.terms.threshold:
-        raise EvidenceError(f"{len(partials)} members answered, and {manifest.terms.threshold} must")
-    certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=opened))
+        raise EvidenceError(
+            f"{len(partials)} members answered, and {manifest.terms.threshold} must: ask again when more of them are "
+            "there and their policies allow it"
+        )
+    certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=explained))
     signatures: dict[str, str] = {}
     sign = {"stage": "sign", "certificate": certificate.to_bytes()}
-    for node, data in each(sign, {}, list(partials), "certificate").items():
+    for node, data in ask_each(sign, {}, list(partials), "certificate").items():
         try:
             signed = Certificate.from_bytes(data)
             if signed.payload != certificate.payload:
-                raise EvidenceError("it signed something else")
+                raise EvidenceError("it signed another certificate than the one that it was sent")
             signed.signers(manifest)
             signatures |= signed.signatures
         except QuorumarkError as error:

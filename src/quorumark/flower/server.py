@@ -19,9 +19,21 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.home import read_as
 from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
-from quorumark.flower.wire import exchange, flwr_app, records, size_of, split, tensors, to_record
+from quorumark.flower.wire import (
+    accepted_config,
+    config_of,
+    content_of,
+    exchange,
+    flwr_app,
+    records,
+    size_of,
+    split,
+    tensors,
+    to_record,
+    wait_for,
+)
 from quorumark.model.layout import ModelLayout
-from quorumark.node.ceremony import introduced
+from quorumark.node.ceremony import check_introduction
 from quorumark.round.server import RoundServer
 from quorumark.simulation import RoundReport, timed, without_values
 from quorumark.verify.reference import LAYOUT, read_chain
@@ -64,14 +76,15 @@ def watermarked(
 ) -> Watermarked:
     """The same strategy, with secure aggregation and the consortium's mark.
 
-    `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says how the model lies in a
-    vector, and is made from the initial model if there is none. With a `folder` a run whose server died goes on. With
-    `go_on` a run goes on from the last model that the members have accepted, which they hand out: a second run from the
-    initial model takes the consent of every member's operator. `after` is the last round in which these members took
-    part in any run. `stage_timeout` is how long a node may take for an upload or an answer, in seconds; training has
-    the strategy's own timeout. With `patience` (3, say), nodes that are silent when more than half have replied get
-    that many times as long as those took, if it is less. `linear` vouches for a strategy of your own: that what it
-    makes of the replies depends on their weighted average alone. `seed` is for research.
+    `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says where each weight of the
+    model is in the vector, and is made from the initial model if there is none. With a `folder` a run whose server died
+    goes on. With `go_on` a run that lost its folder goes on from the newest model that t members name as their last,
+    which they hand out: a second run from the initial model takes the consent of every member's operator. `after` is
+    the last round in which these members took part in any run. `stage_timeout` is how long a node may take for an
+    upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes that are
+    silent when more than half have replied get that many times as long as those took, if it is less. `linear` vouches
+    for your own strategy: that what it makes of the replies depends on their weighted average alone. `seed` is for
+    research.
     """
     _check_strategy(strategy, linear)
     if patience is not None and not patience >= 1:
@@ -138,8 +151,8 @@ class Watermarked:
         self.strategy, self.reports = strategy, list[RoundReport]()
         *earlier, self.manifest = read_chain(consortium)
         self._earlier, self._go_on = tuple(earlier), go_on
-        beside = consortium.parent / LAYOUT
-        self._layout_path = Path(layout) if layout is not None else beside if beside.exists() else None
+        usual = consortium.parent / LAYOUT
+        self._layout_path = Path(layout) if layout is not None else usual if usual.exists() else None
         self._folder, self._after, self._seed, self._timeout = folder, after, seed, stage_timeout
         self._patience = patience
         self._inner = strategy.strategy if type(strategy).__name__ == _NOISY else strategy
@@ -186,12 +199,13 @@ class Watermarked:
         )
         carrier = _Carrier(grid, self, server)
         if server.resumed is None:
-            nodes = list(grid.get_node_ids())
-            server.survey(lambda stage, told: carrier.ask_all(nodes, "train", stage, told), go_on=self._go_on)
+            needed = server.names_needed if self._go_on else 0
+            nodes = wait_for(grid, needed, self._timeout)
+            server.survey(lambda stage, config: carrier.ask_all(nodes, "train", stage, config), go_on=self._go_on)
         if server.resumed is not None:
             initial_arrays = to_record(server.resumed)
             num_rounds = max(0, num_rounds - server.accepted)
-        told = evaluate_fn and (lambda round_no, arrays: evaluate_fn(round_no, carrier.whole(arrays)))
+        evaluate = evaluate_fn and (lambda round_no, arrays: evaluate_fn(round_no, carrier.in_own_types(arrays)))
         metrics = self._inner.train_metrics_aggr_fn
         self._inner.train_metrics_aggr_fn = carrier.metrics
         carrier.gather = metrics
@@ -203,19 +217,19 @@ class Watermarked:
                 timeout=timeout,
                 train_config=train_config,
                 evaluate_config=evaluate_config,
-                evaluate_fn=told,
+                evaluate_fn=evaluate,
             )
         finally:
             self._inner.train_metrics_aggr_fn = metrics
         if result.arrays:
-            result.arrays = carrier.whole(result.arrays)
+            result.arrays = carrier.in_own_types(result.arrays)
             server.close(tensors(result.arrays))
             return result
         tried = self.reports[before:]
         if tried:
             reason = next(iter(tried[-1].excluded.values()), tried[-1].given_up)
             raise RoundError(f"no round of this run was finished, and there is no new model: {reason}")
-        result.arrays = carrier.whole(initial_arrays)  # nothing was left to do: the last model stands
+        result.arrays = carrier.in_own_types(initial_arrays)  # nothing was left to do: the last model stands
         return result
 
 
@@ -234,7 +248,7 @@ class _Carrier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
 
-    def whole(self, arrays: Any) -> Any:
+    def in_own_types(self, arrays: Any) -> Any:
         """A strategy's model in the types that the layout has: Flower's averages turn integers into fractions, which
         stay as they were here, and server optimisers turn float32 into float64."""
         roles = {spec.name: spec.role for spec in self._server.layout.tensors}
@@ -249,7 +263,7 @@ class _Carrier:
         training = [m for m in sent if m.metadata.message_type.partition(".")[0] == "train"]
         for content in {id(m.content): m.content for m in sent}.values():
             for name, record in list(content.array_records.items()):
-                content[name] = self.whole(record)
+                content[name] = self.in_own_types(record)
         if not training:
             return list(exchange(self._grid, sent, timeout or 3600.0).values())
         return self._round(training, timeout or 3600.0)
@@ -306,10 +320,10 @@ class _Carrier:
         said: dict[int, dict[str, Any]] = {}
         for node, reply in exchange(self._grid, made, self._owner._timeout, self._silent).items():
             try:
-                told = _accepted(reply)
-                point = int(told["point"])
-                introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
-                said[point] = {**told, "arrays": split(reply.content)[1]}
+                config_back = accepted_config(reply)
+                point, shown = int(config_back["point"]), config_back["introduction"]
+                check_introduction(manifest.digest(), manifest.terms, run, point, str(node), shown)
+                said[point] = {**config_back, "arrays": split(reply.content)[1]}
             except (QuorumarkError, KeyError, TypeError, ValueError) as error:
                 _log()(INFO, "quorumark: node %s, asked for %r: %s", node, stage, _text(error))
         return said
@@ -341,7 +355,7 @@ class _Carrier:
             made.append(flwr.Message(content, node, message.metadata.message_type))
         with timed(report, "train"):
             replies = self._exchange(made, timeout, report)
-            late = [m for m in made if _told(replies.get(m.metadata.dst_node_id)).get("needs") == "anchor"]
+            late = [m for m in made if config_of(replies.get(m.metadata.dst_node_id)).get("needs") == "anchor"]
             if late:  # members who never saw the model that the run began with
                 extra = {**arrays, "anchor": server.anchor}
                 again = []
@@ -360,14 +374,14 @@ class _Carrier:
 
     def _train_late(self, made: list[Any], offer: Mapping[str, Any], timeout: float, report: RoundReport) -> None:
         """Members whose memory was made anew, once the others have said that the model is newer."""
-        flwr, told = flwr_app(), self._server.late()
+        flwr, late = flwr_app(), self._server.late()
         again = {}
         for message in made:
             node = message.metadata.dst_node_id
             point = self._points.get(node, 0)
-            if point in told:
+            if point in late:
                 _, arrays, others = split(message.content)
-                content = flwr.RecordDict({**others, **records({**offer, **told[point]}, arrays)})
+                content = flwr.RecordDict({**others, **records({**offer, **late[point]}, arrays)})
                 again[node] = flwr.Message(content, node, message.metadata.message_type)
                 report.excluded.pop(point, None)
         for node, reply in self._exchange(list(again.values()), timeout, report).items():
@@ -376,36 +390,36 @@ class _Carrier:
     def _take_ready(self, node: int, reply: Any, run: str, report: RoundReport) -> None:
         point = self._points.get(node, -node)
         try:
-            told = _told(reply)
-            if "introduction" in told:
-                point = int(told["point"])
+            said = config_of(reply)
+            if "introduction" in said:
+                point = int(said["point"])
                 manifest = self._server.manifest
-                introduced(manifest.digest(), manifest.terms, run, point, str(node), told["introduction"])
+                check_introduction(manifest.digest(), manifest.terms, run, point, str(node), said["introduction"])
                 self._points[node] = point
-                self._take_refusal(point, told)
-            told = _accepted(reply)
+                self._take_refusal(point, said)
+            said = accepted_config(reply)
             if self._nodes.get(point, node) != node:
                 raise RoundError(f"{self._name(point)} runs two nodes: stop one")
-            self._server.take_ready(point, told["ready"], told.get("boxes", b""), told.get("vouch", b""))
-            newer = json.loads(told.get("newer", "{}")).items()
+            self._server.take_ready(point, said["ready"], said.get("boxes", b""), said.get("vouch", b""))
+            newer = json.loads(said.get("newer", "{}")).items()
             self._server.take_newer(point, {int(x): bytes.fromhex(message) for x, message in newer})
         except (QuorumarkError, KeyError, TypeError, ValueError) as error:
-            named = self._points.get(node, point if isinstance(error, RoundError) else -node)
-            named = -node if self._nodes.get(named, node) != node else named  # the member itself is in the round
-            report.excluded[named] = _text(error)
+            excluded = self._points.get(node, point if isinstance(error, RoundError) else -node)
+            excluded = -node if self._nodes.get(excluded, node) != node else excluded  # the member itself takes part
+            report.excluded[excluded] = _text(error)
             return
         self._points[node], self._nodes[point] = point, node
         self._contents.append((point, flwr_app().RecordDict(dict(reply.content.metric_records))))
 
-    def _take_refusal(self, point: int, told: Mapping[str, Any]) -> None:
-        """What a member that does not take part says beside the reason, for the rounds that follow."""
-        if told.get("nonce"):
-            self._server.take_nonce(point, str(told["nonce"]))
-        if "answered" in told:
-            over = tuple(int(x) for x in json.loads(told["over"]))
-            self._server.take_answered(point, int(told["answered"]), over, int(told["halvings"]))
-        if "strong" in told:
-            self._server.take_strong(point, told["strong"])
+    def _take_refusal(self, point: int, said: Mapping[str, Any]) -> None:
+        """What a member that does not take part says besides the reason, for the rounds that follow."""
+        if said.get("nonce"):
+            self._server.take_nonce(point, str(said["nonce"]))
+        if "answered" in said:
+            over = tuple(int(x) for x in json.loads(said["over"]))
+            self._server.take_answered(point, int(said["answered"]), over, int(said["halvings"]))
+        if "strong" in said:
+            self._server.take_strong(point, said["strong"])
             raise RoundError("the mark of this round is too strong for its update")
 
     def _sum(self, message_type: str, report: RoundReport) -> None:
@@ -414,11 +428,11 @@ class _Carrier:
         while True:
             report.attempts = server.attempt
             with timed(report, "upload"):
-                told = {x: {"stage": "upload", **server.asked(x)} for x in server.members}
-                for point, reply in self._ask(told, message_type, report).items():
+                asked = {x: {"stage": "upload", **server.asked(x)} for x in server.members}
+                for point, reply in self._ask(asked, message_type, report).items():
                     try:
-                        config, arrays, _ = split(_content(reply))
-                        _accepted(reply)
+                        config, arrays, _ = split(content_of(reply))
+                        accepted_config(reply)
                         report.uploaded_bytes += server.take_upload(point, (config or {})["head"], arrays["vector"])
                     except (QuorumarkError, KeyError, TypeError) as error:
                         report.excluded[point] = _text(error)
@@ -431,17 +445,17 @@ class _Carrier:
             asked = {x: {"stage": "unmask", "request": server.request(x)} for x in server.members}
             for point, reply in self._ask(asked, message_type, report).items():
                 try:
-                    server.take_answer(point, _accepted(reply)["answer"])
+                    server.take_answer(point, accepted_config(reply)["answer"])
                 except (QuorumarkError, KeyError, TypeError) as error:
                     report.excluded[point] = _text(error)
             report.lost["unmask"] = tuple(x for x in server.missing if x not in report.excluded)
 
-    def _ask(self, told: Mapping[int, dict[str, Any]], message_type: str, report: RoundReport) -> dict[int, Any]:
+    def _ask(self, asked: Mapping[int, dict[str, Any]], message_type: str, report: RoundReport) -> dict[int, Any]:
         """One stage's messages to members, and their replies by point."""
         flwr = flwr_app()
         made = [
             flwr.Message(flwr.RecordDict(records(config, {})), self._nodes[point], message_type)
-            for point, config in told.items()
+            for point, config in asked.items()
         ]
         replies = self._exchange(made, self._owner._timeout, report)
         return {self._points[node]: reply for node, reply in replies.items()}
@@ -468,28 +482,6 @@ class _Carrier:
         for stage, seconds in report.seconds.items():
             record[f"quorumark-seconds-{stage}"] = seconds
         return record
-
-
-def _content(reply: Any) -> Any:
-    if reply.has_error():
-        raise RoundError(f"its node failed: {reply.error.reason[:500]}")
-    return reply.content
-
-
-def _told(reply: Any) -> dict[str, Any]:
-    return {} if reply is None or reply.has_error() else split(reply.content)[0] or {}
-
-
-def _accepted(reply: Any) -> dict[str, Any]:
-    """What a node says, unless it failed or refuses."""
-    config = split(_content(reply))[0]
-    if config is None:
-        raise RoundError("it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods")
-    if "failed" in config:
-        raise RoundError(f"its node failed: {config['failed']}")
-    if "refused" in config:
-        raise RoundError(str(config["refused"]))
-    return config
 
 
 def _text(error: Exception) -> str:

@@ -14,9 +14,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.errors import MissingDependencyError
+from quorumark.errors import MissingDependencyError, RoundError
 
-__all__ = ["RECORD", "arrays_of", "exchange", "flwr_app", "records", "size_of", "split", "tensors", "to_record"]
+__all__ = [
+    "RECORD",
+    "accepted_config",
+    "arrays_of",
+    "config_of",
+    "content_of",
+    "exchange",
+    "flwr_app",
+    "records",
+    "size_of",
+    "split",
+    "tensors",
+    "to_record",
+    "wait_for",
+]
 
 RECORD, VECTORS = "quorumark", "quorumark.arrays"
 """The names of the two records that this project adds to a message."""
@@ -71,6 +85,38 @@ def size_of(content: Any) -> int:
     for record in content.config_records.values():
         size += sum(len(v) if isinstance(v, bytes | str) else 8 for v in record.values())
     return size + sum(8 * len(record) for record in content.metric_records.values())
+
+
+def content_of(reply: Any) -> Any:
+    """A reply's content, unless its node failed."""
+    if reply.has_error():
+        raise RoundError(f"its node failed: {reply.error.reason[:500]}")
+    return reply.content
+
+
+def config_of(reply: Any) -> dict[str, Any]:
+    """This project's config in a reply; empty if there is none."""
+    return {} if reply is None or reply.has_error() else split(reply.content)[0] or {}
+
+
+def accepted_config(reply: Any) -> dict[str, Any]:
+    """This project's config in a reply, unless the node failed or refuses."""
+    config = split(content_of(reply))[0]
+    if config is None:
+        raise RoundError("it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods")
+    if "failed" in config:
+        raise RoundError(f"its node failed: {config['failed']}")
+    if "refused" in config:
+        raise RoundError(str(config["refused"]))
+    return config
+
+
+def wait_for(grid: Any, count: int, timeout: float) -> list[int]:
+    """The nodes that are connected, once there are enough of them or the time is over."""
+    end = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < count and time.monotonic() < end:
+        time.sleep(0.5)
+    return nodes
 
 
 def exchange(

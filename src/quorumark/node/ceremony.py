@@ -15,17 +15,17 @@ from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.node.member import MESSAGE, Config, introduction
 
-__all__ = ["CeremonyServer", "introduced"]
+__all__ = ["CeremonyServer", "check_introduction"]
 
 
-def introduced(about: bytes, roster: Terms, run: str, point: int, node: str, message: bytes) -> None:
-    """A node says which member it is, in a message that only that member can have written, for this node and run."""
+def check_introduction(about: bytes, roster: Terms, run: str, point: int, node: str, message: bytes) -> None:
+    """Whether a node is the member that it says it is: only that member can have signed this node and run."""
     if open_message(message, roster, Header(*introduction(about, run), point)) != node.encode():
-        raise MessageError(f"node {node} shows the introduction of another node")
+        raise MessageError(f"node {node} shows the introduction of another node: start each member's node once")
 
 
 class CeremonyServer:
-    """Relays the sealed messages of a dealer-free setup. It reads none of them that is sealed to a member."""
+    """Relays the messages of a dealer-free setup. It cannot read those that are sealed to a member."""
 
     def __init__(self, terms: Terms, run: str) -> None:
         self.terms, self.run = terms, run
@@ -49,7 +49,7 @@ class CeremonyServer:
         return config, arrays
 
     def _for(self, point: int) -> dict[str, bytes]:
-        """Everybody's open messages, and those to this member, that it was not sent yet."""
+        """The others' messages to everybody and to this member that it was not sent yet."""
         found = {}
         for sender, messages in self._messages.items():
             for name, message in messages.items():
@@ -61,17 +61,21 @@ class CeremonyServer:
 
     def take(self, point: int, node: str, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """A member's reply to its turn."""
-        introduced(self.terms.digest(), self.terms, self.run, point, node, config["introduction"])
+        check_introduction(self.terms.digest(), self.terms, self.run, point, node, config["introduction"])
         self._delivered[point] |= self._sent.pop(point, set())
         for name, message in arrays.items():
             text = name.removeprefix(MESSAGE)
             if int(text.partition("/")[2].partition("-to-")[0].removesuffix(".msg")) != point:
-                raise MessageError(f"{self.terms.member(point).name!r} sends a message of another member")
+                raise MessageError(
+                    f"{self.terms.member(point).name!r} sends a message in another member's name: it is refused"
+                )
             self._messages[point][text] = bytes(message.tobytes())
         if "manifest" in config:
             manifest = Manifest.from_bytes(config["manifest"])
             if self.manifest is not None and manifest.digest() != self.manifest.digest():
-                raise CeremonyError("two members ended with different manifests: discard this ceremony and start anew")
+                raise CeremonyError(
+                    "two members ended with different manifests: discard this ceremony and start a new one"
+                )
             self.manifest = manifest
             self._finished.add(point)
 

@@ -7,9 +7,9 @@ for the consortium, whatever its manifests.
     notes.json             the state that it is at, and the round that it joined (`Notes`)
     model.safetensors      the model of that state
     anchor.npy             E of the model that the run began with
-    layout.json            how models lie in a vector
+    layout.json            where each weight is in the vector
     sum.npz                what the others check that model by, if this member hands it out
-    result.sealed          what it trained from that state, until a successor is accepted
+    result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made
 
 None of it is in a backup.
@@ -55,19 +55,24 @@ Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
 _MARKED = "marked.txt"
+_DAMAGED = (
+    "a member's notes of rounds are damaged: remove rounds/notes.json in the consortium's folder, and the member takes "
+    "part again as one that missed rounds"
+)
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Where a member is. `mark` is the state's own record, `sure` whether it has seen for itself that its model is what
-    was summed, `joined` which of several messages a result is of, `turn` what was said of that round, `ready` the round
-    that it is ready for, `settings` a digest of what the app was last told."""
+    """Where a member is. `mark` is the state's own record, `buffers` a digest of the model's integers and booleans,
+    `verified` whether this member has checked itself that its model is what was summed, `joined` which message of the
+    server a result belongs to, `turn` what the server said of that round, `ready` the round that it is ready for,
+    `settings` a digest of what the app was told last."""
 
     FORMAT = "quorumark-round-notes/v2"
 
     mark: str = ""
-    beside: str = ""
-    sure: bool = False
+    buffers: str = ""
+    verified: bool = False
     joined: str = ""
     turn: str = ""
     ready: int = 0
@@ -82,41 +87,41 @@ class Notes:
         try:
             notes = cls(**{name: body[name] for name in cls.__dataclass_fields__ if name != "FORMAT"})
         except KeyError:
-            raise RecordError("a member's notes of rounds are damaged") from None
+            raise RecordError(_DAMAGED) from None
         if not all(type(getattr(notes, name)) is type(value) for name, value in asdict(cls()).items()):
-            raise RecordError("a member's notes of rounds are damaged")
+            raise RecordError(_DAMAGED)
         return notes
 
 
 def create_memory(
-    place: ConsortiumFolder, identity: Identity, after: int = 0, *, lost: bool = False, simulation: bool = False
+    consortium: ConsortiumFolder, identity: Identity, after: int = 0, *, lost: bool = False, simulation: bool = False
 ) -> None:
     """The memory of rounds of a member that never took part in any (`after`: later than that one), or that `lost` it
     (docs/secagg.md). In a `simulation` rounds may be repeated, and seeds be the server's."""
-    group = group_of(place.manifest())
-    FolderState.create(rounds_folder(place) / "memory", identity, group, after, lost=lost, simulation=simulation)
+    group = group_of(consortium.manifest())
+    FolderState.create(rounds_folder(consortium) / "memory", identity, group, after, lost=lost, simulation=simulation)
 
 
-def rounds_folder(place: ConsortiumFolder) -> Path:
-    folder = place.path / "rounds"
+def rounds_folder(consortium: ConsortiumFolder) -> Path:
+    folder = consortium.path / "rounds"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 class Journal:
-    """A member's papers for the rounds of one consortium."""
+    """What a member keeps on disk for the rounds of one consortium."""
 
-    def __init__(self, place: ConsortiumFolder, identity: Identity) -> None:
-        self.place, self.identity = place, identity
-        self.chain = place.chain()
+    def __init__(self, consortium: ConsortiumFolder, identity: Identity) -> None:
+        self.consortium, self.identity = consortium, identity
+        self.chain = consortium.chain()
         self.manifest = self.chain[-1]
         self.group = group_of(self.manifest)
         self.point = self.group.point_of(identity.ed25519)
         self.name = self.group.name(self.point)
         self.checks = checks_sums(self.manifest)
-        self._folder = rounds_folder(place)
+        self._folder = rounds_folder(consortium)
         self._memory_path = self._folder / "memory" / "rounds.sealed"
-        self._result_path, self._sum_path = self._folder / "result.sealed", self._folder / "sum.npz"
+        self._sum_path = self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
         self._marked_path = self._folder / _MARKED
@@ -143,35 +148,41 @@ class Journal:
         with self.memory().edit() as memory:
             adopt(memory, self.group)
 
-    def manifest_named(self, digest: str) -> Manifest:
+    def manifest_of(self, digest: str) -> Manifest:
         for manifest in self.chain:
             if manifest.digest().hex() == digest:
                 return manifest
-        raise RecordError(f"{self.name} knows no manifest {digest[:16]}… of this consortium")
+        raise RecordError(
+            f"{self.name} does not have the manifest {digest[:16]}… of this consortium: bring it up to date (quorumark "
+            "consortium update)"
+        )
 
     # --- the share ---
 
     def check_share(self, unlock: Unlock) -> None:
-        """That it is there and of this epoch; its root is checked before it is used."""
-        path = self.place.share_path()
+        """Whether it is there and of this epoch; its root is checked before it is used."""
+        path = self.consortium.share_path()
         if not path.exists():
             raise KeystoreError(
                 f"{self.name} has no share of epoch {self.manifest.epoch}: without it the sum would be garbage; bring "
                 "it back from a backup, or let the others recover it (quorumark share recover)"
             )
-        share = self.place.share(unlock)
+        share = self.consortium.share(unlock)
         if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
-            raise KeystoreError(f"the share of {self.name} belongs to another consortium, member or epoch")
+            raise KeystoreError(
+                f"the share of {self.name} belongs to another consortium, member or epoch: bring the right one "
+                "back from a backup, or let the others recover it (quorumark share recover)"
+            )
 
     # --- this member in a round ---
 
     def side(self, unlock: Unlock | None = None) -> RoundMember:
-        """This member with its history, as it was when it joined the round; without `unlock` it has no share, and can
-        say whether it takes part, not upload."""
+        """This member with its history, as it was when it joined the round. Without `unlock` it has no share: it can
+        say whether it takes part, but not upload."""
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
-        share = None if unlock is None else self.place.share(unlock)
+        share = None if unlock is None else self.consortium.share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
-        side.history, side.sure = self.history(layout), self.notes.sure
+        side.history, side.sure = self.history(layout), self.notes.verified
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
@@ -186,23 +197,35 @@ class Journal:
             side.begin(turn)
 
     def keep_result(self, side: RoundMember, round_no: int) -> None:
-        """Sealed, and on disk before anything is uploaded: the same sum may have to be made again."""
+        """Sealed, and on disk before this member says that it is ready: the same sum may have to be made again."""
         about = {"round": round_no, "state": side.state.hex()}
-        with SealedWriter(self._result_path, Unlock.by_identity(self.identity), _RESULT, about) as file:
+        with SealedWriter(self._result_path(round_no), Unlock.by_identity(self.identity), _RESULT, about) as file:
             file.write(np.ascontiguousarray(side.result).data.cast("B"))
 
     def kept_result(self, layout: ModelLayout, state: bytes, round_no: int) -> NDArray[Any]:
         """What this member trained for a round from a state."""
+        path = self._result_path(round_no)
         missing = RoundError(f"{self.name} has not trained in round {round_no} from this model")
-        if not self._result_path.exists():
+        if not path.exists():
             raise missing
-        reader = SealedReader(self._result_path, Unlock.by_identity(self.identity), _RESULT)
+        reader = SealedReader(path, Unlock.by_identity(self.identity), _RESULT)
         if reader.about != {"round": round_no, "state": state.hex()}:
             raise missing
         result = np.frombuffer(b"".join(reader.chunks()), layout.dtype)
         if result.shape != (layout.size,):
             raise missing
         return result
+
+    def drop_results(self, *needed: int) -> None:
+        """Removes the results of all other rounds. A member that says that it is ready for a round has left the earlier
+        ones for good; until then one of them may be made again, and so nothing is removed before."""
+        kept = {self._result_path(round_no) for round_no in needed}
+        for path in self._folder.glob("result-*.sealed"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+    def _result_path(self, round_no: int) -> Path:
+        return self._folder / f"result-{round_no}.sealed"
 
     # --- models with a mark ---
 
@@ -217,11 +240,12 @@ class Journal:
     def check_other_keys(self, encoded: Vector) -> None:
         """Two keys in sums from one model show where they differ: half of the signs of both."""
         name = model_digest(encoded).hex()
-        for path in self.place.path.parent.glob(f"*/rounds/{_MARKED}"):
+        for path in self.consortium.path.parent.glob(f"*/rounds/{_MARKED}"):
             if path != self._marked_path and name in path.read_text().split():
                 raise RoundError(
                     f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
-                    "sums from it with two keys would show both. Go on with that consortium, or begin from another one"
+                    "sums from it with two keys would show both. Go on with that consortium, or start from another "
+                    "model"
                 )
 
     # --- consent ---
@@ -232,7 +256,7 @@ class Journal:
         anchor = read_array(self._anchor_path, "an anchor")
         return History(self.manifest, layout, anchor, self.chain[:-1]).state
 
-    def consent(self, *, here: bool) -> str:
+    def consent_text(self, *, here: bool) -> str:
         """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""
         with self.memory().edit() as memory:
             marked = bool(memory["marked"])
@@ -275,50 +299,55 @@ class Journal:
         try:
             anchor = read_array(self._anchor_path, "an anchor")
             model = layout.encode(read_safetensors(self._model_path))
-            mark, beside = self.notes.mark.encode(), bytes.fromhex(self.notes.beside)
+            mark, buffers = self.notes.mark.encode(), bytes.fromhex(self.notes.buffers)
         except (OSError, ValueError, QuorumarkError) as error:
             raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
-        return self._restored(layout, anchor, model, mark, beside)
+        return self._restored(layout, anchor, model, mark, buffers)
 
-    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, beside: bytes) -> History:
+    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, buffers: bytes) -> History:
         history = History(self.manifest, layout, anchor, self.chain[:-1])  # checks that it is the manifest's anchor
         start = model if history.warming else anchor  # in warm-up rounds every model is the next anchor
         key = self.manifest.terms.key
-        return history.restored(MarkState.from_bytes(state, history.strength, layout, key, model, start), beside)
+        return history.restored(MarkState.from_bytes(state, history.strength, layout, key, model, start), buffers)
 
     def follow(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Mapping[str, Any]) -> str:
         """Brings the history up to the model that the round starts from; what is missing for that, if anything.
 
         A member that was there in the last round derives the new state itself, and it must be the server's. One that
         missed rounds takes the server's: if that is false, its masks fit nobody's, and nothing is opened. Where sums
-        are checked, the model must also be the last round's sum, and whether this member could see so for itself is
-        noted (`sure`).
+        are checked, the model must also be the last round's sum; whether this member could check that itself is noted
+        (`verified`).
         """
         encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
-        if turn.round != whole(config, "round"):
-            raise MessageError("the server's message has a turn of another round than its own")
+        if turn.round != read_count(config, "round"):
+            raise MessageError("the server's message names one round in 'round' and another in 'turn'")
         self.check_other_keys(encoded)
-        beside = layout.beside(model) if self.checks else b""
-        own, sure = self._derived(config, arrays, layout, model, encoded, beside)
+        buffers = layout.beside(model) if self.checks else b""
+        own, verified = self._derived(config, arrays, layout, model, encoded, buffers)
         if own is None:
             anchor = self._anchor(arrays)
             if anchor is None:
                 return "anchor"
-            own = self._restored(layout, anchor, encoded, _content(arrays["state"]), beside)
+            own = self._restored(layout, anchor, encoded, _content(arrays["state"]), buffers)
             _keep(self._anchor_path, anchor)
         if own.mark.model_digest != model_digest(encoded):
-            raise RoundError("the model that the round starts from is not the one that the server's history names")
+            raise RoundError(
+                "the model that the round starts from is not the one that the server's history names: start a new run"
+            )
         if own.warming and own.round > own.strength.warmup_rounds:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
         if own.strength.rule == "paper":
-            raise RoundError("the strength rule 'paper' needs a sum of its own before each round: no engine has it")
+            raise RoundError(
+                "the strength rule 'paper' needs another sum before each round, which engines do not have: use "
+                "the rule 'rho'"
+            )
         self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
         self._keep_sum(config, arrays)
         self.note(
             mark=own.mark.to_bytes().decode(),
-            beside=beside.hex(),
-            sure=sure,
+            buffers=buffers.hex(),
+            verified=verified,
             joined=os.urandom(16).hex(),
             turn=turn.to_bytes().decode(),
             ready=0,
@@ -332,16 +361,18 @@ class Journal:
         layout: ModelLayout,
         model: Mapping[str, Any],
         encoded: Vector,
-        beside: bytes,
+        buffers: bytes,
     ) -> tuple[History | None, bool]:
-        """The history up to this model as far as this member has it itself, which must be the server's, and whether it
-        is sure of it; none if it missed rounds."""
-        accepted, told = whole(config, "accepted"), _content(arrays["state"])
+        """The history up to this model as this member has it itself, which must be the server's, and whether it has
+        verified it; None if it missed rounds."""
+        accepted, state = read_count(config, "accepted"), _content(arrays["state"])
         if accepted == self._start():
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
-            begun.beside = beside
-            if begun.mark.to_bytes() != told:
-                raise RoundError("the server's history begins with something else than the anchor")
+            begun.beside = buffers
+            if begun.mark.to_bytes() != state:
+                raise RoundError(
+                    "the server's history does not begin with the anchor: start from the model that the manifest names"
+                )
             self._check_buffers(layout, model)
             _keep(self._anchor_path, encoded)
             return begun, True
@@ -351,22 +382,25 @@ class Journal:
             own = self.history(layout)
         if own is None:
             return None, False
-        sure = self.notes.sure
+        verified = self.notes.verified
         if own.mark.round == accepted - 1:
             before = own.state
-            sure = self._accept(config, arrays, own, encoded) and sure
+            verified = self._accept(config, arrays, own, encoded) and verified
             with self.memory().edit() as memory:
                 follow(memory, before, own.state)
         elif own.mark.round != accepted:
             return None, False
-        if own.mark.to_bytes() != told:
+        if own.mark.to_bytes() != state:
             raise RoundError(
                 f"the server's history of this run is not the one that {self.name} has seen: it says that round "
                 f"{accepted} was accepted, with another model or strength; start a new run"
             )
-        if own.beside != beside:
-            raise RoundError("the model's integers are not those of the rounds before: they are in no sum")
-        return own, sure
+        if own.beside != buffers:
+            raise RoundError(
+                "the model's integers are not those of the rounds before: they are in no sum, and the server must keep "
+                "them"
+            )
+        return own, verified
 
     def _start(self) -> int:
         """How many rounds are accepted where a run begins: none, or the warm-up rounds, once their model is named."""
@@ -378,15 +412,17 @@ class Journal:
         """Integers and booleans, which are in no sum, must be those that were agreed on."""
         agreed = self.manifest.terms.buffers
         if agreed and layout.beside(model).hex() != agreed:
-            raise RoundError("the model's integers and booleans are not those that the terms name")
+            raise RoundError(
+                "the model's integers and booleans are not those that the terms name: start from the agreed model"
+            )
 
     def _accept(self, config: Config, arrays: Arrays, own: History, encoded: Vector) -> bool:
-        """Takes a model over as the successor of this member's own, and says whether it could see that it is its sum.
+        """Accepts a model as the successor of this member's own; returns whether it could check that it is the sum.
 
         If it is not, this raises.
         """
-        under = self.manifest_named(str(_text(config, "sum-under", str)))
-        halvings = whole(config, "sum-halvings")
+        under = self.manifest_of(str(_text(config, "sum-under", str)))
+        halvings = read_count(config, "sum-halvings")
         amplitudes = own.amplitudes_under(under, halvings)
         number, name = own.round, under.digest().hex()
         if not self.checks:
@@ -397,7 +433,7 @@ class Journal:
         opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
         found = checked_sums.check(
-            self.memory(), own.state, group_of(under), whole(config, "sum-round"), halvings, opened
+            self.memory(), own.state, group_of(under), read_count(config, "sum-round"), halvings, opened
         )
         if found is False:
             raise RoundError(
@@ -409,7 +445,10 @@ class Journal:
             opened[:-1], read_safetensors(self._model_path), amplitudes, norms=own.strength.needs_norms
         )
         if (settled.encoded != encoded).any():
-            raise RoundError("the model that the server announces is not the sum that it announces with it")
+            raise RoundError(
+                "the model that the server announces is not the sum that it announces with it: use a strategy that "
+                "takes the sum as it is, such as FedAvg"
+            )
         own.accept(number, encoded, settled.embedded, settled.norms, name)
         return found is True
 
@@ -417,7 +456,7 @@ class Journal:
         self, config: Config, arrays: Arrays, layout: ModelLayout, encoded: Vector, *, norms: bool
     ) -> Vector:
         """The sum that the server announces: model plus rest, norms and tag."""
-        tag = whole(config, "sum-tag")
+        tag = read_count(config, "sum-tag")
         parts = [field.add(encoded, field.from_signed(_integers(arrays["rest"], layout.size)))]
         if norms:
             parts.append(_elements(arrays["norms"], norm_count(layout)))
@@ -433,7 +472,10 @@ class Journal:
         if "anchor" in arrays:
             anchor = np.ascontiguousarray(arrays["anchor"], np.uint64)
             if anchor_digest(layout_digest, anchor) != wanted:
-                raise RecordError("the anchor that the server sends is not the one that the manifest names")
+                raise RecordError(
+                    "the anchor that the server sends is not the one that the manifest names: start from the agreed "
+                    "model"
+                )
             return anchor
         if self._anchor_path.exists():
             kept: Vector = read_array(self._anchor_path, "an anchor")
@@ -463,8 +505,8 @@ class Journal:
         kept = kept if answered and kept.get("round") == answered else {}
         over, halvings = kept.get("members", []), kept.get("halvings", 0)
         accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
-        told = {"accepted": accepted, "round": last, "answered": answered}
-        return {**told, "over": json.dumps(over), "halvings": halvings}
+        reached = {"accepted": accepted, "round": last, "answered": answered}
+        return {**reached, "over": json.dumps(over), "halvings": halvings}
 
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""
@@ -482,10 +524,10 @@ class Journal:
 # --- what a server sends ----------------------------------------------------------------------------------
 
 
-def whole(config: Mapping[str, Any], name: str) -> int:
+def read_count(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MessageError(f"the server's message must give {name!r} as a whole number")
+        raise MessageError(f"the server's message must give {name!r} as an integer of at least 0")
     return value
 
 
@@ -514,7 +556,7 @@ def _content(array: NDArray[Any]) -> bytes:
 
 def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
     if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
-        raise MessageError(f"the server's message must hold what rounding left as {size} whole numbers")
+        raise MessageError(f"the server's message must hold what rounding left as {size} integers")
     return array.astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""A member on its own machine, as an engine sees it: stages with texts, numbers and arrays in and out.
+"""A member on its own machine, as an engine sees it: stages with strings, numbers and arrays in and out.
 
     node = MemberNode(home, unlock, terms=PINNED)
     config, arrays = node.handle("join", config, arrays)
@@ -12,8 +12,7 @@
     never    a state and a round                                signed: it never answers there
     state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
-    answer   a query, the suspect, the anchor, the layout,      this member's partial, if its rules allow
-             proofs of audits (audit.0, audit.1, …)
+    answer   a query and the files that it needs (`queries`)    this member's partial, if its rules allow
     sign     a certificate                                      the certificate with this member's signature
 
 What it keeps between two messages is in its `Journal`. A QuorumarkError is a refusal; `refusal` gives its text without
@@ -27,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,8 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
-from quorumark.node.journal import MODEL, Journal, create_memory, rounds_folder, whole
+from quorumark.node.journal import MODEL, Journal, create_memory, read_count, rounds_folder
+from quorumark.node.queries import unpack_query
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
 from quorumark.round.secagg.member import SecAggMember
@@ -55,10 +54,8 @@ from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import sign
 from quorumark.verify.evidence import Query
-from quorumark.verify.proof import Audit
-from quorumark.verify.reference import Reference
 
-__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "named", "refusal"]
+__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "refusal", "with_prefix"]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -68,9 +65,9 @@ RESULT, MESSAGE = "result:", "message:"
 """What the names of a result's tensors (as `MODEL` for a model's) and of a ceremony's messages begin with."""
 
 _ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
-_TYPES: dict[type, set[str]] = {  # of the fields of a config; whole numbers are read by `whole`
+_TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read by `read_count`
     bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn"},
-    str: {"manifest", "run", "node", "joined", "session", "have", "name", "requests", "state", "of-manifest"}
+    str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
     | {"of-state", "sum-under", "sum-held", "settings", "nonces"},
     bool: {"with-model"},
 }
@@ -79,19 +76,19 @@ _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a pat
 _MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
 
 
-def named(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
-    """The arrays of one kind, by their own names."""
+def with_prefix(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
+    """The arrays whose names begin with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def refusal(error: QuorumarkError) -> str:
-    """What others may read of a refusal: not the member's weight that caused it, nor where its files lie."""
+    """What others may read of a refusal: not the member's weight that caused it, nor the paths of its files."""
     text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
     return _FOLDERS.sub("…/", text)
 
 
-class Told(dict[str, Any]):
-    """What a server's message says: a field that is missing is the server's fault, not a KeyError of ours."""
+class Fields(dict[str, Any]):
+    """The fields of a server's message: a missing one is the server's fault, not a KeyError of ours."""
 
     def __init__(self, stage: str, content: Mapping[str, Any]) -> None:
         super().__init__(content)
@@ -110,7 +107,7 @@ class Told(dict[str, Any]):
                     )
                 if kind is str and any("\ud800" <= letter <= "\udfff" for letter in self[name]):
                     raise MessageError(
-                        f"the server's message for the stage {self._stage!r} must give {name!r} as a text in UTF-8"
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as a string in UTF-8"
                     )
 
 
@@ -159,10 +156,10 @@ class MemberNode:
         """One stage. What a server sends is checked by type first: it may send anything."""
         if stage not in self._stages:
             raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
-        told, vectors = Told(stage, config), Told(stage, arrays)
-        told.check_types()
+        fields, vectors = Fields(stage, config), Fields(stage, arrays)
+        fields.check_types()
         with self._alone() if stage in _ROUND else contextlib.nullcontext():
-            return self._stages[stage](told, vectors)
+            return self._stages[stage](fields, vectors)
 
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
@@ -180,7 +177,7 @@ class MemberNode:
     # --- a round ---
 
     def _join(self, config: Config, arrays: Arrays) -> Reply:
-        """Before training: is this the run, the model and the round that this member may go on with?"""
+        """Before training: may this member go on with this run, model and round?"""
         journal = self._journal()
         if config["manifest"] != journal.manifest.digest().hex():
             raise RecordError(
@@ -188,9 +185,9 @@ class MemberNode:
                 f"{journal.manifest.digest().hex()[:16]}… is in force: bring both to the same one (quorumark "
                 "consortium update)"
             )
-        round_no = whole(config, "round")
+        round_no = read_count(config, "round")
         if journal.point not in journal.group.cohort(round_no):
-            raise RoundError(f"{journal.name} is not drawn for round {round_no}")
+            raise RoundError(f"{journal.name} is not drawn for round {round_no}: it takes part when it is drawn again")
         with journal.memory().edit() as memory:
             last, nonce = int(memory["round"]), str(memory["nonce"])
             mine = self._seeds or bool(memory["simulation"])
@@ -203,8 +200,8 @@ class MemberNode:
         journal.check_share(self._unlock)
         layout = journal.layout(_content(arrays["layout"]))
         try:
-            needs = journal.follow(config, arrays, layout, named(arrays, MODEL))
-        except AnsweredError:  # from a model that it has left behind
+            needs = journal.follow(config, arrays, layout, with_prefix(arrays, MODEL))
+        except AnsweredError:  # from a model that it has gone on from
             raise RoundError(
                 f"{journal.name} has gone on from this model to others: let the run go on from the last one "
                 "(watermarked(…, go_on=True), or with the folder of the run before); a second run from it takes the "
@@ -218,21 +215,21 @@ class MemberNode:
         except RoundError as error:
             return self._declined(journal, config, error, nonce), {}
         number = side.history.round if side.history is not None else 0
-        told: Config = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
-        told["examples"] = journal.manifest.terms.member(journal.point).examples
-        told["joined"], told["repeats"] = journal.notes.joined, Turn.from_bytes(journal.notes.turn.encode()).repeats
-        told["seed"] = int.from_bytes(os.urandom(8), "big")
+        reply: Config = {"rate": float(side.strength.rate(number)), "point": journal.point, "round": number}
+        reply["examples"] = journal.manifest.terms.member(journal.point).examples
+        reply["joined"], reply["repeats"] = journal.notes.joined, Turn.from_bytes(journal.notes.turn.encode()).repeats
+        reply["seed"] = int.from_bytes(os.urandom(8), "big")
         if "seed" in config and mine:
-            told["seed"] = research_seed(whole(config, "seed"), number, journal.point)
-        told["settings-changed"] = self._notice_settings(journal, str(config.get("settings", "")))
-        return told, {}
+            reply["seed"] = research_seed(read_count(config, "seed"), number, journal.point)
+        reply["settings-changed"] = self._notice_settings(journal, str(config.get("settings", "")))
+        return reply, {}
 
     def _declined(self, journal: Journal, config: Config, error: RoundError, nonce: str) -> Config:
-        """Why it does not take part. The server may settle what stands in the way: it is told more than a text."""
-        told = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
+        """Why it does not take part. The server may settle what stands in the way: it is told more than a sentence."""
+        reply = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
         if isinstance(error, AnsweredError):
-            told |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
-        return told
+            reply |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
+        return reply
 
     def _notice_settings(self, journal: Journal, now: str) -> bool:
         """Whether the app is told something else than last time: what a server sets from outside can show members'
@@ -244,14 +241,14 @@ class MemberNode:
 
     def _ready(self, config: Config, arrays: Arrays) -> Reply:
         """After training: keeps the result, and joins the round."""
-        journal, round_no = self._journal(), whole(config, "round")
+        journal, round_no = self._journal(), read_count(config, "round")
         member = journal.manifest.terms.member(journal.point)
         side = journal.side(self._unlock)
         turn = Turn.from_bytes(journal.notes.turn.encode())
         if turn.round != round_no:
             raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
         if journal.notes.ready == round_no:  # what it uploads it may have to send again: it is not replaced
-            raise RoundError(f"{journal.name} is ready for round {round_no} already")
+            raise RoundError(f"{journal.name} is ready for round {round_no} already: its result is not replaced")
         if turn.repeats:
             side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
         else:
@@ -266,25 +263,26 @@ class MemberNode:
                     f"the result is not of the model that {journal.name} joined round {round_no} with: two messages of "
                     "the server are served at once, and the later one counts"
                 )
-            side.take(named(arrays, RESULT))
-        told = self._introduced(journal, config)
+            side.take(with_prefix(arrays, RESULT))
+        reply = self._introduced(journal, config)
         complaint = side.too_strong()
         if complaint is not None:
-            return {**told, "strong": complaint}, {}
-        told["ready"] = side.ready()
+            return {**reply, "strong": complaint}, {}
         if not turn.repeats:
             journal.keep_result(side, round_no)
+        reply["ready"] = side.ready()
+        journal.drop_results(round_no, side.secagg.first_round())
         journal.note_marked(side)
         journal.note(ready=round_no)
         if side.checks:
-            told["boxes"], told["vouch"] = side.said()
+            reply["boxes"], reply["vouch"] = side.said()
         nonces = _by_point(config, "nonces") if "nonces" in config else {}
         newer = side.secagg.newer(side.state, {x: n.hex() for x, n in nonces.items() if len(n) == 32})
-        told["newer"] = json.dumps({str(x): message.hex() for x, message in newer.items()})
-        return told, {}
+        reply["newer"] = json.dumps({str(x): message.hex() for x, message in newer.items()})
+        return reply, {}
 
     def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
-        journal, round_no = self._journal(), whole(config, "round")
+        journal, round_no = self._journal(), read_count(config, "round")
         if journal.notes.ready != round_no:
             raise RoundError(f"{journal.name} has not trained in round {round_no}")
         side = journal.side(self._unlock)
@@ -295,7 +293,7 @@ class MemberNode:
         if side.checks:
             boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
             upload = side.upload(config["announcement"], boxes, vouches)
-            journal.note(sure=side.sure)
+            journal.note(verified=side.sure)
         else:
             upload = side.upload(config["announcement"])
         return {"head": upload.head}, {"vector": upload.vector}
@@ -307,27 +305,27 @@ class MemberNode:
         """The answer for a sum that is still open, whose server asks everybody at once."""
         journal = self._journal()
         side, requests = self._summing(journal), _by_point(config, "requests")
-        told = {**self._introduced(journal, config), "point-there": side.point}
+        reply = {**self._introduced(journal, config), "point-there": side.point}
         if side.point not in requests:
-            raise RoundError(f"{journal.name} is not asked for this sum")
-        return {**told, "answer": side.unmask(requests[side.point])}, {}
+            raise RoundError(f"{journal.name} has no part in this sum, and is not asked for it")
+        return {**reply, "answer": side.unmask(requests[side.point])}, {}
 
     def _never(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """Signed: this member has answered nothing from a state in a round, and never will."""
         journal = self._journal()
-        group = group_of(journal.manifest_named(str(config["of-manifest"])))
+        group = group_of(journal.manifest_of(str(config["of-manifest"])))
         side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
         with side.state.edit() as memory:
-            _check_near(whole(config, "of-round"), int(memory["round"]))
-        said = side.never(_digest(config, "state"), whole(config, "of-round"))
+            _check_near(read_count(config, "of-round"), int(memory["round"]))
+        said = side.never(_digest(config, "state"), read_count(config, "of-round"))
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
     def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The last model that this member accepted, for a server that lost its own copy."""
         journal = self._journal()
-        told, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
-        told |= journal.where(_digest(config, "of-state"))
-        return {**told, **self._introduced(journal, config)}, found
+        reply, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
+        reply |= journal.where(_digest(config, "of-state"))
+        return {**reply, **self._introduced(journal, config)}, found
 
     def _summing(self, journal: Journal) -> SecAggMember:
         """This member in the group in which it last took part: a sum may be open under an earlier manifest."""
@@ -348,10 +346,12 @@ class MemberNode:
         return only_one(rounds_folder(self._home.only_consortium(self._which)))
 
     def _journal(self) -> Journal:
-        place = self._home.only_consortium(self._which)
-        if not place.manifest_path.exists():
-            raise RecordError(f"{self._home.card().name!r} has no manifest yet: the key ceremony comes first")
-        journal = Journal(place, self._home.identity(self._unlock))
+        consortium = self._home.only_consortium(self._which)
+        if not consortium.manifest_path.exists():
+            raise RecordError(
+                f"{self._home.card().name!r} has no manifest yet: make a key first (make_key, or quorumark setup dkg)"
+            )
+        journal = Journal(consortium, self._home.identity(self._unlock))
         manifest = journal.manifest
         if self._manifest is not None and manifest.digest().hex() != self._manifest:
             raise RecordError(
@@ -368,14 +368,14 @@ class MemberNode:
         self._check_pinned(terms)
         session = str(config["session"])
         if not re.fullmatch("[0-9a-f]{32}", session):
-            raise MessageError("the ceremony's session must be 32 hexadecimal digits")
+            raise MessageError("the server's message must give 'session' as 32 hexadecimal digits")
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
         allowed = expected_messages(terms, point)
-        sent = {name: _content(message) for name, message in named(arrays, MESSAGE).items()}
+        sent = {name: _content(message) for name, message in with_prefix(arrays, MESSAGE).items()}
         for name, content in sent.items():  # before any is kept: a server must not fill this disk
             if name not in allowed:
-                raise MessageError(f"the server sends {name[:60]!r}, which is no message for this member")
+                raise MessageError(f"the server sends {name[:60]!r}, which is not a message for this member")
             if len(content) > allowed[name]:
                 raise MessageError(
                     f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
@@ -385,29 +385,29 @@ class MemberNode:
         for name, content in sent.items():
             (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_private(spool / name, content)
-        place = self._home.consortium(terms)
-        before = place.manifest_path.exists()
+        consortium = self._home.consortium(terms)
+        before = consortium.manifest_path.exists()
         progress = advance(self._home, self._unlock, terms, spool)
         have = _names(config, "have")
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
         fresh = {path.relative_to(spool).as_posix(): path for path in own}
         messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
         header = Header(*introduction(terms.digest(), str(config["run"])), point)
-        told: Config = {
+        reply: Config = {
             "point": point,
             "step": progress.step,
             "waiting": ", ".join(progress.waiting),
             "introduction": identity.write(header, str(config["node"]).encode()),
         }
         if progress.manifest is not None:
-            told["manifest"] = progress.manifest.to_bytes()
+            reply["manifest"] = progress.manifest.to_bytes()
             if not before:
                 # a new key: nobody has taken part in anything yet. Later turns of the ceremony, which a server may ask
                 # for at any time, make no memory: one that begins at 0 would let rounds repeat
-                create_memory(place, identity)
+                create_memory(consortium, identity)
             if not messages:  # all of its own are on their way
                 shutil.rmtree(spool, ignore_errors=True)
-        return told, messages
+        return reply, messages
 
     def _spool(self, terms: Terms, session: str) -> Path:
         """Where this ceremony's messages are kept. Another session takes the place of the one before: there is one
@@ -431,29 +431,24 @@ class MemberNode:
         if terms.digest().hex() != self._terms:
             raise RecordError(
                 f"the server brings the terms {terms.digest().hex()[:16]}…, and {name!r} has pinned "
-                f"{self._terms[:16]}…: compare them"
+                f"{self._terms[:16]}…: compare them, and pin the right ones"
             )
 
     # --- verification ---
 
     def _answer(self, config: Config, arrays: Arrays) -> Reply:
-        """This member's partial about a suspect, if its own rules approve; nobody is asked here."""
-        place = self._journal().place
-        with tempfile.TemporaryDirectory(prefix="suspect-", dir=place.path) as folder:
-            suspect = Path(folder) / Path(str(config["name"])).name
-            suspect.write_bytes(_content(arrays["suspect"]))
-            anchor = Path(folder) / "the-anchor.safetensors"
-            anchor.write_bytes(_content(arrays["anchor"]))
-            layout = ModelLayout.from_bytes(_content(arrays["layout"]))
-            reference = Reference.of(place.chain(), layout, anchor)
-            query = Query.from_bytes(config["query"])
-            audits = [Audit.from_bytes(_content(arrays[name])) for name in sorted(arrays) if name.startswith("audit.")]
-            partial = answer(self._home, self._unlock, reference, suspect, query, audits=audits, place=place)
+        """This member's partial about a suspect, if its own rules approve: no person is asked here."""
+        consortium = self._journal().consortium
+        query = Query.from_bytes(config["query"])
+        with unpack_query(consortium, arrays) as asked:
+            partial = answer(
+                self._home, self._unlock, asked.reference, asked.suspect, query, audits=asked.audits, place=consortium
+            )
         return {"partial": partial.to_bytes()}, {}
 
     def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
-        place = self._journal().place
-        signed = sign(self._home, self._unlock, Certificate.from_bytes(config["certificate"]), place=place)
+        certificate = Certificate.from_bytes(config["certificate"])
+        signed = sign(self._home, self._unlock, certificate, place=self._journal().consortium)
         return {"certificate": signed.to_bytes()}, {}
 
 

@@ -53,7 +53,7 @@ def _send(connection: socket.socket, config: Mapping[str, Any], arrays: Arrays) 
 def _receive(connection: socket.socket, limit: Limit) -> tuple[Config, dict[str, NDArray[Any]]]:
     size = int.from_bytes(_exactly(connection, 8), "big")
     if size > _LARGEST_HEAD:
-        raise MessageError("a message to the signer has a head that is too long")
+        raise MessageError(f"a message to the signer has a head of more than {_LARGEST_HEAD} bytes")
     try:
         head = json.loads(_exactly(connection, size))
         config = {n: bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for n, v in head["config"].items()}
@@ -78,8 +78,8 @@ def _receive(connection: socket.socket, limit: Limit) -> tuple[Config, dict[str,
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes. A length is only what the other side says: memory is taken as bytes come, at most twice as much
-    as has come."""
+    """Reads so many bytes. The length is only what the other side says, so memory grows with what has arrived, to at
+    most twice as much."""
     content, at = bytearray(min(size, _PIECE)), 0
     while at < size:
         if at == len(content):
@@ -104,15 +104,15 @@ class SignerClient:
             try:
                 connection.connect(self._path)
                 _send(connection, {**config, "stage": stage}, arrays)
-                told, found = _receive(connection, lambda _: _LARGEST)
+                reply, arrays_back = _receive(connection, lambda _: _LARGEST)
             except OSError as error:
                 raise KeystoreError(
                     f"this member's signer does not answer ({error.strerror or type(error).__name__}): its operator "
                     "must start it (quorumark member serve)"
                 ) from None
-        if "raised" in told:  # a member that says why it does not take part ("refused") says more than that
-            raise RoundError(str(told["raised"]))
-        return told, found
+        if "raised" in reply:  # not "refused": a member that does not take part says more than why
+            raise RoundError(str(reply["raised"]))
+        return reply, arrays_back
 
 
 def _handled(node: MemberNode, stage: str, config: Config, arrays: Arrays) -> tuple[Config, dict[str, NDArray[Any]]]:
@@ -120,13 +120,13 @@ def _handled(node: MemberNode, stage: str, config: Config, arrays: Arrays) -> tu
         return node.handle(stage, config, arrays)
     except QuorumarkError:
         raise
-    except Exception as error:  # noqa: BLE001 - a fault of ours: its text stays in this process
+    except Exception as error:  # noqa: BLE001 - a fault of ours: what it says stays in this process
         traceback.print_exc()
         return {"raised": f"the signer failed ({type(error).__name__}): its log has the rest"}, {}
 
 
 class SignerServer:
-    """Serves one member on a Unix socket of mode 0660, one message after the other."""
+    """Serves one member on a Unix socket of mode 0660, one message at a time."""
 
     def __init__(self, node: MemberNode, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)

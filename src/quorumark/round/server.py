@@ -47,6 +47,7 @@ from quorumark.round.movement import norm_count
 from quorumark.round.secagg.messages import Upload, pack
 from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Said, Turn
+from quorumark.round.survey import HANDED_OUT, Where, candidates, where_they_are
 
 __all__ = ["Ask", "RoundServer"]
 
@@ -56,7 +57,6 @@ Ask = Callable[[str, Config], Mapping[int, Config]]
 """Asks every member that can be reached for a stage, and gives what they said, by point."""
 
 _RUN = "quorumark-engine-run/v2"
-_SUM = ("tag", "round", "halvings", "under", "held")  # what members are told of the sum that a model comes from
 
 
 class RoundServer:
@@ -154,7 +154,7 @@ class RoundServer:
     def _gather(self, ask: Ask, past: _Past, round_no: int) -> None:
         """Statements that give a round up, if there can be enough: a member that signs one can no longer help to open
         that sum, nor to make it again."""
-        free = [x for x, said in self._ask_where(ask).items() if not said["answered"]]
+        free = [x for x, where in self._ask_where(ask).items() if not where.answered]
         if len(free) < self.group.closing:
             return
         told = {"state": past.state.hex(), "of-round": round_no, "of-manifest": self.manifest.digest().hex()}
@@ -204,7 +204,7 @@ class RoundServer:
             "layout": np.frombuffer(self.layout.to_bytes(), np.uint8),
         }
         if self._last:
-            config |= {f"sum-{name}": self._last[name] for name in _SUM}
+            config |= {f"sum-{name}": self._last[name] for name in HANDED_OUT}
             arrays |= {name: self._last[name] for name in ("rest", "norms") if self._last[name] is not None}
         return config, arrays
 
@@ -485,31 +485,38 @@ class RoundServer:
 
     def survey(self, ask: Ask, *, go_on: bool = False) -> None:
         """Asks where the members are, before the first round of a run that has no files: which numbers are taken, and
-        in which rounds from the present model they have answered. With `go_on` the run goes on from the last model that
-        they have accepted; what one hands out the others check, as if this server had said it.
+        in which rounds from the present model they have answered. With `go_on` the run goes on from the newest model
+        that t members name as their last; the others check it, as if this server had said it.
         """
         said = self._ask_where(ask)
-        if go_on and any(r["accepted"] > self.history.mark.round for r in said.values()):
-            replies = ask("state", {"of-state": self.history.state.hex(), "with-model": True})
-            for reply in sorted(replies.values(), key=lambda r: -int(r["accepted"])):
-                try:
-                    self._adopt(reply, reply["arrays"])
-                except (QuorumarkError, KeyError, TypeError, ValueError):
-                    continue
-                break
+        if go_on:
+            self._go_on(ask)
             said = self._ask_where(ask)
         start = self.round_no
-        for point, reply in said.items():
-            if int(reply["round"]) - start < FAR:
-                self.round_no = max(self.round_no, int(reply["round"]))
-            if reply["answered"] and reply["accepted"] <= self.history.mark.round:  # it has not gone on from there
-                over = tuple(json.loads(reply["over"]))
-                self.take_answered(point, int(reply["answered"]), over, int(reply["halvings"]))
+        for point, where in said.items():
+            if where.round - start < FAR:
+                self.round_no = max(self.round_no, where.round)
+            if where.answered and where.accepted <= self.history.mark.round:  # it has not gone on from there
+                self.take_answered(point, where.answered, where.over, where.halvings)
 
-    def _ask_where(self, ask: Ask) -> Mapping[int, Config]:
-        return ask("state", {"of-state": self.history.state.hex(), "with-model": False})
+    def _go_on(self, ask: Ask) -> None:
+        replies = ask("state", {"of-state": self.history.state.hex(), "with-model": True})
+        for reply in candidates(replies.values(), self.history.mark.round, self.names_needed):
+            try:
+                self._adopt(reply, reply["arrays"])
+            except (QuorumarkError, KeyError, TypeError, ValueError):
+                continue  # the next one: this server has another anchor or layout than they
+            return
 
-    def _adopt(self, said: Config, arrays: Mapping[str, NDArray[Any]]) -> None:
+    @property
+    def names_needed(self) -> int:
+        """How many members must name a state before a run goes on from it: t, of which at most t − 1 lie."""
+        return self.group.threshold
+
+    def _ask_where(self, ask: Ask) -> dict[int, Where]:
+        return where_they_are(ask("state", {"of-state": self.history.state.hex(), "with-model": False}))
+
+    def _adopt(self, said: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         model = {name: np.array(arrays[f"model:{name}"]) for name in self.like}
         encoded = self.layout.encode(model)
         history = History(self.manifest, self.layout, self._anchor, self._earlier)
@@ -517,7 +524,7 @@ class RoundServer:
         state, key = arrays["state"].tobytes(), self.manifest.terms.key
         mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, start)
         beside = self.layout.beside(model) if self.checks else b""
-        self._last = {name: said[f"sum-{name}"] for name in _SUM}
+        self._last = {name: said[f"sum-{name}"] for name in HANDED_OUT}
         self._last |= {name: arrays.get(name) for name in ("rest", "norms")}
         self.history, self.like, self.resumed = history.restored(mark, beside), model, model
 

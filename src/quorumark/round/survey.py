@@ -1,0 +1,94 @@
+"""Where members say that they are, as a server reads it before a run goes on (docs/secagg.md).
+
+One member's word is not enough: a state that it makes up would be refused by all others, and the run would stop. Among
+t members that name the same state at least one is honest, and has accepted it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quorumark.checks import is_count
+from quorumark.errors import RoundError
+
+__all__ = ["Where", "candidates", "where_they_are"]
+
+HANDED_OUT = ("tag", "round", "halvings", "under", "held")
+"""What members are told of the sum that a model comes from, and hand out with it: `sum-tag`, …"""
+
+Reply = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Where:
+    """A member's own word: how many rounds it has accepted, the last one that it joined, and the one in which it has
+    answered from the server's present state (0: none), over which members, with how many halvings of the mark."""
+
+    accepted: int = 0
+    round: int = 0
+    answered: int = 0
+    over: tuple[int, ...] = ()
+    halvings: int = 0
+
+    @classmethod
+    def of(cls, reply: Reply) -> Where:
+        numbers = {name: reply.get(name, 0) for name in ("accepted", "round", "answered", "halvings")}
+        try:
+            over = json.loads(reply.get("over", "[]"))
+        except (ValueError, TypeError, RecursionError):
+            over = None
+        if not all(is_count(number) for number in numbers.values()):
+            raise RoundError("it does not say where it is in whole numbers")
+        if not isinstance(over, list) or not all(is_count(point, 1) for point in over):
+            raise RoundError("it does not say as a list of points over whom it has answered")
+        return cls(over=tuple(over), **numbers)
+
+
+def where_they_are(replies: Mapping[int, Reply]) -> dict[int, Where]:
+    """By point; who says it in no way that can be read is left out."""
+    found = {}
+    for point, reply in replies.items():
+        try:
+            found[point] = Where.of(reply)
+        except RoundError:
+            continue
+    return found
+
+
+def candidates(replies: Iterable[Reply], present: int, least: int) -> list[Reply]:
+    """The states after the `present` number of accepted rounds that at least so many members hand out, newest first.
+
+    An empty list: enough members are where the server is. A RoundError: no state has enough of them.
+    """
+    named: dict[bytes, list[Reply]] = {}
+    here = 0
+    for reply in replies:
+        try:
+            if Where.of(reply).accepted <= present:
+                here += 1
+            else:
+                named.setdefault(_name(reply), []).append(reply)
+        except (RoundError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+    agreed = [group[0] for group in named.values() if len(group) >= least]
+    if not agreed and here < least:
+        most = max([here, *(len(group) for group in named.values())])
+        raise RoundError(
+            f"the run cannot go on: {least} members must be at the same model, and at most {most} are; start the nodes "
+            "of the others, and try again"
+        )
+    return sorted(agreed, key=lambda reply: -int(reply["accepted"]))
+
+
+def _name(reply: Reply) -> bytes:
+    """A digest of all that a member hands out, so that a lie about any of it does not count for the honest ones."""
+    about = {name: reply[f"sum-{name}"] for name in HANDED_OUT}
+    hashed = hashlib.sha256(json.dumps({**about, "accepted": reply["accepted"]}, sort_keys=True).encode())
+    for name, array in sorted(reply["arrays"].items()):
+        hashed.update(json.dumps([name, array.dtype.str, list(array.shape)]).encode())
+        hashed.update(array.tobytes())
+    return hashed.digest()

@@ -1,0 +1,59 @@
+"""Runs of a wrapped strategy over a Grid; import it after `pytest.importorskip("flwr")`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.serverapp import strategy as strategies
+
+from quorumark.canonical import canonical
+from quorumark.consortium.files import write_private
+from quorumark.errors import RoundError
+from quorumark.flower import watermarked
+from tests.kit.flowers import Consortium, Model, records_of
+
+SEED = 3
+
+
+def fedavg(nodes: int = 5, **options: Any) -> Any:
+    return strategies.FedAvg(min_train_nodes=nodes, min_available_nodes=nodes, **{"fraction_evaluate": 0.0, **options})
+
+
+def run(world: Consortium, grid: Any, rounds: int, inner: Any = None, **options: Any) -> tuple[Any, Model]:
+    """A wrapped run: the strategy with its reports, and the last model."""
+    wrapped = watermarked(inner or fedavg(len(grid.apps)), world.path, **{"seed": SEED, **options})
+    result = wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=rounds, timeout=60)
+    return wrapped, {name: np.asarray(array.numpy()).reshape(array.shape) for name, array in result.arrays.items()}
+
+
+def run_in_vain(world: Consortium, grid: Any, reason: str) -> Any:
+    """A wrapped run of one round that is given up: it says why, and gives no model that an app could save."""
+    wrapped = watermarked(fedavg(), world.path, seed=SEED)
+    with pytest.raises(RoundError, match=f"no round of this run was finished.*{reason}"):
+        wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
+    return wrapped
+
+
+def same(one: Model, two: Model) -> bool:
+    return one.keys() == two.keys() and all(
+        one[name].dtype == two[name].dtype and np.array_equal(one[name], two[name]) for name in one
+    )
+
+
+def as_stages(plan: dict[tuple[int, str], list[int]]) -> dict[tuple[int, str], list[int]]:
+    return {(r, "join" if stage == "train" else stage): points for (r, stage), points in plan.items()}
+
+
+class InOrder(strategies.FedAvg):  # type: ignore[misc]
+    """Sends to the nodes in their order, so that a test knows who comes first."""
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        messages = super().configure_train(server_round, arrays, config, grid)
+        return sorted(messages, key=lambda message: message.metadata.dst_node_id)
+
+
+def allow(world: Consortium, x: int) -> None:
+    policy = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 5}
+    write_private(world.home(x)[0].rules_path, canonical(policy))
