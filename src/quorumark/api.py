@@ -31,11 +31,11 @@ from rich.console import Console
 from quorumark.align.groups import Groups
 from quorumark.align.trace import derive_groups
 from quorumark.canonical import canonical
-from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.errors import InputError
+from quorumark.files import write_private, write_shared
 from quorumark.model.layout import ModelLayout, Source, write_safetensors
 from quorumark.model.suspect import Suspect
 from quorumark.node.journal import create_memory

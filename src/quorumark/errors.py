@@ -33,7 +33,7 @@ class QuorumarkError(Exception):
     """Base of everything that quorumark raises on purpose.
 
     Attributes:
-        reason: for what a record keeps, or a test asks for: a `quorumark.consortium.reasons.Reason`, or None.
+        reason: for what a record keeps, or a test asks for: a `quorumark.reasons.Reason`, or None.
     """
 
     reason: Any = None

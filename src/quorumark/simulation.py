@@ -39,12 +39,12 @@ from rich.live import Live
 from rich.table import Table
 
 from quorumark.checks import DAMAGED
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
+from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.round.history import History, research_seed
 from quorumark.round.member import RoundMember

@@ -14,11 +14,11 @@ from quorumark.align.groups import Group, Groups, Slot
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.policy import Policy
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Terms
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, RecordError
 from quorumark.model.layout import write_safetensors
+from quorumark.reasons import Reason
 from quorumark.setup.amend import propose
 from quorumark.verify.answer import answer
 from quorumark.verify.check import check_certificate

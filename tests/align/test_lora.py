@@ -21,12 +21,12 @@ from quorumark.align.fixed import Fixed, SingularError, inverse, times
 from quorumark.align.groups import Group, Groups, Mixing, Slot
 from quorumark.align.lora import Base, Factors, Gauged, Lora, _scalings, base_layout, find_factors, gauge, gauge_suspect
 from quorumark.consortium.policy import Policy
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import EvidenceError, InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
+from quorumark.reasons import Reason
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key
 from quorumark.verify.answer import answer

@@ -21,11 +21,11 @@ from quorumark.align import mixing, stream
 from quorumark.align.alignment import Alignment
 from quorumark.align.groups import Group, Groups, Slot, Stream
 from quorumark.align.procedure import align
-from quorumark.consortium.reasons import Reason
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import canonical_form
 from quorumark.model.suspect import read_suspect
+from quorumark.reasons import Reason
 from quorumark.research.known import TensorsInMemory
 from quorumark.verify.combine import combine
 from quorumark.verify.query import prepare

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from quorumark.consortium.files import locked, only_one, replacing
 from quorumark.errors import KeystoreError
+from quorumark.files import locked, only_one, replacing
 
 HOLD = """
 import sys
 from pathlib import Path
-from quorumark.consortium.files import locked
+from quorumark.files import locked
 with locked(Path(sys.argv[1]), wait=True):
     print("held", flush=True)
     sys.stdin.readline()
@@ -26,14 +26,14 @@ def test_every_atomic_write_and_every_lock_is_here(root: Path) -> None:
     """Another module that moves a file over another one, or locks one, has a variant of its own."""
     wrong = []
     for path in sorted((root / "src").rglob("*.py")):
-        if path.parts[-2:] == ("consortium", "files.py"):
+        if path.parts[-2:] == ("quorumark", "files.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             named = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Import, ast.ImportFrom)) else ""
             kept = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".partial")
             if kept or named in ("os.replace", "os.rename", "import fcntl", "tempfile.mkstemp"):
                 wrong.append(f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}")
-    assert not wrong, "use quorumark.consortium.files"
+    assert not wrong, "use quorumark.files"
 
 
 def test_a_lock_is_waited_for_or_refused(tmp_path: Path) -> None:

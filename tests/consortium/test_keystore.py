@@ -16,11 +16,11 @@ import pytest
 
 from quorumark import field
 from quorumark.consortium import keystore
-from quorumark.consortium.files import write_exchanged, write_shared
 from quorumark.consortium.keystore import CHUNK, SealedReader, SealedWriter, Unlock, read_sealed, write_sealed
 from quorumark.consortium.merkle import SALT_ELEMENTS, new_salt
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import InputError, KeystoreError
+from quorumark.files import write_exchanged, write_shared
 
 
 @pytest.fixture

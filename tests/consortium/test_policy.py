@@ -16,15 +16,16 @@ from typer.testing import CliRunner
 
 from quorumark.checks import plain_decimal
 from quorumark.cli import app
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Terms
 from quorumark.consortium.strength import Strength
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import InputError, QuorumarkError, RecordError
+from quorumark.files import write_shared
 from quorumark.model.layout import write_safetensors
 from quorumark.setup.amend import changes, propose
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.oracle import spelled
 
 PEOPLE = identities(5)
 D = 5000
@@ -91,7 +92,7 @@ def _json(terms: Terms) -> dict[str, Any]:
 
 
 def _read(body: dict[str, Any]) -> Terms:
-    return Terms.from_bytes(json.dumps(body).encode())
+    return Terms.from_bytes(spelled(body))
 
 
 # --- defaults ---------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from quorumark.align.groups import Group, Groups
 from quorumark.canonical import canonical
 from quorumark.cli import app
-from quorumark.consortium.files import write_private
 from quorumark.errors import EvidenceError, MessageError, QuorumarkError, RecordError
+from quorumark.files import write_private
 from quorumark.flower import make_key, verify_model
 from quorumark.model.layout import write_safetensors
 from quorumark.model.suspect import read_suspect
@@ -296,7 +296,7 @@ def test_a_base_model_need_not_be_sent(tmp_path: Path) -> None:
     assert verify_model(grid, world.reference, suspect, lora=True, with_base=False).finding.verdict == "PASSED"
 
 
-NAMES = ["../rules.json", "/root/x.npz", "..", ".", "", "a\nb", "a\0b", "x" * 300]
+NAMES = ["../rules.json", "/etc/x.npz", "..", ".", "", "a\nb", "a\0b", "x" * 300]
 
 
 @pytest.mark.parametrize("name", [f"suspect:{name}" for name in NAMES] + ["anchor:a/b", "base:a/b"])

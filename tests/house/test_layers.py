@@ -19,6 +19,8 @@ ORDER = [
     "quorumark.codec",
     "quorumark.checks",
     "quorumark.canonical",
+    "quorumark.files",
+    "quorumark.reasons",
     "quorumark.model",
     "quorumark.consortium",
     "quorumark.setup",

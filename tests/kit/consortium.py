@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
+from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.setup.inprocess import found

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.field import P
 from quorumark.model.suspect import SuspectFile
+from quorumark.reasons import Reason
 from quorumark.verify.evidence import Finding, Partial, Query
 from quorumark.verify.null import cosine_text, log10_bound, log10_p, raised_threshold, z_text
 from tests.kit.ceremony import NAMES, make_terms

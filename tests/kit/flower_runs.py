@@ -9,8 +9,8 @@ import pytest
 from flwr.serverapp import strategy as strategies
 
 from quorumark.canonical import canonical
-from quorumark.consortium.files import write_private
 from quorumark.errors import RoundError
+from quorumark.files import write_private
 from quorumark.flower import watermarked
 from tests.kit.flowers import Consortium, Model, records_of
 

@@ -40,13 +40,13 @@ from quorumark import field, shamir
 from quorumark.align.groups import Groups
 from quorumark.align.lora import Base, gauge_suspect
 from quorumark.align.procedure import align
-from quorumark.consortium.files import write_private
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_of
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter, share_root
 from quorumark.field import Vector
+from quorumark.files import write_private
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import STATISTICS, canonical_form
 from quorumark.model.suspect import read_suspect

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from quorumark import field
-from quorumark.consortium import archive, files, keystore
+from quorumark import field, files
+from quorumark.consortium import archive, keystore
 from quorumark.consortium.home import HomeFolder
 from tests.kit.ceremony_folder import Consortium
 

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quorumark.consortium.reasons import Reason
 from quorumark.errors import InputError, LayoutError, MissingDependencyError
 from quorumark.model import tensors
 from quorumark.model.layout import BFLOAT16, ModelLayout, write_safetensors
 from quorumark.model.suspect import Cast, Suspect, SuspectFile, match_layout, non_finite, read_suspect
+from quorumark.reasons import Reason
 from tests.kit.suspects import (
     LAYOUT,
     as_checkpoint,

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import RecordError
 from quorumark.model.suspect import SuspectFile
+from quorumark.reasons import Reason
 from quorumark.report import certificate_page, write_page
 from quorumark.report.plot import draw
 from quorumark.report.texts import sentences

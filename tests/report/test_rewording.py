@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from quorumark.cli import app
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.reasons import CODES, KINDS, Reason, Value
 from quorumark.errors import GuardError
+from quorumark.reasons import CODES, KINDS, Reason, Value
 from quorumark.report import certificate_page, texts
 from quorumark.verify.answer import answer, answer_with
 from quorumark.verify.audit import check_audit

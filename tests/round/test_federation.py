@@ -19,7 +19,6 @@ from rich.console import Console
 from quorumark import codec, field, shamir
 from quorumark import simulation as federation_module
 from quorumark.canonical import canonical
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import anchor_digest, anchor_of
@@ -27,6 +26,7 @@ from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.consortium.succession import check_follows
 from quorumark.errors import InputError, MessageError, RecordError, RoundError
 from quorumark.field import Vector
+from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, read_safetensors
 from quorumark.round import member as member_module
 from quorumark.round import server as server_module

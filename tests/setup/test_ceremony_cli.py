@@ -20,7 +20,6 @@ from quorumark import field, shamir
 from quorumark.cli import app
 from quorumark.consortium import home as home_module
 from quorumark.consortium import keystore
-from quorumark.consortium.files import only_one, write_private
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, verify_manifest
 from quorumark.consortium.keystore import Unlock
@@ -28,6 +27,7 @@ from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Terms
 from quorumark.consortium.strength import Strength
 from quorumark.errors import MessageError, QuorumarkError
+from quorumark.files import only_one, write_private
 from quorumark.setup import recover as recover_module
 from tests.kit.ceremony_folder import Consortium
 from tests.kit.oracle import spelled

@@ -28,12 +28,12 @@ from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import Opening, Tree, new_salt, salt_seed
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import InputError, RecordError, SignatureError
 from quorumark.field import P
 from quorumark.model.statistic import vector_digest
+from quorumark.reasons import Reason
 from quorumark.setup.amend import propose
 from quorumark.setup.dealer import accept, deal
 from quorumark.setup.dkg import DkgMember

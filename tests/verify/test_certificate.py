@@ -23,9 +23,9 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from quorumark.canonical import canonical, digest
 from quorumark.consortium.identity import Identity, verify, verify_manifest
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, QuorumarkError, RecordError, SignatureError
+from quorumark.reasons import Reason
 from quorumark.shamir import decode
 from quorumark.verify.certificate import PAYLOAD_TYPE, Certificate, verify_signatures
 from quorumark.verify.check import check_certificate

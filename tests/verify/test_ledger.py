@@ -21,9 +21,9 @@ from quorumark.canonical import canonical
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.policy import Policy
-from quorumark.consortium.reasons import Reason
 from quorumark.errors import EvidenceError, GuardError, InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.model.statistic import vector_digest
+from quorumark.reasons import Reason
 from quorumark.verify import ledger as ledger_module
 from quorumark.verify.combine import reconcile
 from quorumark.verify.evidence import Partial, now
@@ -195,7 +195,7 @@ KILLED = """
 import contextlib, os, signal, sys
 from pathlib import Path
 import numpy as np
-from quorumark.consortium import files
+from quorumark import files
 from quorumark.consortium import keystore
 from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.records import Manifest
@@ -429,7 +429,7 @@ def test_rules_are_read_strictly(tmp_path: Path) -> None:
         ({"max_answers": -1}, "must be an integer"),
         ({"statistics": "balanced-anchor/v1"}, "list of strings"),
         ({"statistics": [1]}, "list of strings"),
-        ({"statistic": []}, "unknown critical field 'statistic'"),
+        ({"statistic": []}, "unknown field 'statistic'"),
         ({"max_queries_per_day": True}, "whole number"),
         ({"max_queries_per_day": None}, "must have max_queries_per_day"),
         ({"max_answers": -1}, "whole number"),

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from quorumark.canonical import canonical
 from quorumark.consortium.archive import leaf_count
-from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.merkle import Opening
 from quorumark.consortium.policy import Policy
-from quorumark.consortium.reasons import Reason
 from quorumark.errors import EvidenceError, QuorumarkError, RecordError
+from quorumark.files import write_private, write_shared
 from quorumark.model.suspect import read_suspect
 from quorumark.node.member import MemberNode
 from quorumark.node.queries import pack_query
+from quorumark.reasons import Reason
 from quorumark.setup.exchange import reshare
 from quorumark.verify import opening
 from quorumark.verify.answer import answer

@@ -15,7 +15,6 @@ import pytest
 
 from quorumark import shamir
 from quorumark.canonical import canonical
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo, ShareWriter
 from quorumark.errors import (
@@ -30,6 +29,7 @@ from quorumark.errors import (
 from quorumark.field import P
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import inner_product
+from quorumark.reasons import Reason
 from quorumark.report.texts import sentences
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.setup.inprocess import deal_key

@@ -28,13 +28,13 @@ from quorumark.align.groups import Groups
 from quorumark.align.procedure import align
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_hex, is_text, require, take
-from quorumark.consortium.reasons import Reason, printable
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order
 from quorumark.model.statistic import KEPT, Model, bits_of, median_exponent, scales_of
 from quorumark.model.suspect import Match, Suspect, match_layout, peeled
 from quorumark.model.tensors import TensorInfo, spans
+from quorumark.reasons import Reason, printable
 
 __all__ = [
     "PROCEDURE",

@@ -55,8 +55,8 @@ def challenge(
     json: Json = False,
 ) -> None:
     """Pick the pieces of the shares that members are to open: for anyone who doubts them, after the certificate."""
-    from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError
+    from quorumark.files import write_shared
     from quorumark.verify.challenge import challenge as draw
     from quorumark.verify.opening import LIFE
     from quorumark.verify.reference import read_chain
@@ -100,9 +100,9 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.errors import EvidenceError
+    from quorumark.files import write_shared
     from quorumark.verify.challenge import Challenge
     from quorumark.verify.ledger import Ledger
     from quorumark.verify.opening import open_leaves
@@ -193,8 +193,8 @@ def check(
 
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import read_as, read_file
+    from quorumark.files import write_shared
     from quorumark.report.texts import sentences
     from quorumark.verify.audit import check_audit
     from quorumark.verify.challenge import Challenge

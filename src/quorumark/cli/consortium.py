@@ -64,7 +64,6 @@ def create(
 
     from quorumark.align.groups import Groups
     from quorumark.align.lora import base_layout
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
     from quorumark.consortium.policy import Policy
@@ -75,6 +74,7 @@ def create(
     )
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
+    from quorumark.files import write_shared
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.model.suspect import read_suspect
     from quorumark.verify.reference import describe_lora
@@ -206,11 +206,11 @@ def amend(
     consortium: Which = None,
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Card
     from quorumark.errors import InputError
+    from quorumark.files import write_shared
     from quorumark.setup.amend import changes, needs_new_shares, propose
 
     def pairs(option: str, texts: list[str] | None) -> dict[str, str]:

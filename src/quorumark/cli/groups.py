@@ -23,8 +23,8 @@ def groups(
     RMSNorms that can be turned as a whole.
     """
     from quorumark.align.trace import derive_groups
-    from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError
+    from quorumark.files import write_shared
     from quorumark.model.layout import ModelLayout
     from quorumark.model.usercode import example_inputs, load_function, told_by
 

@@ -200,8 +200,8 @@ def table(
     check: Annotated[bool, typer.Option("--check", help="Fail if the page is not what the results say.")] = False,
 ) -> None:
     """Make docs/results.md from the result files."""
-    from quorumark.consortium.files import write_shared
     from quorumark.errors import InputError, RecordError
+    from quorumark.files import write_shared
     from quorumark.research.lab.attacked import section
     from quorumark.research.lab.config import configurations, read
     from quorumark.research.lab.page import attack_section, page

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from quorumark.consortium.home import ConsortiumFolder
-    from quorumark.consortium.reasons import Reason
     from quorumark.consortium.records import Terms
+    from quorumark.reasons import Reason
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Query
     from quorumark.verify.proof import Audit
@@ -91,8 +91,8 @@ def prepare(
 
     Exits with 2, INCONCLUSIVE, if the suspect does not fit the consortium's model.
     """
-    from quorumark.consortium.files import write_shared
     from quorumark.errors import InconclusiveError
+    from quorumark.files import write_shared
     from quorumark.report.texts import sentences
     from quorumark.verify.query import prepare as prepare_query
 
@@ -150,8 +150,8 @@ def partial(
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
     too much. Without --approve and without a HOME/rules.json that allows it, you are asked.
     """
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.files import write_shared
     from quorumark.verify.answer import answer
     from quorumark.verify.evidence import Query
 
@@ -207,9 +207,9 @@ def combine(
 
     Exits with the code of the verdict. A certificate that somebody has signed is not written over.
     """
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import read_as, read_file
     from quorumark.errors import EvidenceError, InputError, QuorumarkError
+    from quorumark.files import write_shared
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.combine import combine as combine_partials
     from quorumark.verify.evidence import Partial, Query
@@ -246,8 +246,8 @@ def sign(
     json: Json = False,
 ) -> None:
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import HomeFolder
+    from quorumark.files import write_shared
     from quorumark.verify.check import sign as sign_certificate
 
     member = HomeFolder(home)
@@ -319,7 +319,7 @@ def check(
 def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
     from quorumark.consortium.home import HomeFolder
-    from quorumark.consortium.reasons import Reason
+    from quorumark.reasons import Reason
     from quorumark.report.texts import sentence
     from quorumark.verify.guard import budget
     from quorumark.verify.ledger import Ledger

@@ -26,12 +26,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field
 from quorumark.canonical import canonical, digest, parse
-from quorumark.consortium.files import replacing
 from quorumark.consortium.merkle import Opening, Tree, levels_of, path_of, root_of, salt_seed
 from quorumark.consortium.records import ARCHIVE_KEY, Manifest
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import KeystoreError, RecordError
 from quorumark.field import Vector, derive_key
+from quorumark.files import replacing
 
 __all__ = ["Archive", "key_place", "leaf_count", "write_archive"]
 

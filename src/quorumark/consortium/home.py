@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 
 from quorumark.canonical import canonical, parse
 from quorumark.checks import DAMAGED
-from quorumark.consortium.files import replacing, write_private, write_shared
 from quorumark.consortium.identity import Identity, verify_chain
 from quorumark.consortium.keystore import SealedReader, Unlock, read_sealed, write_sealed
 from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
+from quorumark.files import replacing, write_private, write_shared
 
 __all__ = ["ConsortiumFolder", "HomeFolder", "follow_back", "history_name"]
 

@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from quorumark.canonical import canonical, parse
-from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.identity import Identity, exchange
 from quorumark.errors import InputError, KeystoreError, MessageError, RecordError
 from quorumark.field import KEY_BYTES, derive_key
+from quorumark.files import replacing, write_private
 
 __all__ = ["SealedReader", "SealedWriter", "Unlock", "read_sealed", "write_sealed"]
 

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec
-from quorumark.consortium.files import replacing
 from quorumark.errors import EncodingError, InputError, KeystoreError, LayoutError
 from quorumark.field import Vector
+from quorumark.files import replacing
 
 __all__ = ["DEFAULT_EXCLUDE", "ModelLayout", "TensorSpec", "read_safetensors", "write_safetensors"]
 

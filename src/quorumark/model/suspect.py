@@ -38,11 +38,11 @@ from numpy.typing import NDArray
 
 from quorumark.canonical import canonical, digest
 from quorumark.checks import DAMAGED, is_count, is_hex, is_text, require
-from quorumark.consortium.reasons import Reason, Value, printable
 from quorumark.errors import InputError, LayoutError
 from quorumark.field import parallel
 from quorumark.model.layout import _DTYPES, FLOATS, ModelLayout, TensorSpec, _open, _some
 from quorumark.model.tensors import FLOAT8, KINDS, STORED, Stored, TensorInfo, decode, in_memory, open_source, spans
+from quorumark.reasons import Reason, Value, printable
 
 __all__ = ["Cast", "Match", "Suspect", "SuspectFile", "TensorInfo", "match_layout", "non_finite", "read_suspect"]
 

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from quorumark import field
 from quorumark.canonical import canonical, parse
-from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
@@ -38,6 +37,7 @@ from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
+from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState, model_digest

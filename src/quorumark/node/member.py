@@ -35,12 +35,12 @@ from numpy.typing import NDArray
 
 from quorumark.canonical import digest
 from quorumark.checks import is_hex
-from quorumark.consortium.files import only_one, write_private
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.files import only_one, write_private
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, read_count, rounds_folder
 from quorumark.node.queries import unpack_query

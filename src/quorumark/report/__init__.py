@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import TYPE_CHECKING, Any
 
-from quorumark.consortium.files import write_shared
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError
+from quorumark.files import write_shared
+from quorumark.reasons import Reason
 from quorumark.report.plot import draw
 from quorumark.report.texts import PHRASES, about_charges, about_left_out, sentences
 from quorumark.verify.certificate import Certificate

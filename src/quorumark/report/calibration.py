@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.consortium.files import write_shared
 from quorumark.errors import MissingDependencyError
+from quorumark.files import write_shared
 from quorumark.verify.calibration import Calibration
 
 __all__ = ["draw"]

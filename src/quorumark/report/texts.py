@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 
-from quorumark.consortium.reasons import CODES, Reason, Value
 from quorumark.consortium.records import Terms
+from quorumark.reasons import CODES, Reason, Value
 from quorumark.verify.evidence import Finding, Query
 from quorumark.verify.omissions import left_out
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import read_file
 from quorumark.errors import MissingDependencyError, RecordError
+from quorumark.files import write_shared
 from quorumark.research.rows import COLUMNS, ORIGINAL, Row, parsed_rows, table_text
 
 __all__ = [

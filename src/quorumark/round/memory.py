@@ -33,10 +33,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark.canonical import canonical
 from quorumark.checks import is_count
-from quorumark.consortium.files import only_one, write_private
 from quorumark.consortium.identity import Identity
 from quorumark.errors import InputError, KeystoreError, RoundError
 from quorumark.field import derive_key
+from quorumark.files import only_one, write_private
 from quorumark.round.group import Group
 
 __all__ = ["FolderState", "MemoryState", "State"]

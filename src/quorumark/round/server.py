@@ -33,11 +33,11 @@ from numpy.typing import NDArray
 from quorumark import field
 from quorumark.canonical import canonical, parse
 from quorumark.checks import DAMAGED
-from quorumark.consortium.files import replacing, write_private
 from quorumark.consortium.home import read_array, read_file
 from quorumark.consortium.records import Manifest
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
+from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, MarkState

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quorumark.consortium.files import only_one, write_shared
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, follow_back, read_file
 from quorumark.consortium.identity import verify, verify_card, verify_chain
 from quorumark.consortium.keystore import Unlock
@@ -24,6 +23,7 @@ from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Card, Manifest, Member, Terms
 from quorumark.consortium.succession import check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError
+from quorumark.files import only_one, write_shared
 from quorumark.setup.chain import chain_for_newcomer, show_chain
 
 __all__ = ["changes", "propose", "sign", "successor", "update"]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from quorumark.consortium.files import write_exchanged
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, follow_back, history_name, read_as, read_exchanged
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, RecordError
+from quorumark.files import write_exchanged
 
 __all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from quorumark import field, shamir
 from quorumark.canonical import digest
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import HomeFolder, read_as, read_file
 from quorumark.consortium.identity import verify, verify_manifest
 from quorumark.consortium.keystore import Unlock
@@ -31,6 +30,7 @@ from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.errors import CeremonyError, RecordError, SignatureError
 from quorumark.field import Stream
+from quorumark.files import write_shared
 
 __all__ = ["accept", "check_commitment", "commitment", "deal", "draw_key", "draw_normal"]
 

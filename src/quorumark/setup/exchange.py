@@ -28,7 +28,6 @@ from typing import Any, Generic, TypeVar
 
 from quorumark.canonical import canonical, digest, parse
 from quorumark.consortium.archive import leaf_count, write_archive
-from quorumark.consortium.files import only_one, write_exchanged, write_private, write_shared
 from quorumark.consortium.home import UNDER_WAY, ConsortiumFolder, HomeFolder, read_exchanged, read_file
 from quorumark.consortium.identity import Header, Identity, open_message
 from quorumark.consortium.keystore import SealedReader, Unlock, read_sealed, write_sealed
@@ -36,6 +35,7 @@ from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, MessageError, RecordError
+from quorumark.files import only_one, write_exchanged, write_private, write_shared
 from quorumark.setup.ceremony import Ceremony
 from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
 from quorumark.setup.check import CheckMember

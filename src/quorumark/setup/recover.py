@@ -27,7 +27,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from quorumark import field, shamir
 from quorumark.canonical import canonical, parse
 from quorumark.checks import take
-from quorumark.consortium.files import only_one, write_shared
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_file
 from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
 from quorumark.consortium.keystore import Unlock, read_sealed, write_sealed
@@ -36,6 +35,7 @@ from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key
+from quorumark.files import only_one, write_shared
 
 __all__ = ["finish", "help_recover", "request"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from quorumark import field, shamir
-from quorumark.consortium.files import write_private
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, ShareError
+from quorumark.files import write_private
 from quorumark.setup.dealer import check_commitment
 
 __all__ = ["reconstruct_key"]

@@ -34,11 +34,11 @@ from quorumark import shamir
 from quorumark.checks import require
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.identity import verify_chain
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import InputError, ShareError
 from quorumark.field import Vector
 from quorumark.model.statistic import vector_digest
+from quorumark.reasons import Reason
 from quorumark.verify.challenge import (
     PROOF,
     Challenge,

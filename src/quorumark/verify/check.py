@@ -8,11 +8,11 @@ from decimal import Decimal
 from quorumark.align.lora import is_whole
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import EvidenceError
 from quorumark.model.layout import Source
 from quorumark.model.suspect import Suspect, read_suspect
+from quorumark.reasons import Reason
 from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.combine import again
 from quorumark.verify.evidence import Finding, Query

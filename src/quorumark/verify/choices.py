@@ -21,7 +21,7 @@ from fractions import Fraction
 from math import comb, prod
 
 from quorumark.checks import require
-from quorumark.consortium.reasons import Reason
+from quorumark.reasons import Reason
 from quorumark.verify.challenge import Challenge
 from quorumark.verify.evidence import Query
 from quorumark.verify.omissions import MOST_SEEDS

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from quorumark import shamir
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import DecodingError, EvidenceError, InputError
 from quorumark.field import P
+from quorumark.reasons import Reason
 from quorumark.verify import null
 from quorumark.verify.evidence import Finding, Partial, Query, now
 from quorumark.verify.guard import budget

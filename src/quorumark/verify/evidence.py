@@ -21,11 +21,11 @@ from typing import Any, ClassVar, Self
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.consortium.identity import Identity, verify
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Terms
 from quorumark.field import P
 from quorumark.model.statistic import vector_digest
 from quorumark.model.suspect import SuspectFile
+from quorumark.reasons import Reason
 
 __all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "Signed", "now", "vector_digest"]
 

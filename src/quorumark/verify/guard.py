@@ -44,10 +44,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.consortium.policy import Policy
-from quorumark.consortium.reasons import Reason, Value
 from quorumark.consortium.records import Manifest
 from quorumark.errors import GuardError, KeystoreError
 from quorumark.model.statistic import norms, vector_digest
+from quorumark.reasons import Reason, Value
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
 from quorumark.verify.ledger import Ledger

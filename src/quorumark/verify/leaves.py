@@ -18,10 +18,10 @@ from quorumark import field as arithmetic
 from quorumark import shamir
 from quorumark.consortium.archive import Archive
 from quorumark.consortium.merkle import Opening, root_from
-from quorumark.consortium.reasons import Reason, printable
 from quorumark.consortium.records import ARCHIVE_KEY, Manifest, Terms
 from quorumark.errors import DecodingError, QuorumarkError, RecordError, SignatureError
 from quorumark.field import Stream, Vector
+from quorumark.reasons import Reason, printable
 from quorumark.verify.challenge import Challenge
 from quorumark.verify.opening import KeyOpening, ShareOpening
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_count, is_hex, is_text, is_time
-from quorumark.consortium.files import locked, write_private
 from quorumark.consortium.home import ConsortiumFolder, read_file
-from quorumark.consortium.reasons import Reason
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError, KeystoreError, RecordError
+from quorumark.files import locked, write_private
 from quorumark.model.statistic import vector_digest
+from quorumark.reasons import Reason
 from quorumark.verify.evidence import Query, now
 from quorumark.verify.vectors import Numbers, StoredVector
 

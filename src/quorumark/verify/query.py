@@ -20,12 +20,12 @@ from quorumark.align.alignment import PROCEDURE, Alignment
 from quorumark.align.groups import Groups
 from quorumark.align.lora import Lora, gauge_suspect
 from quorumark.align.procedure import align as align_suspect
-from quorumark.consortium.reasons import Reason, printable
 from quorumark.consortium.records import Terms
 from quorumark.errors import EvidenceError, InconclusiveError, InputError, RecordError
 from quorumark.model.layout import ModelLayout, Source
 from quorumark.model.statistic import Canonical, Model, canonical_form
 from quorumark.model.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
+from quorumark.reasons import Reason, printable
 from quorumark.verify.evidence import Query, now
 from quorumark.verify.reference import Reference
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.files import replacing
 from quorumark.errors import InputError, KeystoreError
+from quorumark.files import replacing
 
 __all__ = ["Numbers", "StoredVector"]
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from quorumark.canonical import digest
-from quorumark.consortium.files import write_shared
 from quorumark.consortium.home import HomeFolder, read_file
 from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RecordError
 from quorumark.field import Vector
+from quorumark.files import write_shared
 from quorumark.model.layout import read_safetensors
 from quorumark.model.suspect import read_suspect
 from quorumark.model.usercode import load_function

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from quorumark.consortium.files import write_shared
+from quorumark.files import write_shared
 
 __all__ = ["Row", "SetupRow", "compare", "setup_row", "write_rows"]
 

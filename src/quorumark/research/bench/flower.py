@@ -202,12 +202,12 @@ def _app(folder: Path, marked: bool) -> Any:
 
 def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]]) -> None:
     """Homes for all members, with shares from a dealer."""
-    from quorumark.consortium.files import write_shared
     from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.policy import Policy
     from quorumark.consortium.records import Terms, anchor_of, roster_of
     from quorumark.consortium.strength import Strength
+    from quorumark.files import write_shared
     from quorumark.model.layout import ModelLayout
     from quorumark.node.journal import create_memory
     from quorumark.setup.dealer import accept, deal

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quorumark.consortium.files import write_shared
 from quorumark.errors import InputError, MissingDependencyError
+from quorumark.files import write_shared
 
 _NEEDED = {"role", "members", "size", "seconds", "communication_seconds", "paper_seconds", "paper_best_seconds"}
 # Okabe and Ito's palette, which colour-blind readers tell apart; line and marker differ as well

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field
-from quorumark.consortium.files import write_private, write_shared
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import new_salt
 from quorumark.consortium.records import Genesis, Manifest, Terms, anchor_of, roster_of
 from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
+from quorumark.files import write_private, write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form, inner_product
 from quorumark.research.bench import Row, compare

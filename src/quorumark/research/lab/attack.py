@@ -27,8 +27,8 @@ from torch import Tensor
 from quorumark.align.groups import Groups
 from quorumark.align.procedure import align
 from quorumark.align.trace import derive_groups
-from quorumark.consortium.files import replacing
 from quorumark.errors import InconclusiveError, InputError
+from quorumark.files import replacing
 from quorumark.research.attacks import Target, chain
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.research.lab import data, models

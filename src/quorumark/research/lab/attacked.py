@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quorumark.consortium.files import write_shared
 from quorumark.errors import RecordError
+from quorumark.files import write_shared
 from quorumark.research.lab.results import BALANCED, read_result
 from quorumark.research.lab.tables import table
 from quorumark.research.rows import ORIGINAL, Row, parsed_rows, table_text

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quorumark.consortium.files import replacing
 from quorumark.errors import RecordError, RoundError
+from quorumark.files import replacing
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import augment, data, models

@@ -12,8 +12,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quorumark.consortium.files import write_shared
 from quorumark.errors import InputError, RecordError
+from quorumark.files import write_shared
 from quorumark.research.lab.config import TASKS, Configuration, Settings
 
 if TYPE_CHECKING:

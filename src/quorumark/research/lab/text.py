@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.consortium.files import replacing
 from quorumark.errors import InputError, MissingDependencyError
+from quorumark.files import replacing
 
 __all__ = ["Corpus", "Text", "Tokenizer", "blocks", "corpus", "read_text", "texts", "tokens"]
 

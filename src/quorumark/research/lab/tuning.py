@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quorumark.consortium.files import replacing
 from quorumark.errors import InputError, RecordError
+from quorumark.files import replacing
 from quorumark.model.layout import write_safetensors
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import data, text
