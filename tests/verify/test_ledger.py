@@ -430,12 +430,6 @@ def test_rules_are_read_strictly(tmp_path: Path) -> None:
         ({"statistics": "balanced-anchor/v1"}, "list of strings"),
         ({"statistics": [1]}, "list of strings"),
         ({"statistic": []}, "unknown field 'statistic'"),
-        ({"max_queries_per_day": True}, "whole number"),
-        ({"max_queries_per_day": None}, "must have max_queries_per_day"),
-        ({"max_answers": -1}, "whole number"),
-        ({"statistics": "balanced-anchor/v1"}, "list of texts"),
-        ({"statistics": [1]}, "list of texts"),
-        ({"statistic": []}, "unknown field 'statistic'"),
     ]
     for change, text in changes:
         path.write_text(json.dumps({**good, **change}))
