@@ -178,17 +178,19 @@ class Federation(Simulation):
         losses: Losses | Mapping[tuple[Any, ...], Iterable[int]] | None = None,
         seed: int | None = None,
         folder: str | os.PathLike[str] | None = None,
+        layout: ModelLayout | None = None,
     ) -> Self:
         """All members from their homes, in the order of the roster; `data[i]` is what `train` gets at home i.
 
         `train(weights, data)` gives weights; it may also take `seed`, `round_no` and `rate`. With a `folder`, every
         round is kept, and a run that was killed goes on. `losses` loses members on purpose, to try what happens then:
-        {(round, stage): points} with the stages train, upload and unmask.
+        {(round, stage): points} with the stages train, upload and unmask. `layout`: the one that the terms were made
+        with, if that was not the model's default.
         """
         if len(homes) != len(data):
             raise InputError("data", f"must have one entry for each of the {len(homes)} homes", len(data))
         manifest = homes[0].manifest
-        layout = ModelLayout.of(model)
+        layout = layout or ModelLayout.of(model)
         members = {}
         for home, own in zip(homes, data, strict=True):
             identity = home.folder.identity(home.unlock)
@@ -213,10 +215,11 @@ class Reference(PublicSide):
         member: Home,
         model: Mapping[str, Any],
         groups: Groups | None = None,
+        layout: ModelLayout | None = None,
     ) -> Self:
         """Writes what anybody needs who verifies: the manifests, the layout, the initial model, the groups."""
         place, out = member.consortium(), Path(folder)
-        cls.write_agreed(out, place.terms(), model, groups)
+        cls.write_agreed(out, place.terms(), model, groups, layout)
         if (place.path / "history").is_dir():
             shutil.copytree(place.path / "history", out / "history", dirs_exist_ok=True)
         write_shared(out / "consortium.json", place.manifest().to_bytes())
@@ -224,13 +227,17 @@ class Reference(PublicSide):
 
     @staticmethod
     def write_agreed(
-        folder: str | os.PathLike[str], terms: Terms, model: Mapping[str, Any], groups: Groups | None = None
+        folder: str | os.PathLike[str],
+        terms: Terms,
+        model: Mapping[str, Any],
+        groups: Groups | None = None,
+        layout: ModelLayout | None = None,
     ) -> None:
         """Writes what is agreed on before there is a key: the terms, the layout, the initial model, the groups."""
         out = Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         write_shared(out / "terms.json", terms.to_bytes())
-        write_shared(out / LAYOUT, ModelLayout.of(model).to_bytes())
+        write_shared(out / LAYOUT, (layout or ModelLayout.of(model)).to_bytes())
         write_safetensors(_arrays(model), out / ANCHOR)
         if groups is not None:
             write_shared(out / GROUPS, groups.to_bytes())
@@ -265,7 +272,7 @@ class Reference(PublicSide):
 
 def _unlock(key_file: str | os.PathLike[str] | None, passphrase: str) -> Unlock:
     if (key_file is None) == (not passphrase):
-        raise InputError("key_file, passphrase", "must be given one, not both", "both" if passphrase else "neither")
+        raise InputError("key_file, passphrase", "must be exactly one of the two", "both" if passphrase else "neither")
     return Unlock.passphrase(passphrase) if key_file is None else Unlock.key_file(key_file)
 
 

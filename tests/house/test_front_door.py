@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import quorumark as qm
-from quorumark.errors import EvidenceError, InputError, KeystoreError
+from quorumark.errors import EvidenceError, InputError, KeystoreError, RecordError
+from quorumark.model.layout import ModelLayout
 
 NAMES, EXAMPLES = ("Avon", "Birch", "Cedar"), (120, 100, 90)
 Model = dict[str, Any]
@@ -100,6 +101,18 @@ def test_the_readme_s_example_runs(root: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASSED ")
+
+
+def test_a_layout_of_one_s_own_goes_all_the_way(tmp_path: Path) -> None:
+    homes, model = make_homes(tmp_path), initial() | {"head.weight": np.ones((9, 160), np.float32)}
+    layout = ModelLayout.of(model, exclude=("head.*",))
+    terms = agree(homes, model, layout=layout)
+    qm.Home.make_key(homes, terms)
+    run = qm.Federation.of_homes(homes, model, train, data=(1, 2, 3), seed=5, layout=layout)
+    assert run.round().members == (1, 2, 3)
+    assert qm.Reference.publish(tmp_path / "public", homes[0], model, layout=layout).layout == layout
+    with pytest.raises(RecordError, match="layout is not the one that the manifest names"):
+        qm.Reference.publish(tmp_path / "other", homes[0], model)
 
 
 def test_every_home_gets_its_own_data(homes: list[qm.Home]) -> None:

@@ -467,7 +467,7 @@ def test_a_key_that_no_secret_can_be_shared_with_is_refused_by_name() -> None:
         net.server.take_ready(2, ready)
     net.announce([1, 3, 4])
     net.server._readies[2] = ready, "00" * 32
-    with pytest.raises(MessageError, match=f"{net.group.name(2)} shows a key of no use"):
+    with pytest.raises(MessageError, match=f"{net.group.name(2)} sent an invalid public key"):
         net.members[1].upload(net.members[1].plan(announcement(net, 1, net.members)), field.random(LENGTH))
     net.members[1].upload(net.members[1].plan(announcement(net, 1, [1, 3, 4])), field.random(LENGTH))
 

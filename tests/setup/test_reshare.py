@@ -498,7 +498,7 @@ def test_successors_that_are_not_allowed() -> None:
         ):
             check_follows(replace(good, terms=replace(good.terms, **{name: value})), first)  # type: ignore[arg-type]
     for name, value in (("name", "clinics"), ("key", "gaussian"), ("setup", "paper"), ("leaf", 512)):
-        with pytest.raises(RecordError, match=f"successor's {name} must not change: the key hangs on it"):
+        with pytest.raises(RecordError, match=f"successor's {name} must not change: the key depends on it"):
             check_follows(replace(good, terms=replace(good.terms, **{name: value})), first)  # type: ignore[arg-type]
     # nobody makes fewer members enough by signatures alone
     with pytest.raises(RecordError, match="must keep the threshold and the number of members"):

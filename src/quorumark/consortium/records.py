@@ -268,7 +268,7 @@ def streamed_anchor_digest(layout: str, length: int, pieces: Iterable[bytes | me
 
 @dataclass(frozen=True)
 class Genesis:
-    """What the key in use hangs on for ever: the first terms, the setup's session and the Merkle roots of all shares.
+    """What the key in use depends on for ever: the first terms, the setup's session and the Merkle roots of all shares.
 
     The sign whitening comes from here, so nobody could have fitted the key to a model that existed before.
     """

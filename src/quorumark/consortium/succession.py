@@ -11,7 +11,7 @@ from quorumark.consortium.records import Manifest, Terms
 __all__ = ["check_follows", "check_terms_follow", "is_warm_up", "quorum", "unchanged"]
 
 
-# what no successor may change: the key hangs on it
+# what no successor may change: the key depends on it
 _FIXED = ("name", "layout", "coordinates", "anchor", "buffers", "key", "setup", "leaf", "statistic")
 
 
@@ -51,7 +51,7 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
         require(
             getattr(terms, name) == getattr(before, name),
             f"a successor's {name}",
-            "must not change: the key hangs on it",
+            "must not change: the key depends on it",
         )
     # who may choose, once a suspect is known, how it is read and matched has many tries, and the null does not hold
     for what in Policy.FIXED:
@@ -78,7 +78,7 @@ def check_follows(manifest: Manifest, before: Manifest) -> None:
         first = before.terms.digest().hex() == genesis.terms and before.epoch == manifest.epoch == 0
         require(first, "a warm-up anchor", "must be named before any other change, and once")
         genesis = replace(genesis, anchor=manifest.terms.anchor)
-    require(manifest.genesis == genesis, "a successor's genesis", "must not change: the key hangs on it")
+    require(manifest.genesis == genesis, "a successor's genesis", "must not change: the key depends on it")
     require(manifest.commitment == before.commitment, "a successor's commitment", "must not change")
     stay = check_terms_follow(manifest.terms, before.terms)
     if manifest.epoch == before.epoch:

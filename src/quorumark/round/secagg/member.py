@@ -402,7 +402,7 @@ class SecAggMember:
                         self._shared[known] = exchange(private, key)
                 except MessageError:
                     raise MessageError(
-                        f"{self.group.name(point)} shows a key of no use (step 'secagg/ready')"
+                        f"{self.group.name(point)} sent an invalid public key (step 'secagg/ready')"
                     ) from None
                 # both the round's keys and the lasting ones: the first can be forgotten, the second say who
                 secret = self._shared[known] + self._lasting[point]

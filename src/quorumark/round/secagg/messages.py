@@ -61,7 +61,7 @@ class Upload:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Upload:
-        """Without copying the vector. What is inside is checked by whoever uses it."""
+        """Without copying the vector. The caller checks what is inside."""
         stop = 4 + int.from_bytes(data[:4], "big")
         start = stop + -stop % 8
         if len(data) <= start or (len(data) - start) % 8:
