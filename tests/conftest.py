@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before anything imports torch, here and in the processes that tests start: threads that wait for each other beside
+# another worker's double the work of small models. What is about threads sets their number itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
@@ -34,6 +39,22 @@ def no_power_cuts() -> Iterator[None]:
     os.fsync = os.fstat  # type: ignore[assignment]
     yield
     os.fsync = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """Typer makes all commands and options anew for every call: two thirds of what a command costs here."""
+    try:
+        import typer.main
+        import typer.testing
+    except ImportError:  # as above
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(typer.main.get_command)
+        patch.setattr(typer.main, "get_command", once)
+        patch.setattr(typer.testing, "_get_command", once)
+        yield
 
 
 @pytest.fixture(scope="session")

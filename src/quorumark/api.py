@@ -1,7 +1,8 @@
 """The front door, as `import quorumark as qm` opens it: everything that the README does, by six names.
 
     homes = [qm.Home.create(f"members/{name}", name, key_file=f"members/{name}.key") for name in names]
-    terms = qm.Terms.agree("hospitals", 3, [(home.card, examples) for home, examples in …], model)
+    groups = qm.derive_groups(net, example)
+    terms = qm.Terms.agree("hospitals", 3, [(home.card, examples) for home, examples in …], model, groups=groups)
     qm.Home.make_key(homes, terms)                                   # or, on each machine: home.setup(terms, folder)
     run = qm.Federation.of_homes(homes, model, train, data)
     for report in run.rounds(20): …
@@ -48,7 +49,9 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import check_certificate, sign
 from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Finding, Partial, Query
-from quorumark.verify.query import prepare
+from quorumark.verify.examine import Examined, examine
+from quorumark.verify.layered import Opened
+from quorumark.verify.query import AskLayers, prepare
 from quorumark.verify.reference import ANCHOR, GROUPS, LAYOUT
 from quorumark.verify.reference import Reference as PublicSide
 from quorumark.verify.rules import AnswerRules
@@ -100,7 +103,7 @@ class Home:
         return self.card.name
 
     def consortium(self, which: str | None = None) -> ConsortiumFolder:
-        """This member's place for a consortium, by the start of its id, or the only one there is."""
+        """This member's folder for a consortium, by the start of its id, or the only one there is."""
         return self.folder.only_consortium(which)
 
     @property
@@ -118,7 +121,7 @@ class Home:
         """
         until = time.monotonic() + wait
         while True:
-            progress = exchange.advance(self.folder, self.unlock, terms, folder, note)
+            progress = exchange.set_up(self.folder, self.unlock, terms, folder, note)
             if progress.manifest is not None or time.monotonic() >= until:
                 return progress.manifest
             time.sleep(min(_PAUSE, max(0.0, until - time.monotonic())))
@@ -131,7 +134,7 @@ class Home:
         earnest never do that unasked: two sums from one model can show the key (docs/secagg.md).
         """
         with tempfile.TemporaryDirectory(prefix="quorumark-setup-") as made:
-            manifest = inprocess.found([(h.folder, h.unlock) for h in homes], terms, Path(made) / "exchange")
+            manifest = inprocess.set_up_all([(h.folder, h.unlock) for h in homes], terms, Path(made) / "exchange")
         for home in homes if repeatable else ():
             create_memory(home.consortium(), home.folder.identity(home.unlock), simulation=True)
         return manifest
@@ -149,13 +152,23 @@ class Home:
         *,
         approve: bool = False,
         members: Collection[int] = (),
+        after: Certificate | None = None,
     ) -> Partial:
         """This member's answer ⟨x, its share⟩, after every check of the query; it goes into the member's ledger first.
 
         `approve`: a person has read what is asked. Without it only a standing rule of this home may approve. `members`
-        are those who will answer, if that is known.
+        are those who will answer, if that is known. `after`: for a query by layers, the certificate before it.
         """
-        return answer(self.folder, self.unlock, reference, suspect, query, approved=approve, members=members)
+        return answer(
+            self.folder, self.unlock, reference, suspect, query, approved=approve, members=members, after=after
+        )
+
+    def open(self, reference: PublicSide, query: Query, partials: Sequence[Partial]) -> Examined:
+        """Opens answers by layers that are sealed to this home (docs/layers.md): numbers by block, for its eyes only.
+
+        `examined.opened` is its signed word, for `Reference.combine`.
+        """
+        return examine(self.folder.identity(self.unlock), reference.manifest, query, partials)
 
     def sign(self, certificate: Certificate) -> Certificate:
         """The certificate with this member's signature, if it answered and agrees with what is in it."""
@@ -218,11 +231,11 @@ class Reference(PublicSide):
         layout: ModelLayout | None = None,
     ) -> Self:
         """Writes what anybody needs who verifies: the manifests, the layout, the initial model, the groups."""
-        place, out = member.consortium(), Path(folder)
-        cls.write_agreed(out, place.terms(), model, groups, layout)
-        if (place.path / "history").is_dir():
-            shutil.copytree(place.path / "history", out / "history", dirs_exist_ok=True)
-        write_shared(out / "consortium.json", place.manifest().to_bytes())
+        consortium, out = member.consortium(), Path(folder)
+        cls.write_agreed(out, consortium.terms(), model, groups, layout)
+        if (consortium.path / "history").is_dir():
+            shutil.copytree(consortium.path / "history", out / "history", dirs_exist_ok=True)
+        write_shared(out / "consortium.json", consortium.manifest().to_bytes())
         return cls.read(out / "consortium.json")
 
     @staticmethod
@@ -242,16 +255,29 @@ class Reference(PublicSide):
         if groups is not None:
             write_shared(out / GROUPS, groups.to_bytes())
 
-    def ask(self, suspect: Source | Suspect, *, align: bool = False, lora: bool = False) -> Query:
+    def ask(
+        self,
+        suspect: Source | Suspect,
+        *,
+        align: bool = False,
+        lora: bool = False,
+        after: Certificate | None = None,
+        examiner: Card | None = None,
+    ) -> Query:
         """The question whether a suspect is this consortium's: a small file that members answer.
 
-        `align`: its channels were moved or scaled (docs/alignment.md). `lora`: it is an adapter (docs/lora.md).
+        `align`: its channels were moved or scaled (docs/alignment.md). `lora`: it is an adapter (docs/lora.md). With
+        `after`, the certificate of the plain query that did not pass, and the card of an `examiner`, it asks layer by
+        layer (docs/layers.md).
         """
-        return prepare(self, suspect, align=align, lora=lora).query
+        if (after is None) != (examiner is None):
+            raise InputError("after, examiner", "must be given together, to ask by layers", "one of them")
+        layers = None if after is None or examiner is None else AskLayers.of(after, examiner)
+        return prepare(self, suspect, align=align, lora=lora, layers=layers).query
 
-    def combine(self, query: Query, partials: Sequence[Partial]) -> Certificate:
-        """What the answers say together, for those who answered to sign."""
-        return Certificate.of(combine(self.manifest, query, partials))
+    def combine(self, query: Query, partials: Sequence[Partial], *, opened: Opened | None = None) -> Certificate:
+        """What the answers say together, for those who answered to sign; by layers with the examiner's word."""
+        return Certificate.of(combine(self.manifest, query, partials, opened=opened))
 
     def check(
         self,

@@ -60,7 +60,7 @@ def encode_axpy(
     elif x.dtype != np.uint64:
         raise InputError("x", "must have dtype uint64", x.dtype)
     if out is not None and out is not x and np.may_share_memory(out, x):
-        raise InputError("out", "must be x itself or not overlap it", "an array that overlaps in part")
+        raise InputError("out", "must be x itself or not overlap it")
     addend = np.ascontiguousarray(x).reshape(-1)
     target = np.empty(flat.size, np.uint64) if out is None else _target(out, values)
     parallel.spread(lambda b, e: kernels.encode_axpy(flat[b:e], scale, factor, addend[b:e], target[b:e]), flat.size)
@@ -82,7 +82,7 @@ def decode(
     elif not isinstance(out, np.ndarray):
         raise InputError("out", "must be a numpy array", type(out).__name__)
     elif np.may_share_memory(out, x) or not out.flags.writeable:
-        raise InputError("out", "must be writable and not share memory with x", "an array that is not")
+        raise InputError("out", "must be writable and not share memory with x")
     elif out.dtype != np.dtype(dtype) or out.shape != x.shape or not out.flags.c_contiguous:
         raise InputError(
             "out", f"must be a contiguous {np.dtype(dtype)} array of shape {x.shape}", f"{out.dtype} {out.shape}"
@@ -137,6 +137,6 @@ def _refusal(flat: NDArray[Any], bound: Any, weight: float, name: str) -> Encodi
 def _target(out: Any, values: NDArray[Any]) -> Vector:
     field.check_output(out, values.shape)
     if np.may_share_memory(out, values):
-        raise InputError("out", "must not share memory with the values", "an overlapping array")
+        raise InputError("out", "must not share memory with the values")
     flat: Vector = out.reshape(-1)
     return flat

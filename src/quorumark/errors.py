@@ -13,6 +13,7 @@
     ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
     │   └── AnsweredError       a member has answered from this state: says in which round, and over whom
     ├── EvidenceError           a query, a partial or a certificate that is refused: names whose, and why
+    ├── StampError              a time stamp, or a request for one, that is refused: says why, with a code
     ├── InconclusiveError       a suspect that cannot be tested: says why
     ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
@@ -55,14 +56,14 @@ class InputError(QuorumarkError, ValueError):
     Attributes:
         argument: the argument's name, as the caller knows it.
         rule: what must hold.
-        received: what came instead, already as text.
+        received: what came instead, already as text; None where the rule says it all.
     """
 
-    def __init__(self, argument: str, rule: str, received: object) -> None:
+    def __init__(self, argument: str, rule: str, received: object = None) -> None:
         self.argument = argument
         self.rule = rule
-        self.received = str(received)
-        super().__init__(f"{argument} {rule}, but got {self.received}")
+        self.received = None if received is None else str(received)
+        super().__init__(f"{argument} {rule}" + ("" if received is None else f", but got {received}"))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[object, ...]]:
         return type(self), (self.argument, self.rule, self.received)  # so that it travels between processes
@@ -118,18 +119,23 @@ class AnsweredError(RoundError):
         round: the round in which it answered.
         members: the points of those whose sum it helped to open.
         halvings: how often the mark of that round was halved.
+        draw: how often the cohort of that round was drawn anew.
     """
 
-    def __init__(self, text: str, round_no: int, members: tuple[int, ...], halvings: int = 0) -> None:
-        self.round, self.members, self.halvings = round_no, members, halvings
+    def __init__(self, text: str, round_no: int, members: tuple[int, ...], halvings: int = 0, draw: int = 0) -> None:
+        self.round, self.members, self.halvings, self.draw = round_no, members, halvings, draw
         super().__init__(text)
 
     def __reduce__(self) -> tuple[type[AnsweredError], tuple[object, ...]]:
-        return type(self), (str(self), self.round, self.members, self.halvings)
+        return type(self), (str(self), self.round, self.members, self.halvings, self.draw)
 
 
 class EvidenceError(QuorumarkError):
     """A query, a partial or a certificate that is refused; the text names whose, and why."""
+
+
+class StampError(QuorumarkError):
+    """A time stamp, or a request for one, that is refused; the text says why, and `reason` in a code."""
 
 
 class InconclusiveError(QuorumarkError):

@@ -48,6 +48,7 @@ _OPENED = {"name": "text"}
 _READ = {"tensor": "text"}
 _Z = {"z": "decimal", "threshold": "decimal"}
 _SHOWN = {"claimed": "decimal", "predicted": "decimal", "tolerance": "decimal", "z": "decimal"}
+_DATED = {"what": "text", "authority": "text", "when": "text", "until": "text"}
 _EARLIER = {"query": "text", "answered": "text", "cosine": "decimal"}
 
 CODES: Mapping[str, Mapping[str, str]] = {
@@ -77,7 +78,6 @@ CODES: Mapping[str, Mapping[str, str]] = {
     "read.whole-model": {},
     "read.aligned": {"found": "count", "channels": "count", "moved": "count", "sweeps": "count"},
     "read.aligned-unsettled": {"found": "count", "channels": "count", "moved": "count", "sweeps": "count"},
-    "read.stream-signs": {},
     "read.stream-turned": {},
     "read.signs": {"lines": "count", "tensors": "count"},
     "read.unmixed": {"blocks": "count"},
@@ -86,6 +86,8 @@ CODES: Mapping[str, Mapping[str, str]] = {
     # why a suspect cannot be tested
     "untestable.empty": {},
     "untestable.coverage": {"covered": "count", "carriers": "count"},
+    "untestable.no-layers": {"coordinates": "count", "budget": "count"},
+    "untestable.narrow-blocks": {"broad": "count", "blocks": "count"},
     # why this verdict, and what limits it (`Finding.reasons`)
     "finding.passed": _Z,
     "finding.failed": _Z,
@@ -98,7 +100,14 @@ CODES: Mapping[str, Mapping[str, str]] = {
     "finding.corrected": {"partials": "count", "members": "texts", "liars": "count"},
     "finding.weights-missing": {"missing": "count", "carriers": "count"},
     "finding.alpha": {"alpha": "text"},
-    "finding.raised": {"failed": "count", "charged": "decimal", "threshold": "decimal"},
+    "finding.layers-passed": {"q": "decimal", "threshold": "decimal", "blocks": "count"},
+    "finding.layers-failed": {"q": "decimal", "threshold": "decimal", "blocks": "count"},
+    "finding.far-below": {"z": "decimal"},
+    "finding.next-align": {"threshold": "decimal"},
+    "finding.next-layers": {"blocks": "count", "left": "count", "threshold": "decimal"},
+    "finding.next-lora": {"threshold": "decimal"},
+    "finding.next-names": {},
+    "finding.raised": {"equations": "count", "charged": "decimal", "threshold": "decimal"},
     # what a member refuses to answer (the ledger's `refused`)
     "guard.manifest": {},
     "guard.vector": {},
@@ -114,6 +123,10 @@ CODES: Mapping[str, Mapping[str, str]] = {
     "guard.remainder": {"effective": "count", "least": "count"},
     "guard.adds-little": {"effective": "count", "least": "count", **_EARLIER},
     "guard.too-close": _EARLIER,
+    "guard.no-layers": {},
+    "guard.blocks": {},
+    "guard.narrow-blocks": {"broad": "count", "blocks": "count"},
+    "guard.passed-before": {},
     "guard.not-approved": {},
     "guard.per-day": {"allowed": "count", "answered": "count"},
     # what an audit shows (`AuditResult.reasons`)
@@ -135,6 +148,11 @@ CODES: Mapping[str, Mapping[str, str]] = {
     "audit.burnt-vouched": {"leaves": "count", "sources": "texts"},
     "audit.burnt-claimed": {"leaves": "count", "sources": "texts"},
     "audit.burnt-unexplained": {"leaves": "count"},
+    "audit.dated": {"authority": "text", "when": "text"},
+    "audit.older": {"when": "text", "appeared": "text"},
+    "audit.not-older": {"when": "text", "appeared": "text"},
+    "audit.no-roots": {"stamps": "count"},
+    "audit.undated": {},
     # what is wrong with a file that an audit goes on without (`AuditResult.faults`)
     "fault.opening-malformed": {"number": "count", "files": "count"},
     "fault.opening-of-nobody": {"point": "count"},
@@ -164,6 +182,31 @@ CODES: Mapping[str, Mapping[str, str]] = {
     "check.no-groups": {},
     "check.no-factors": {},
     "check.no-base": {},
+    "check.dated": _DATED,
+    "check.renewed": {"what": "text", "authorities": "texts"},
+    "check.stamp-untrusted": {"what": "text", "authority": "text"},
+    "check.stamp-expired": {"what": "text", "authority": "text", "expired": "text"},
+    "check.no-roots": {"what": "text", "stamps": "count"},
+    "check.undated": {"what": "text"},
+    # why a time stamp is refused
+    "stamp.too-large": {"bytes": "count", "most": "count"},
+    "stamp.malformed": {},
+    "stamp.unsorted": {},
+    "stamp.refused": {"status": "count"},
+    "stamp.hash": {},
+    "stamp.other-bytes": {},
+    "stamp.nonce": {},
+    "stamp.no-certificate": {},
+    "stamp.purpose": {"authority": "text"},
+    "stamp.signer": {"authority": "text"},
+    "stamp.untrusted": {"authority": "text"},
+    "stamp.not-valid-then": {"authority": "text", "time": "text"},
+    "stamp.signature": {},
+    "stamp.future": {"authority": "text", "time": "text"},
+    "stamp.expired": {"authority": "text", "expired": "text"},
+    "stamp.renewed-late": {"expired": "text", "renewed": "text"},
+    "stamp.renewed-early": {"time": "text", "renewed": "text"},
+    "stamp.twice": {},
 }
 """Every code, with the name and kind of each of its values. The part before the dot says where it belongs."""
 

@@ -62,7 +62,7 @@ def share(secret: Vector, threshold: int, members: int, out: Vector | None = Non
         out = np.empty((members, vector.size), np.uint64)
     field.check_output(out, (members, vector.size))
     if np.may_share_memory(out, vector):
-        raise InputError("out", "must not share memory with the secret", "an overlapping array")
+        raise InputError("out", "must not share memory with the secret")
     _share_into(vector, threshold, out)
     return out
 
@@ -157,7 +157,7 @@ def lagrange_matrix(points: Sequence[int], targets: Sequence[int], *, secret: bo
     xs = _check_points("points", points)
     targets = list(targets)
     if not targets:
-        raise InputError("targets", "must not be empty", "none")
+        raise InputError("targets", "must not be empty")
     known = [0, *xs] if secret else xs
     return np.array([_lagrange(known, _check_target("targets", target)) for target in targets], dtype=np.uint64)
 
@@ -205,9 +205,9 @@ class CompressedShare:
         _positive("length", self.length)
         _positive("block", self.block)
         if type(self.point) is not int or self.point not in range(1, self.members + 1):
-            raise InputError("point", f"must be a whole number in 1..{self.members}", repr(self.point))
+            raise InputError("point", f"must be an integer in 1..{self.members}", repr(self.point))
         if not isinstance(self.seed, bytes) or len(self.seed) != field.KEY_BYTES:
-            raise InputError("seed", f"must be {field.KEY_BYTES} bytes", "something else")
+            raise InputError("seed", f"must be {field.KEY_BYTES} bytes")
         expected = sum(part.stop - part.start for generated, part in self._blocks() if not generated)
         if not isinstance(self.values, np.ndarray) or self.values.shape != (expected,):
             received = getattr(self.values, "shape", type(self.values).__name__)
@@ -444,13 +444,13 @@ def check_degree(shares: Mapping[int, Vector], threshold: int) -> None:
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         received = repr(value) if isinstance(value, int) else type(value).__name__
-        raise InputError(name, "must be a whole number, at least 1", received)
+        raise InputError(name, "must be an integer, at least 1", received)
 
 
 def _check_threshold(threshold: object) -> None:
     if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 2:
         received = threshold if isinstance(threshold, int) else type(threshold).__name__  # never a secret by mistake
-        rule = "must be a whole number, at least 2 (with 1, everybody holds the secret)"
+        rule = "must be an integer, at least 2 (with 1, everybody holds the secret)"
         raise InputError("threshold", rule, received)
 
 
@@ -482,7 +482,7 @@ def _check_points(name: str, points: Sequence[int]) -> list[int]:
         raise InputError(name, "must be a sequence of points", type(points).__name__)
     xs = [int(field.check_scalar(name, x)) for x in points]
     if not xs:
-        raise InputError(name, "must name at least one point", "none")
+        raise InputError(name, "must name at least one point")
     if 0 in xs:
         raise InputError(name, "must not include 0, the point of the secret", "0")
     if len(set(xs)) != len(xs):

@@ -154,6 +154,7 @@ class RoundReport:
     `halvings`: how often the mark was halved because it was too strong for members. `held`: tensors that kept their
     weights, because the sum had a number there that no model may have: a member lied, or diverges. `silenced`: the
     share of the carriers that got no mark because something jumped in the round before (`quorumark.round.continuity`).
+    `expected_z`: what a verification of this round's model would give, give or take 1 (`quorumark.round.forecast`).
     """
 
     round: int
@@ -167,6 +168,7 @@ class RoundReport:
     held: tuple[str, ...] = ()
     silenced: float = 0.0
     rho: float = 0.0
+    expected_z: float = 0.0
     c: float = 0.0
     uploaded_bytes: int = 0
     seconds: dict[str, float] = dataclass_field(default_factory=dict)
@@ -203,9 +205,9 @@ class Federation:
             raise InputError("members", "must be of this manifest, each at its point", wrong or "none")
         kinds = {(member.marks, member.has_own_key) for member in members.values()}
         if len(kinds) != 1:
-            raise InputError("members", "must all mark, or none, and all with shares or all with keys", "a mixture")
+            raise InputError("members", "must all mark, or none, and all with shares or all with keys")
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 1 << 63):
-            raise InputError("seed", "must be a whole number from 0 to 2^63−1", repr(seed))
+            raise InputError("seed", "must be an integer from 0 to 2^63−1", repr(seed))
         self.manifest, self.layout, self.members = manifest, layout, dict(members)
         self.marks = next(iter(kinds))[0]
         self._evaluate, self._losses, self._seed = evaluate, losses or Losses(), seed
@@ -300,11 +302,13 @@ class Federation:
                 self.norms[number] = settled.norms
             for member in self.members.values():
                 member.accept(number, settled.encoded, settled.embedded, settled.norms)
-        report.rho = self.history.mark.rho / (1 << 32)
+        report.rho = server.rho
+        with timed(report, "forecast"):
+            report.expected_z = server.expected_z
 
     def _train_all(self, report: RoundReport) -> list[int]:
         """Everybody who is there trains; whose training fails is out of this round, and named."""
-        here = [x for x in self.group.cohort(self.server.round_no) if x in self.members]
+        here = [x for x in self.server.cohort if x in self.members]
         lost = self._losses.at(report.round, "train", 1, here)
         report.lost["train"] = tuple(sorted(lost))
         failed: Exception | None = None
@@ -316,7 +320,7 @@ class Federation:
                     self.members[x].begin(self.server.turn)
                     self.members[x].train(self.model, self._seed_for(x))
                 except AnsweredError as error:
-                    self.server.take_answered(x, error.round, error.members, error.halvings)
+                    self.server.take_answered(x, error.round, error.members, error.halvings, error.draw)
                     report.excluded[x] = without_values(error)
                 except QuorumarkError as error:
                     report.excluded[x] = without_values(error)
@@ -346,7 +350,7 @@ class Federation:
                 for x in server.members:
                     if x not in lost:
                         with _excluding(report, x):
-                            asked = server.told(x)
+                            asked = server.announced_to(x)
                             upload = self.members[x].upload(*asked)
                             report.uploaded_bytes += server.take_upload(x, upload.head, upload.vector)
             if not server.missing:
@@ -383,9 +387,11 @@ class Federation:
                 if stage == "again":
                     said[x] = {"answer": member.unmask(bytes.fromhex(requests[str(x)]))}
                 elif stage == "state":
-                    said[x] = {"answered": member.answered(bytes.fromhex(config["of-state"]))}
+                    answered, draw = member.answered(bytes.fromhex(config["of-state"]))
+                    said[x] = {"answered": answered, "of-draw": draw}
                 elif stage == "never":
-                    said[x] = {"never": member.never(bytes.fromhex(config["state"]), config["of-round"])}
+                    state, draw = bytes.fromhex(config["state"]), config.get("of-draw", 0)
+                    said[x] = {"never": member.never(state, config["of-round"], draw)}
         return said
 
     def _seed_for(self, point: int) -> int | None:
@@ -440,7 +446,7 @@ def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
     shown = run.reports[-last:]
     metrics = sorted({name for report in shown for name in report.metrics})
     stages = ("train", "upload", "unmask", "strength")
-    heads = ["round", *metrics, "members", "attempts", "mark", "ρ", *(f"{stage} s" for stage in stages)]
+    heads = ["round", *metrics, "members", "attempts", "mark", "ρ", "z", *(f"{stage} s" for stage in stages)]
     table = Table(*heads, title=f"{title}: round {run.round_no} of {rounds}", title_justify="left")
     for column in table.columns:
         column.justify = "right"
@@ -448,10 +454,11 @@ def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
         numbers = [f"{report.metrics[name]:.4f}" if name in report.metrics else "" for name in metrics]
         taken = [f"{report.seconds.get(stage, 0.0):.2f}" for stage in stages]
         if report.given_up:
-            table.add_row(str(report.round), *numbers, "given up", *[""] * (3 + len(stages)))
+            table.add_row(str(report.round), *numbers, "given up", *[""] * (4 + len(stages)))
             continue
-        counts = [str(len(report.members)), str(report.attempts), "yes" if report.marked else "no", f"{report.rho:.4f}"]
-        table.add_row(str(report.round), *numbers, *counts, *taken)
+        counts = [str(len(report.members)), str(report.attempts), "yes" if report.marked else "no"]
+        mark = [f"{report.rho:.4f}", f"{report.expected_z:.1f}"]
+        table.add_row(str(report.round), *numbers, *counts, *mark, *taken)
     return table
 
 
@@ -471,7 +478,7 @@ def without_values(error: QuorumarkError) -> str:
 
 @contextlib.contextmanager
 def _excluding(report: RoundReport, point: int) -> Iterator[None]:
-    """A member that refuses, or whose weights or messages are of no use, is out and named; the round goes on."""
+    """A member that refuses, or whose weights or messages cannot be used, is out and named; the round goes on."""
     try:
         yield
     except QuorumarkError as error:

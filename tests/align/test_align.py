@@ -285,7 +285,7 @@ def test_threads_change_nothing() -> None:
 
 
 def numbers(label: str, *shape: int) -> NDArray[np.float32]:
-    """Weights that are the same on every machine: whole numbers from a hash."""
+    """Weights that are the same on every machine: integers from a hash."""
     size = int(np.prod(shape))
     words = np.frombuffer(hashlib.shake_128(label.encode()).digest(2 * size), "<i2")
     return (words.astype(np.float32) / np.float32(32768)).reshape(shape)
@@ -303,7 +303,7 @@ def test_the_assignment_is_pinned() -> None:
     layout = ModelLayout.of(anchor)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
-    assert groups.digest() == "eca0250e0c5b051d02594ad155a6ed1bf79f48e91f6c0982a63dbf4ae6fb41a3"
+    assert groups.digest() == "60a2a5e8a852d6714aeb6de70706e4a21375f10c29f2a0276fffca419e209182"
     assert found.digest() == "d78011729db03f45789161b31035246d3cd9a2dfef3d94af00ef5bd13bb5d95f"
     assert found.stable
 
@@ -510,9 +510,7 @@ def test_halves_that_are_used_differently() -> None:
     assert (slots["one.weight"].count, slots["one.weight"].step) == (2, 4)
 
 
-def test_operations_that_are_not_understood_are_named() -> None:
-    with pytest.raises(LayoutError, match=r"operation 'cumsum' of this model is not understood.*do without groups"):
-        derive_groups(Odd(lambda x: x.cumsum(1)), torch.randn(2, 6))
+def test_only_a_module_has_groups() -> None:
     with pytest.raises(InputError, match="model must be a torch module"):
         derive_groups({}, torch.randn(2, 6))
 
@@ -584,7 +582,7 @@ def test_deep_models_whose_norms_compute_in_single_precision_have_groups() -> No
 
 
 def test_positions_that_become_floats_meet_frequencies_in_double_precision() -> None:
-    """As in rotary embeddings: whole numbers cast to float32 are multiplied with what was made double for the check."""
+    """As in rotary embeddings: integers cast to float32 are multiplied with what was made double for the check."""
 
     class Rotary(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quorumark.align.alignment import PROCEDURE
-from quorumark.align.groups import Group, Groups, Slot
+from quorumark.align.groups import Group, Groups
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.policy import Policy
@@ -28,22 +28,9 @@ from quorumark.verify.reference import Reference
 from tests.kit.commands import run
 from tests.kit.consortium import Tensors, World, anchor_model, make_world, trained_from
 from tests.kit.desk import Desk
+from tests.kit.disguises import CHANNELS, GROUPS, permuted
 
-# the model of tests/kit/consortium.py: 60 channels of the convolution, of which fc reads two places each
-CHANNELS = Group(60, (Slot("conv.weight", 0, 0, 1, 1, 1), Slot("fc.weight", 1, 0, 2, 2, 1)))
-GROUPS = Groups((CHANNELS,))
 AGREED = {"z": "6", "groups": GROUPS.digest()}
-
-
-def disguised(model: Tensors, seed: int = 5) -> Tensors:
-    """Channels permuted and rescaled."""
-    rng = np.random.default_rng(seed)
-    order, scale = rng.permutation(60), np.exp2(rng.integers(-3, 4, 60)).astype(np.float32)
-    return {
-        "conv.weight": (model["conv.weight"] * scale[:, None, None, None])[order],
-        "fc.weight": (model["fc.weight"].reshape(80, 60, 2) / scale[:, None])[:, order].reshape(80, 120),
-        "fc.bias": model["fc.bias"],
-    }
 
 
 def chosen(model: Tensors, channels: Any) -> Tensors:
@@ -84,7 +71,7 @@ def asked(world: World, suspect: Any, *, align: bool = True) -> Any:
 
 def test_a_disguise_fails_as_it_is_and_passes_aligned_with_the_same_z(world: World) -> None:
     original = prepare(world.reference, world.marked)
-    hidden = disguised(world.marked)
+    hidden = permuted(world.marked)
     as_it_is, aligned = asked(world, hidden, align=False), asked(world, hidden)
     assert as_it_is.verdict == "FAILED"
     assert abs(float(as_it_is.z)) < 5
@@ -96,7 +83,7 @@ def test_a_disguise_fails_as_it_is_and_passes_aligned_with_the_same_z(world: Wor
     reason = aligned.query.matching[-1]
     assert (reason.code, reason.values["found"], reason.values["channels"]) == ("read.aligned", 60, 60)
     # two questions: the first one, which did not pass, raised the threshold of the second; there were two ways to ask
-    assert (aligned.failed, aligned.charged, aligned.threshold) == (1, "6.114434", "7.114434")
+    assert (aligned.equations, aligned.charged, aligned.threshold) == (1, "6.114434", "7.114434")
     # where channels lie makes no difference at all: only rescaling costs a bit of rounding
     order = np.random.default_rng(2).permutation(60)
     assert prepare(world.reference, chosen(world.marked, order), align=True).form.digest == original.form.digest
@@ -104,13 +91,13 @@ def test_a_disguise_fails_as_it_is_and_passes_aligned_with_the_same_z(world: Wor
 
 def test_an_innocent_model_fails_aligned_too(world: World) -> None:
     """|z| < 5 fails once in two million."""
-    found = asked(world, disguised(trained_from(anchor_model(), 99)))
+    found = asked(world, permuted(trained_from(anchor_model(), 99)))
     assert found.verdict == "FAILED"
     assert abs(float(found.z)) < 5
 
 
 def test_removed_channels(world: World) -> None:
-    smaller = chosen(disguised(marked(world, 11)), np.arange(40))
+    smaller = chosen(permuted(marked(world, 11)), np.arange(40))
     with pytest.raises(InconclusiveError, match="does not fit the consortium's model: 0 of"):
         prepare(world.reference, smaller)
     found = asked(world, smaller)
@@ -146,7 +133,7 @@ def disguised_wide(model: Tensors) -> Tensors:
 
 
 def test_members_compute_the_alignment_themselves(world: World) -> None:
-    hidden = disguised(marked(world, 14), 6)
+    hidden = permuted(marked(world, 14), 6)
     query = prepare(world.reference, hidden, align=True).query
     without = replace(world.reference, groups=None)
     with pytest.raises(RecordError, match=r"put groups\.json beside the manifest"):
@@ -202,7 +189,7 @@ def test_a_consortium_without_groups(tmp_path: Path) -> None:
 
 def test_align_through_the_commands(world: World, tmp_path: Path, environment: dict[str, str]) -> None:
     desk = Desk(world, tmp_path, environment)
-    suspect = world.save(disguised(marked(world, 15), 8), "hidden.safetensors")
+    suspect = world.save(permuted(marked(world, 15), 8), "hidden.safetensors")
     query, nobody = desk.path("query.json"), ["--home", desk.path("nobody")]
     said = desk("prepare", suspect, "--align", "--out", query, *desk.reference, *nobody)
     assert "aligned to the anchor: 60 of 60 channels were found" in said.stdout
@@ -261,13 +248,23 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     shapes = {"0.weight": (6, 1, 3, 3), "0.bias": (6,), "3.weight": (4, 216), "3.bias": (4,)}
     write_safetensors({n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}, model)
     create = ["consortium", "create", "--name", "three", "--threshold", "2", *cards, "--model", str(model)]
+    refused = run(environment, *create, "--out", str(tmp_path / "terms"))
+    assert refused.returncode == 2
+    assert "--without-alignment" in refused.stderr
+    assert not (tmp_path / "terms").exists()
+    without = run(environment, *create, "--out", str(tmp_path / "without"), "--without-alignment")
+    assert "hides the whole mark" in without.stdout
+    shown = run(environment, "consortium", "show", str(tmp_path / "without" / "terms.json"))
+    assert "hides the" in shown.stdout
     done = run(environment, *create, "--out", str(tmp_path / "terms"), "--groups", out)
     assert done.returncode == 0, done.stderr
+    assert "are in groups" in done.stdout
     terms = Terms.from_bytes((tmp_path / "terms" / "terms.json").read_bytes())
     assert terms.policy == Policy(groups=found.digest())
     assert (tmp_path / "terms" / "groups.json").read_bytes() == Path(out).read_bytes()
     shown = run(environment, "consortium", "show", str(tmp_path / "terms" / "terms.json"))
     assert f"groups   {found.digest()}" in shown.stdout
+    assert "are in groups" in shown.stdout
     done = run(environment, *create, "--out", str(tmp_path / "others"), "--groups", words)
     assert "a group goes beyond the end of tensor '0.weight'" in done.stderr
     assert not (tmp_path / "others").exists()

@@ -1,4 +1,4 @@
-"""quorumark.align.lora: whoever re-factors, merges or re-extracts an adapter leaves its mark where it is."""
+"""quorumark.align.lora: re-factoring, merging or re-extracting an adapter leaves its mark where it is."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def z_of(world: World, suspect: Any) -> float:
     return world.known.z_of(prepare(world.reference, suspect, lora=True).form)
 
 
-# --- whole numbers ----------------------------------------------------------------------------------------
+# --- integers -----------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(-60, 60))
@@ -203,7 +203,7 @@ def zeros_of(*shape: int) -> Fixed:
 
 
 def test_products_of_floats_are_not_like_that() -> None:
-    """What the whole numbers are for: the last bits of a plain product depend on the order."""
+    """What the integers are for: the last bits of a plain product depend on the order."""
     rng = np.random.default_rng(0)
     one, two, order = rng.standard_normal((8, 300)), rng.standard_normal((300, 8)), rng.permutation(300)
     assert (one @ two != one[:, order] @ two[order]).any()
@@ -736,7 +736,7 @@ def test_the_description_travels() -> None:
 
 
 def test_a_description_that_does_not_fit_is_refused(world: World) -> None:
-    """Whoever agreed on it: with a sentence, when it is read, or when the base is needed."""
+    """Members who agreed on it are told: with a sentence, when it is read, or when the base is needed."""
     q, v = (next(layer for layer in LORA.layers if layer.down == down(name)) for name in "qv")
     rest = [layer for layer in LORA.layers if layer not in (q, v)]
 
@@ -779,9 +779,9 @@ def test_an_anchor_that_fixes_no_gauge_is_refused_at_the_beginning(
     card = tmp_path / "1.json"
     card.write_bytes(world.homes[0][0].card().to_bytes())
     done = run(
-        environment, "consortium", "create", "--name", "x", "--threshold", "1", "--member", str(card), "--model",
-        str(tmp_path / "initial.safetensors"), "--base", str(world.folder / "base.safetensors"), "--out",
-        str(tmp_path / "c"),
+        environment, "consortium", "create", "--without-alignment", "--name", "x", "--threshold", "1", "--member",
+        str(card), "--model", str(tmp_path / "initial.safetensors"), "--base",
+        str(world.folder / "base.safetensors"), "--out", str(tmp_path / "c"),
     )  # fmt: skip
     assert done.returncode != 0
     assert "fixes no gauge: start from a random A" in done.stderr
@@ -888,7 +888,15 @@ def test_from_the_terms_to_the_certificate(world: World, tmp_path: Path, environ
     cards = [x for point in range(1, 6) for x in ("--member", tmp_path / f"{point}.json")]
     about = ("--name", "hospitals", "--threshold", 3, "--model", world.folder / "anchor.safetensors")
     command(
-        "consortium", "create", *about, *cards, "--base", world.folder / "base.safetensors", "--out", tmp_path / "c"
+        "consortium",
+        "create",
+        "--without-alignment",
+        *about,
+        *cards,
+        "--base",
+        world.folder / "base.safetensors",
+        "--out",
+        tmp_path / "c",
     )
     assert (tmp_path / "c" / "lora.json").read_bytes() == LORA.to_bytes()
     assert LORA.digest() in command("consortium", "show", tmp_path / "c" / "terms.json")

@@ -40,9 +40,20 @@ FLOW = Stream(
     (("down", 0), ("embed", 1)),
     (("gain", (("gate", 1), ("up", 1))), ("last", (("head", 1),))),
 )
-MOVED = Group(NEURONS, tuple(Slot(name, axis, 0, 1, 1, 1) for name, axis in (("down", 1), ("gate", 0), ("up", 0))))
+
+
+def slots(*axes: tuple[str, int]) -> tuple[Slot, ...]:
+    return tuple(Slot(name, axis, 0, 1, 1, 1) for name, axis in axes)
+
+
+MOVED = Group(NEURONS, slots(("down", 1), ("gate", 0), ("up", 0)), signs=(slots(("down", 1), ("up", 0)),))
 AXES = {"down": 0, "embed": 1, "gain": 0, "gate": 1, "head": 1, "last": 0, "up": 1}
-CHANNELS = Group(WIDTH, tuple(Slot(name, axis, 0, 1, 1, 1) for name, axis in AXES.items()))
+SIGNS = (
+    slots(("down", 0), ("embed", 1), ("gate", 1), ("head", 1), ("up", 1)),
+    slots(("gain", 0), ("gate", 1), ("up", 1)),
+    slots(("head", 1), ("last", 0)),
+)
+CHANNELS = Group(WIDTH, slots(*AXES.items()), signs=SIGNS)
 GROUPS = Groups((CHANNELS, MOVED), (), FLOW)
 SHAPES = {
     "down": (WIDTH, NEURONS), "embed": (WORDS, WIDTH), "gain": (WIDTH,), "gate": (NEURONS, WIDTH),
@@ -51,7 +62,7 @@ SHAPES = {
 
 
 def numbers(label: str, *shape: int) -> NDArray[np.float32]:
-    """Weights that are the same on every machine: whole numbers from a hash."""
+    """Weights that are the same on every machine: integers from a hash."""
     words = np.frombuffer(hashlib.shake_128(label.encode()).digest(2 * int(np.prod(shape))), "<i2")
     return (words.astype(np.float32) / np.float32(32768)).reshape(shape)
 
@@ -157,7 +168,7 @@ def test_what_the_vectors_say_nothing_about_stays_zero() -> None:
 
 
 def test_sums_are_exact() -> None:
-    """Against Python's whole numbers, at the largest sizes that occur."""
+    """Against Python's integers, at the largest sizes that occur."""
     rng = np.random.default_rng(0)
     one, two = rng.integers(-(1 << 26), 1 << 26, (7, 9)), rng.integers(-(1 << 53), 1 << 53, (7, 9))
     expected = sum(x * y for x, y in zip(one.reshape(-1).tolist(), two.reshape(-1).tolist(), strict=True))
@@ -180,7 +191,7 @@ def test_the_bytes_are_pinned() -> None:
 
     I − v·vᵀ/12 in 8 bits: products with it are exact, so that suspects are the same everywhere.
     """
-    assert GROUPS.digest() == "3d6306ec23673aa54f9a65783dd9aa4ffc5837c0df5cdb5813e945c5eee20371"
+    assert GROUPS.digest() == "a0feaaacdfbece7fa7b6907c2339eafa1348aa298b367cfb7c23c173fb90d5b1"
     v = np.sign(numbers("v", WIDTH)).astype(np.float64)
     by = np.rint(256 * (np.eye(WIDTH) - np.outer(v, v) / 12)) / 256
     for label, digest in (
@@ -286,10 +297,9 @@ def test_signs_hide_nothing(gains: bool, neurons: bool) -> None:
     assert z(TensorsInMemory(suspect), key) < 0.5 * as_it_is
     for groups in (GROUPS, Groups(GROUPS.groups)):
         found = aligned(suspect, groups)
-        both = gains and neurons and groups.stream is None  # rows and columns of one tensor, and nothing tells either
-        assert z_aligned(suspect, key, groups) > (0.6 if both else 0.98) * as_it_is
-        assert found.digest() != replace(found, signs={}, rotation=None).digest()
-    assert (aligned(suspect).rotation is not None) == gains
+        assert z_aligned(suspect, key, groups) > 0.98 * as_it_is
+        assert found.digest() != replace(found, signs={}).digest()
+        assert found.rotation is None
     by = orthogonal(WIDTH, 3)
     before, after = turned(suspect, by), other_signs(turned(model, by), 5, gains=gains, neurons=neurons)
     assert min(z_aligned(moved(hidden, 4), key) for hidden in (before, after)) > 0.9 * as_it_is
@@ -504,7 +514,7 @@ def test_damaged_streams_are_refused() -> None:
     refused(lambda b: b["stream"].update(writers=[]), "writers and norms")
     refused(lambda b: b["stream"].update(norms=[]), "writers and norms")
     refused(lambda b: b["stream"].update(writers=3), "must be a list")
-    refused(lambda b: b["stream"]["writers"][0].pop(), "must list each axis")
+    refused(lambda b: b["stream"]["writers"][0].pop(), "must be listed as")
     refused(lambda b: b["stream"]["writers"][0].__setitem__(1, -1), "invalid axis")
     refused(lambda b: b["stream"]["norms"][0].update(gain=3), "name the gains of its norms")
     refused(lambda b: b["stream"]["norms"][0].pop("gain"), "a norm of a stream")

@@ -40,6 +40,7 @@ GOOD: dict[str, dict[str, list[str]]] = {
         "attempts": ["1", "40"],
         "budget": ["1", "100000"],
         "effective": ["1", "5000"],
+        "blocks": ["rows/v1", "none"],
         **{name: [digest] for name, digest in DIGESTS.items()},
     },
     "strength": {
@@ -64,6 +65,7 @@ BAD: dict[str, dict[str, list[str]]] = {
         "cohort": ["0", "2", "6", "many", "4.0"],
         "groups": ["abc", "AB" * 32, "ab" * 31, "none"],
         "lora": ["abc", "zz" * 32],
+        "blocks": ["rows/v0", "rows", "None", "tensors"],
         "Z": ["6"],
         "threshold": ["6"],
         "sum": ["checked"],
@@ -100,7 +102,7 @@ def _read(body: dict[str, Any]) -> Terms:
 
 def test_the_defaults_are_the_safe_ones() -> None:
     assert TERMS.policy == Policy() == Policy.of({})
-    assert TERMS.policy.as_dict() == {"z": "6", "sums": "checked", "attempts": "20"}
+    assert TERMS.policy.as_dict() == {"z": "6", "sums": "checked", "attempts": "20", "blocks": "rows/v1"}
     assert TERMS.policy.checks_sums
     assert TERMS.strength == Strength.of({}, D)
     assert TERMS.strength.as_dict() == {
@@ -219,8 +221,9 @@ def test_one_policy_has_one_digest(data: st.DataObject) -> None:
     terms = make_terms(PEOPLE, 3, D, **parts)
     assert Terms.from_bytes(terms.to_bytes()) == terms
     assert make_terms(PEOPLE, 3, D, policy=terms.policy, strength=terms.strength).digest() == terms.digest()
+    kept = ("attempts", "budget", "effective", "blocks", "warmup_rounds", *DIGESTS)
     zeros = {
-        part: {name: _with_zeros(value) if name not in ("attempts", "budget", "effective", "warmup_rounds", *DIGESTS)
+        part: {name: _with_zeros(value) if name not in kept
                else value for name, value in reversed(getattr(terms, part).as_dict().items())}
         for part in GOOD
     }  # fmt: skip
@@ -288,7 +291,7 @@ def create(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`consortium create` without --out, for five members and a model of 5,000 weights."""
     folder = tmp_path_factory.mktemp("create")
     write_safetensors({"w": np.ones((50, 100), np.float32)}, folder / "model.safetensors")
-    command = ["consortium", "create", "--name", "hospitals", "--threshold", "3"]
+    command = ["consortium", "create", "--without-alignment", "--name", "hospitals", "--threshold", "3"]
     for person in PEOPLE:
         write_shared(folder / f"{person.name}.json", person.card().to_bytes())
         command += ["--member", f"{folder / person.name}.json:100"]

@@ -57,7 +57,7 @@ def test_records_are_read_back() -> None:
         ({"surprise": 1}, "unknown field 'surprise'"),
         ({"threshold": 1}, "at least 2"),
         ({"threshold": 4}, "must not exceed the 3 members"),
-        ({"threshold": True}, "whole number"),
+        ({"threshold": True}, "integer"),
         ({"roster": []}, "at least two members"),
         ({"roster": "x"}, "must be a list"),
         ({"coordinates": 0}, "at least 1"),

@@ -48,7 +48,7 @@ def test_decoding_rounds_once(values: list[int]) -> None:
     double, single = codec.decode(array(values), np.float64), codec.decode(array(values))
     for x, d, s in zip(values, double, single, strict=True):
         exact = Fraction(lift(x), 2**40)
-        assert float(d) == exact.numerator / exact.denominator  # Python divides whole numbers with one rounding
+        assert float(d) == exact.numerator / exact.denominator  # Python divides integers with one rounding
         assert s.dtype == np.float32
         assert _is_nearest_float32(s, exact)
 

@@ -348,7 +348,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "value above p": (lambda: field.dot(array([2**64 - 1, 0, 0]), GOOD), ["x", "[0, p)", f"{2**64 - 1} at index 0"]),
     "scalar p": (lambda: field.axpy(P, GOOD, GOOD), ["a", "[0, p)", str(P)]),
     "scalar negative": (lambda: field.scale(-1, GOOD), ["a", "[0, p)", "-1"]),
-    "scalar float": (lambda: field.scale(1.5, GOOD), ["a", "whole number", "float"]),  # type: ignore[arg-type]
+    "scalar float": (lambda: field.scale(1.5, GOOD), ["a", "integer", "float"]),  # type: ignore[arg-type]
     "shapes": (lambda: field.sub(GOOD, GOOD[:2]), ["x and y", "same shape", "(3,) and (2,)"]),
     "empty": (lambda: field.neg(GOOD[:0]), ["x", "empty", "(0,)"]),
     "zero inverse": (lambda: field.inv(array([1, 0])), ["x", "no inverse", "0 at index 1"]),
@@ -359,7 +359,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "out shape": (lambda: field.add(GOOD, GOOD, out=GOOD[:2].copy()), ["out", "shape (3,)", "(2,)"]),
     "out dtype": (lambda: field.add(GOOD, GOOD, out=np.zeros(3)), ["out", "uint64", "float64"]),
     "signed range": (lambda: field.from_signed(np.array([P // 2 + 1])), ["values", "±(p−1)/2", str(P // 2 + 1)]),
-    "signed floats": (lambda: field.from_signed(np.array([0.5])), ["values", "whole numbers", "float64"]),
+    "signed floats": (lambda: field.from_signed(np.array([0.5])), ["values", "integers", "float64"]),
     "threads": (lambda: field.set_threads(0), ["count", "at least 1", "0"]),
     "chunk size": (lambda: field.chunks(5, 0), ["size", "at least 1", "0"]),
     "random count": (lambda: field.random(0), ["count", "at least 1", "0"]),

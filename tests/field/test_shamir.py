@@ -356,8 +356,8 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "t > K": (lambda: shamir.share(S, 4, 3), ["threshold", "members = 3", "4"]),
     "t = 1": (lambda: shamir.share(S, 1, 3), ["threshold", "at least 2", "1"]),
     "t = 0": (lambda: shamir.decode({1: 1}, 0), ["threshold", "at least 2", "0"]),
-    "t a float": (lambda: shamir.share(S, 2.0, 3), ["threshold", "whole number", "float"]),  # type: ignore[arg-type]
-    "arguments swapped": (lambda: shamir.share(3, S, 5), ["threshold", "whole number", "ndarray"]),  # type: ignore[arg-type]
+    "t a float": (lambda: shamir.share(S, 2.0, 3), ["threshold", "integer", "float"]),  # type: ignore[arg-type]
+    "arguments swapped": (lambda: shamir.share(3, S, 5), ["threshold", "integer", "ndarray"]),  # type: ignore[arg-type]
     "no mapping": (lambda: shamir.decode([1, 2], 2), ["shares", "map points", "list"]),  # type: ignore[arg-type]
     "no points at all": (lambda: shamir.lagrange(5), ["points", "sequence", "int"]),  # type: ignore[arg-type]
     "no vectors": (lambda: shamir.share_chunks(5, 2, 3), ["secret", "vectors", "int"]),  # type: ignore[arg-type]

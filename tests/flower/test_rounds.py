@@ -1,4 +1,4 @@
-"""Rounds over Flower: the same models as in one process, whoever drops out, in this process and in simulation."""
+"""Rounds over Flower: the same models as without it, whichever member drops out, in this process and in simulation."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_what_a_file_is_called_is_not_signed(world: World) -> None:
     assert [file.name for file in query.files] == ["suspect.safetensors"]
     partials = [answer(*home, world.reference, world.suspect, query, approved=True) for home in world.homes]
     subject = json.loads(world.certified(query, partials).payload)["subject"]
-    assert [entry["name"] for entry in subject] == ["suspect.safetensors"]
+    assert [entry["name"] for entry in subject] == ["suspect.safetensors", "openssf-model-signing"]
     crafted = replace(query, files=(replace(query.files[0], name=said.name),))
     with pytest.raises(EvidenceError, match="does not describe this suspect: files"):
         answer(*world.homes[0], world.reference, said, crafted, approved=True)

@@ -16,7 +16,7 @@ from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
-from quorumark.setup.inprocess import found
+from quorumark.setup.inprocess import set_up_all
 from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import sign
@@ -110,7 +110,7 @@ def make_world(
         "hospitals", threshold, roster, layout.digest(), layout.coordinates,
         anchor_of(layout, anchor), **values,
     )  # fmt: skip
-    manifest = found(homes, agreed, folder / "ceremony")
+    manifest = set_up_all(homes, agreed, folder / "ceremony")
     write_shared(folder / "consortium.json", manifest.to_bytes())
     write_shared(folder / "layout.json", layout.to_bytes())
     write_safetensors(anchor, folder / "anchor.safetensors")

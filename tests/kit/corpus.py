@@ -55,9 +55,11 @@ from quorumark.setup.amend import propose, successor
 from quorumark.setup.amend import sign as sign_amendment
 from quorumark.setup.dealer import accept, deal
 from quorumark.setup.dkg import check_terms
-from quorumark.setup.exchange import advance
+from quorumark.setup.exchange import set_up
 from quorumark.setup.recover import help_recover, request
 from quorumark.simulation import Federation, FederationMember
+from quorumark.stamps.record import Stamps
+from quorumark.stamps.tokens import ask, check_token, read_request, read_roots
 from quorumark.verify.answer import answer
 from quorumark.verify.audit import check_audit
 from quorumark.verify.certificate import Certificate
@@ -74,6 +76,7 @@ from quorumark.verify.rules import AnswerRules, read_rules
 from tests.kit import checked, secure_sums, suspects
 from tests.kit import liars as shared_keys
 from tests.kit import mutations as m
+from tests.kit.authority import make_authority
 from tests.kit.consortium import World, make_world, trained_from
 from tests.kit.flowers import Consortium, train
 from tests.kit.rounds import SEED, Run
@@ -294,6 +297,36 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     yield FileKind("partial", with_partial, JSON, data=partials[0].to_bytes(), weight=2)
     yield FileKind("certificate", checked, (m.PAYLOAD, *JSON), data=certificate.to_bytes(), weight=2)
     yield from _archived(folder, world)
+    yield from _stamps(folder, manifest)
+
+
+def _stamps(folder: Path, manifest: Manifest) -> Iterator[Kind]:
+    """A file of stamps, an authority's answer and a request, against the manifest that they date."""
+    authority = make_authority(folder / "authority")
+    roots, message = read_roots([authority.root]), manifest.to_bytes()
+    query = ask(message)
+    response = authority.answer(query, chain=True)
+    stamps = Stamps.of("manifest", message).with_response(0, response)
+    stamps = stamps.with_response(0, authority.answer(ask(stamps.message(0, message))))
+
+    first = check_token(response, message, roots).latest
+
+    def dated(here: Path) -> Any:
+        """A stamp fewer is another file that holds as well; but nothing shows another date."""
+        found = Stamps.from_bytes(read_file(here / "file", "a file of stamps"))
+        shown = [found.check(number, message, roots) for number in range(len(found.chains))]
+        return all((one.authority, one.latest) == (authority.name, first) for one in shown)
+
+    def answered(here: Path) -> Any:
+        token = check_token(read_file(here / "file", "an answer"), message, roots)
+        return token.time, token.latest, token.imprint
+
+    def requested(here: Path) -> None:
+        read_request(read_file(here / "file", "a request"))
+
+    yield FileKind("stamps", dated, JSON, data=stamps.to_bytes())
+    yield FileKind("stamp", answered, PLAIN, data=response)
+    yield FileKind("request for a stamp", requested, PLAIN, data=query)
 
 
 def _layout(here: Path, agreed: ModelLayout) -> None:
@@ -440,7 +473,7 @@ def _ceremonies(folder: Path, _: Path) -> Iterator[Kind]:
     exchange, unlock = folder / "exchange", homes[0][1]
 
     def turn(here: Path) -> None:
-        advance(HomeFolder(here / "home"), unlock, group.terms, here / "exchange")
+        set_up(HomeFolder(here / "home"), unlock, group.terms, here / "exchange")
 
     for number in range(20):
         if exchange.exists():
@@ -458,7 +491,7 @@ def _ceremonies(folder: Path, _: Path) -> Iterator[Kind]:
             if number == 2 and sealed is not None:
                 relative = sealed.relative_to(snapshot)
                 yield FileKind("ceremony state", turn, SEALED, str(relative), beside=snapshot)
-        progress = [advance(home, key, group.terms, exchange) for home, key in homes]
+        progress = [set_up(home, key, group.terms, exchange) for home, key in homes]
         if all(one.finished for one in progress):
             break
     yield from _amended(folder, group)
@@ -660,7 +693,7 @@ def _engines(folder: Path, _: Path) -> Iterator[Kind]:
     run.ask("again", {"requests": json.dumps({"1": asked[-1]["request"].hex()})})
     run.ask("never", {"state": "11" * 32, **of})
     said = {1: b"one", 2: b"two"}
-    turn = Turn(7, 2, 5, {5: said}, {0: said}, {"ab" * 32: said}, {2: said})
+    turn = Turn(7, 2, 5, {5: said}, {0: said}, {"ab" * 32: said}, {2: said}, draw=1)
     yield _bytes_kind("turn", lambda d: Turn.from_bytes(d) and None, JSON, turn.to_bytes())
     unlock = world.home(1)[1]
 
@@ -765,7 +798,7 @@ def _feed(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # whoever read has heard enough
+        pass  # the reader has heard enough
 
 
 def _setup_stage(folder: Path) -> Iterator[Kind]:

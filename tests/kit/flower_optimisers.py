@@ -57,7 +57,7 @@ def measure(name: str, options: dict[str, Any], alike: str) -> tuple[float, floa
         world = Consortium.agree(Path(folder), 5, 3, model=initial, strength={**STRENGTH, "alike": alike})
         roster = tuple(replace(m, examples=n) for m, n in zip(world.terms.roster, task.EXAMPLES, strict=True))
         world.terms = replace(world.terms, roster=roster)
-        world.found()
+        world.set_up()
         app = app_for(Path(folder), trained=trained, examples=examples)
 
         def which(message: Any, context: Any) -> Any:

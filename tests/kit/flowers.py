@@ -23,7 +23,7 @@ from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.node.journal import create_memory
 from quorumark.node.member import MemberNode
 from quorumark.setup.dealer import accept, deal
-from quorumark.setup.inprocess import found
+from quorumark.setup.inprocess import set_up_all
 from quorumark.simulation import Federation, FederationMember, Losses
 
 Model = dict[str, NDArray[Any]]
@@ -89,13 +89,13 @@ class Consortium:
     def make(cls, folder: Path, count: int = 5, threshold: int = 3, **changes: Any) -> Consortium:
         """With a key, made over a folder, and memories of rounds."""
         world = cls.agree(folder, count, threshold, **changes)
-        world.found()
+        world.set_up()
         return world
 
-    def found(self) -> None:
+    def set_up(self) -> None:
         """The members make their key over a folder."""
         homes = [self.home(x) for x in range(1, self.count + 1)]
-        self.keep(found(homes, self.terms, self.folder / "ceremony"))
+        self.keep(set_up_all(homes, self.terms, self.folder / "ceremony"))
         for home, unlock in homes:
             create_memory(home.only_consortium(), home.identity(unlock), 0)
 

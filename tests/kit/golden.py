@@ -465,9 +465,9 @@ def lab_masked(_folder: Path) -> Entry:
 
     from quorumark.research.lab import data, masked, models
     from quorumark.research.lab.config import Settings
-    from quorumark.research.lab.loop import Run
+    from quorumark.research.lab.image_run import ImageRun
 
-    class Known(Run):
+    class Known(ImageRun):
         def local_models(self, round_no: int) -> torch.Tensor:
             self.fleet.load(self.model)
             for k, row in enumerate(self.fleet.theta):
@@ -492,7 +492,7 @@ def lab_masked(_folder: Path) -> Entry:
         seen: list[Federation] = []
         settings = Settings("shapes", strength=strength, members=4, rounds=4, model="cnn", global_batch=128)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(masked, "Run", Known)
+            patch.setattr(masked, "ImageRun", Known)
             patch.setattr(masked, "Federation", Seen)
             patch.setattr(masked, "deal_key", known_deal)
             patch.setattr(models, "make", make)

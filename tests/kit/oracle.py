@@ -1,4 +1,4 @@
-"""The field in Python's own whole numbers: slow, obvious, and what every fast version is compared with."""
+"""The field in Python's own integers: slow, obvious, and what every fast version is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member refuses, by its code."""
+"""What is refused, by codes and names rather than by wording."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quorumark.errors import GuardError
+from quorumark.errors import GuardError, InputError
 
 
 @contextmanager
@@ -19,3 +19,12 @@ def refused(*codes: str, **values: Any) -> Iterator[None]:
     assert caught.value.code in [f"guard.{code}" for code in codes], str(caught.value)
     assert {name: caught.value.reason.values[name] for name in values} == values
     assert "\n" not in str(caught.value)
+
+
+@contextmanager
+def wrong_argument(*arguments: str, received: str = "") -> Iterator[None]:
+    """One of these arguments breaks a rule; `received` is in what the error shows of its value."""
+    with pytest.raises(InputError) as caught:
+        yield
+    assert caught.value.argument in arguments, str(caught.value)
+    assert received in (caught.value.received or ""), str(caught.value)

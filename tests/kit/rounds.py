@@ -116,7 +116,7 @@ class Run:
             self.server.take_nonce(x, reply["nonce"])
         if "answered" in reply:
             over = tuple(json.loads(reply["over"]))
-            self.server.take_answered(x, reply["answered"], over, reply["halvings"])
+            self.server.take_answered(x, reply["answered"], over, reply["halvings"], reply["of-draw"])
         raise RoundError(reply["refused"])
 
     def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:  # noqa: ARG002

@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from quorumark import field
 from quorumark.field import P, Vector
 from quorumark.round.group import Group
 from quorumark.round.memory import MemoryState, State
-from quorumark.round.secagg import messages
+from quorumark.round.secagg import masks, messages
+from quorumark.round.secagg import member as member_side
+from quorumark.round.secagg import server as server_side
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Upload
 from quorumark.round.secagg.server import SecAggServer
 from tests.kit.ceremony import identities
 
 BINDING = hashlib.sha256(b"the model that all start from").digest()
-
-
+OTHER = hashlib.sha256(b"another model").digest()
 LENGTH = 40
-
-
 PEOPLE = sorted(identities(12), key=lambda person: person.ed25519)
 
 
@@ -77,7 +77,7 @@ class Net:
         return self
 
     def expected(self, who: Iterable[int]) -> Vector:
-        """The sum in Python's whole numbers."""
+        """The sum in Python's integers."""
         rows = [[int(v) for v in self.vectors[x]] for x in who]
         return np.array([sum(column) % P for column in zip(*rows, strict=True)], np.uint64)
 
@@ -87,3 +87,25 @@ def announcement(net: Net, attempt: int, who: Iterable[int], round_no: int = 1) 
     chosen = sorted(who)
     about = {"round": round_no, "purpose": "model", "attempt": attempt, "members": chosen}
     return messages.say("announcement", about, [net.server._readies[x][0] for x in chosen])
+
+
+def request(attempt: int, uploads: dict[int, Upload], point: int, round_no: int = 1) -> bytes:
+    """One for any uploads."""
+    parts: list[bytes] = []
+    for x in sorted(uploads):
+        head = uploads[x].head
+        stop = 4 + int.from_bytes(head[:4], "big")
+        start = stop + masks.BOX * sorted(uploads).index(point)
+        parts += head[4:stop], head[start : start + masks.BOX]
+    return messages.say("request", {"round": round_no, "purpose": "model", "attempt": attempt}, parts)
+
+
+class NoStream:
+    def __init__(self, *_: object) -> None: ...
+
+    def add_to(self, *_: object, **__: object) -> None: ...
+
+
+def without_self_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in (member_side, server_side):
+        monkeypatch.setattr(side, "self_mask", NoStream)

@@ -21,13 +21,23 @@ from tests.kit.rounds import Repeating, Run
 CHECKED = {"sums": "checked"}
 
 
+def _small_model() -> Model:
+    rng = np.random.default_rng(1)
+    return {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
+
+
 def small(folder: Path, count: int, threshold: int, **changes: Any) -> Consortium:
     """A consortium with a model that is quick to train, for questions of who may do what."""
-    rng = np.random.default_rng(1)
-    model: Model = {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
     folder.mkdir(parents=True, exist_ok=True)
     make = Consortium.make if count >= 2 * threshold - 1 and count < 10 else Consortium.deal
-    return make(folder, count, threshold, model=model, policy=CHECKED, **changes)
+    return make(folder, count, threshold, model=_small_model(), policy=CHECKED, **changes)
+
+
+def with_cohorts(folder: Path, count: int, threshold: int, cohort: int) -> Consortium:
+    """The same, with so many members drawn from each state; sums are not checked then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = {"cohort": str(cohort)}
+    return Consortium.deal(folder, count, threshold, model=_small_model(), policy=policy)
 
 
 def key_of(world: Consortium) -> Any:

@@ -1,4 +1,4 @@
-"""The canonical form: whole numbers only, the same everywhere, and blind to what an attacker may do for nothing."""
+"""The canonical form: integers only, the same everywhere, and blind to what an attacker may do for nothing."""
 
 from __future__ import annotations
 

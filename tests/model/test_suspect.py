@@ -535,8 +535,34 @@ def test_a_prefix_is_one_for_all_names_and_found_by_majority() -> None:
     assert match.problems == (Reason.of("read.carriers-missing", missing=1, carriers=3, some=("c",)),)
     # the exact names win over a few copies under another one
     assert match_layout(read_suspect({"a": one, "b": one, "c": one, "module.a": one}), layout).names["a"] == "a"
-    # an unknown word is no wrapper
-    assert match_layout(read_suspect({f"student.{n}": one for n in "abc"}), layout).missing == ("a", "b", "c")
+    # a word that most names begin with is a wrapper, whatever it is; one of some names is none
+    found = match_layout(read_suspect({f"student.{n}": one for n in "abc"}), layout)
+    assert found.names == {n: f"student.{n}" for n in "abc"}
+    assert found.stripped == "student."
+    some = {"student.a": one} | {f"other.{k}": one for k in range(3)}
+    assert match_layout(read_suspect(some), layout).missing == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("kept", "others"),
+    [
+        ("parametrizations.weight.original1", ["parametrizations.weight.original0"]),
+        ("weight_v", ["weight_g"]),
+        ("parametrizations.weight.original", []),
+        ("weight_orig", ["weight_u", "weight_v"]),
+    ],
+)
+def test_a_weight_stands_for_what_a_parametrisation_keeps(kept: str, others: list[str]) -> None:
+    one, two = np.ones((4, 3), np.float32), np.ones((2, 4), np.float32)
+    parametrised = {f"a.{kept}": one, **{f"a.{other}": np.ones(4, np.float32) for other in others}, "b.weight": two}
+    exported = {"a.weight": one, "b.weight": two}
+    for ours, theirs, name in ((parametrised, exported, "a.weight"), (exported, parametrised, f"a.{kept}")):
+        match = match_layout(read_suspect({f"net.{n}": t for n, t in theirs.items()}), ModelLayout.of(ours))
+        assert match.fits, match.problems
+        assert f"net.{name}" in match.names.values()
+    # where both are there, each is what it is called
+    both = read_suspect(parametrised | exported)
+    assert match_layout(both, ModelLayout.of(parametrised)).names[f"a.{kept}"] == f"a.{kept}"
 
 
 def test_two_names_for_one_carrier_are_a_problem() -> None:

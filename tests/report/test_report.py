@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import zlib
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from quorumark.reasons import Reason
 from quorumark.report import certificate_page, write_page
 from quorumark.report.plot import draw
 from quorumark.report.texts import sentences
+from quorumark.stamps.record import Dated
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding
 from tests.kit.evidence import NORM2, consortium, label, make_finding, make_query
@@ -90,6 +92,24 @@ def page_of(certificate: Certificate, manifest: Manifest = MANIFEST, **options: 
 
 def read(z: float, answered: tuple[int, ...] = (1, 2, 3, 4), *, options: Any = None, **changes: Any) -> Reader:
     return Reader(page_of(signed(make_finding(PEOPLE, MANIFEST, z, answered, **changes)), **(options or {})))
+
+
+# --- dates --------------------------------------------------------------------------------------------------
+
+
+def test_dates_say_what_existed_by_when_and_who_says_so() -> None:
+    """Only where stamps were checked; an authority's name is its own words, and is escaped."""
+    when = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    later = when + timedelta(days=900)
+    dates = [Dated("manifest", "<b>Avon</b>", when, later, ("Birch",)), Dated("certificate", "Cedar", later, later)]
+    plain, dated = read(20.0), read(20.0, options={"dates": dates})
+    assert "Dates" not in [text for _, text in plain.headings]
+    assert "no clock outside vouches for them" in plain.text
+    assert "Dates" in [text for _, text in dated.headings]
+    assert "no clock outside vouches for them" not in dated.text
+    assert "b" not in dated.tags
+    for text in ("2026-01-31 12:00:00 UTC", "<b>Avon</b>; renewed by Birch", "2028-07-19 12:00:00 UTC", "Cedar"):
+        assert text in dated.text
 
 
 # --- what it says -----------------------------------------------------------------------------------------
@@ -258,7 +278,9 @@ def test_what_was_tested() -> None:
 def test_how_the_threshold_came_about() -> None:
     text = read(21, failed=3).text
     assert "agreed on 6 as the number to reach. Every test that fails tells a little about the key" in text
-    assert "3 earlier tests failed or are still open, which raises it to 7.732051" in text
+    assert (
+        "opened 3 equations in the key (a test by layers opens one for each block), which raises it to 7.732051" in text
+    )
     assert "no earlier test is known" in read(21).text
     assert "a probability of false alarms of 1e-9" in read(21, alpha="1e-9", agreed="6.437899").text
     many = read(90, failed=1200).text
@@ -295,7 +317,7 @@ def test_a_dealer_is_a_limit() -> None:
     dealt = replace(MANIFEST, terms=terms, genesis=genesis, commitment={"hash": "00" * 32, "nonce": "11" * 32})
     finding = make_finding(PEOPLE, dealt, 21, (1, 2, 3, 4))
     page = certificate_page(finding, dealt, signers=(), checked=())
-    assert "The key was made by a dealer." in Reader(page).text
+    assert "The key was made by a dealer, who could have kept it" in Reader(page).text
     assert "dealer" not in read(21).text
 
 

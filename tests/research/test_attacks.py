@@ -13,8 +13,11 @@ from quorumark.errors import InputError
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
+from quorumark.model.blocks import blocks_of  # noqa: E402
 from quorumark.research import attacks  # noqa: E402
 from quorumark.research.attacks import ATTACKS, Target, chain, estimate_key, public_scales, run, transfer_rate  # noqa: E402
+from quorumark.research.attacks.by_layers import parts_of  # noqa: E402
+from quorumark.research.known import TensorsInMemory  # noqa: E402
 from tests.kit import lab  # noqa: E402
 
 MEMBERS = 5
@@ -41,6 +44,7 @@ def target(marked: lab.Run) -> Target:
         own=[np.sum(updates[:2], axis=0) for updates in marked.own],  # of the first two members
         other=lab.trained(marked.make, marked.checkpoints[0], lab.data_of("cnn"), 5, 3, 2e-3),
         base=marked.checkpoints[0],
+        oracle=lambda weights: marked.known.z_by_block(marked.known.form(TensorsInMemory(weights))),
     )
 
 
@@ -56,7 +60,8 @@ def cosine(one: Any, two: Any) -> float:
 
 
 def test_every_attack_runs_and_records_its_costs(marked: lab.Run, target: Target) -> None:
-    short = {"fine-tuning": {"epochs": 1}, "adaptive-fine-tuning": {"epochs": 1}, "distillation": {"epochs": 1}}
+    trained = ("fine-tuning", "adaptive-fine-tuning", "distillation", "adaptive-by-part", "removal")
+    short = {name: {"epochs": 1} for name in trained}
     for name, attack in ATTACKS.items():
         assert attack.name == name
         if name in TRANSFORMERS:
@@ -94,7 +99,7 @@ def test_a_seed_is_a_seed(target: Target, name: str) -> None:
 def test_what_cannot_be_run_says_why(marked: lab.Run, target: Target) -> None:
     bare = Target(marked.make, marked.released)
     for name, match in (
-        ("shrinking", "attack must be one of adaptive-fine-tuning, "),
+        ("shrinking", "attack must be one of adaptive-by-part, "),
         ("fine-tuning", "must have data"),
         ("adaptive-fine-tuning", "must have data"),
         ("averaging", "must have other"),
@@ -428,3 +433,46 @@ def test_chains(marked: lab.Run, target: Target) -> None:
     assert result.settings["5.scheme"] == "dynamic8"
     assert lab.accuracy(target.module(result.weights)) > 0.8
     assert marked.z_aligned(result.weights) > 0.8 * marked.z(marked.released)
+
+
+# --- attackers who know the test by layers ----------------------------------------------------------------
+
+
+def test_parts_are_the_agreed_blocks_or_rows(marked: lab.Run) -> None:
+    blocks, rows = (parts_of(marked.layout, by) for by in ("block", "row"))
+    assert blocks.size == rows.size == marked.layout.coordinates
+    assert int(blocks[-1]) + 1 == blocks_of(marked.layout).count
+    assert int(rows[-1]) + 1 == sum(spec.shape[0] for spec, _ in marked.layout.spans("carrier"))
+    with pytest.raises(InputError, match="block or row"):
+        parts_of(marked.layout, "tensor")
+
+
+def test_an_oracle_takes_the_mark_out_of_every_block_and_an_expectation_does_not(
+    marked: lab.Run, target: Target
+) -> None:
+    def q(**settings: Any) -> float:
+        weights = run("removal", target, seed=1, estimate="gls", coalition=True, epochs=0, **settings).weights
+        found = marked.known.q_of(marked.known.form(TensorsInMemory(weights)))
+        assert found is not None
+        return found[0]
+
+    blocks = blocks_of(marked.layout).count
+    assert q(amounts="oracle") < 0.5 * blocks
+    assert q(amounts="expected", rho=0.1) > 2 * blocks
+
+
+@pytest.mark.parametrize("weights", ["even", "random", "alternating"])
+def test_penalties_by_part_keep_each_cosine_small(marked: lab.Run, target: Target, weights: str) -> None:
+    settings: dict[str, Any] = {"estimate": "gls", "coalition": True, "alpha": 0.9, "epochs": 10, "fraction": 0.2}
+    guess = estimate_key(target, "gls", coalition=True)
+    parts = parts_of(marked.layout, "block")
+
+    def cosines(changed: Any) -> Any:
+        moved = (carriers(marked, changed) - carriers(marked, marked.checkpoints[0])).numpy()
+        return [cosine(moved[parts == b], guess[parts == b]) for b in range(int(parts[-1]) + 1)]
+
+    before = cosines(marked.released)
+    after = cosines(run("adaptive-by-part", target, seed=1, weights=weights, **settings).weights)
+    assert max(map(abs, after)) < 0.5 * min(map(abs, before))
+    with pytest.raises(InputError, match="even, random or alternating"):
+        run("adaptive-by-part", target, seed=1, **{**settings, "weights": "odd"})

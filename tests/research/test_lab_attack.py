@@ -19,6 +19,7 @@ from quorumark.cli import app
 from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, RecordError
 from quorumark.research.attacks import Target, estimate_key, public_scales
+from quorumark.research.attacks.by_layers import parts_of
 from quorumark.research.attacks.learning import LeastSquares
 from quorumark.research.lab import data
 from quorumark.research.lab.attacked import Attacked, read_attacked, section, write
@@ -28,10 +29,11 @@ from quorumark.research.rows import ORIGINAL, Row
 torch = pytest.importorskip("torch")
 from quorumark.model.layout import ModelLayout  # noqa: E402
 from quorumark.research.lab import models  # noqa: E402
-from quorumark.research.lab.attack import Suite, Trained, open_run, plan  # noqa: E402
-from quorumark.research.lab.loop import Run  # noqa: E402
+from quorumark.research.lab.attack import Suite, Trained, layered_plan, open_run, plan  # noqa: E402
+from quorumark.research.lab.image_run import ImageRun  # noqa: E402
 from quorumark.research.lab.mark import axis_norms, axis_sums, encoded  # noqa: E402
 from quorumark.research.lab.observer import LAST, Observer  # noqa: E402
+from quorumark.research.lab.parted import PartedAttackers  # noqa: E402
 from quorumark.research.lab.retrain import TEMPERATURE, Attacker, Attackers, Feed  # noqa: E402
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
@@ -47,9 +49,9 @@ def cosine(one: Any, two: Any) -> float:
 # --- the observer -----------------------------------------------------------------------------------------
 
 
-def watched(settings: Settings, observe: list[int]) -> tuple[Run, Target, dict[int, list[Any]]]:
+def watched(settings: Settings, observe: list[int]) -> tuple[ImageRun, Target, dict[int, list[Any]]]:
     """A run, all of its global models as an attacker would have kept them, and coalitions' own updates."""
-    run = Run(settings, data.load("shapes", "."), observe=observe)
+    run = ImageRun(settings, data.load("shapes", "."), observe=observe)
     kept, scales = [run.initial], []
     own: dict[int, list[Any]] = {c: [] for c in observe}
     weights = np.array([float(w) for w in run.weights])
@@ -85,7 +87,7 @@ def test_an_observer_needs_no_models_to_estimate_as_with_all_of_them(strength: s
 
 def test_the_amplitudes_that_are_observed_are_those_that_anybody_works_out() -> None:
     """From the global models, the terms and the norms that rounds open."""
-    run = Run(MINI, data.load("shapes", "."), observe=[])
+    run = ImageRun(MINI, data.load("shapes", "."), observe=[])
     kept, seen, norms = [run.initial], [], []
     for _ in range(MINI.rounds):
         run.round()
@@ -110,23 +112,23 @@ def test_the_amplitudes_that_are_observed_are_those_that_anybody_works_out() -> 
 def test_an_observer_outlasts_a_checkpoint(tmp_path: Path) -> None:
     images, found = data.load("shapes", "."), []
     for stops in ((), (3,)):
-        run = Run(MINI, images, observe=[2])
+        run = ImageRun(MINI, images, observe=[2])
         while run.round_no < MINI.rounds:
             run.round()
             if run.round_no in stops:
                 run.save(tmp_path / "c.pt")
                 run.close()
-                run = Run(MINI, images)
+                run = ImageRun(MINI, images)
                 run.restore(tmp_path / "c.pt")
         assert run.observer is not None
         found.append([run.observer.estimate(how, c) for how in ("sum", "last", "regression", "gls") for c in (0, 2)])
         run.close()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
-    blind = Run(MINI, images)
+    blind = ImageRun(MINI, images)
     blind.round()
     blind.save(tmp_path / "blind.pt")
     blind.close()
-    late = Run(MINI, images, observe=[2])
+    late = ImageRun(MINI, images, observe=[2])
     with pytest.raises(RecordError, match="not observed from its first round"):
         late.restore(tmp_path / "blind.pt")
     late.close()
@@ -267,7 +269,7 @@ def test_attackers_on_a_gpu_do_as_on_the_cpu() -> None:
 
 
 def test_a_feed_gives_every_image_in_every_epoch_in_an_order_of_its_own() -> None:
-    run = Run(replace(MINI, augment=()), data.load("shapes", "."))
+    run = ImageRun(replace(MINI, augment=()), data.load("shapes", "."))
     own = torch.arange(300)[None].expand(2, -1)
     feed = Feed(run, own, [1, 2], torch.float32)
     assert feed.steps == 3
@@ -283,7 +285,7 @@ def test_a_feed_gives_every_image_in_every_epoch_in_an_order_of_its_own() -> Non
 
 def test_a_feed_augments_as_the_run_does() -> None:
     """With flips every other image is mirrored, and none is anything else; the last batch begins the order again."""
-    run = Run(replace(MINI, augment=("flip",)), data.load("shapes", "."))
+    run = ImageRun(replace(MINI, augment=("flip",)), data.load("shapes", "."))
     x, y = Feed(run, torch.arange(300)[None], [1], torch.float32).take(1)
     mean, spread = run._spread
     pixels = torch.round((x.flatten(0, 2) * torch.tensor(spread) + torch.tensor(mean)) * 255).to(torch.uint8)
@@ -798,3 +800,60 @@ def test_the_docs_table_of_slow_attackers_is_what_was_measured(root: Path) -> No
     readme = " ".join((root / "README.md").read_text().replace("\n>", "\n").split())
     assert "removed the mark and twelve to fourteen points, twelve of which plain fine-tuning costs as well" in readme
     assert f"stayed within five points as well and left z ≥ {int(least)}." in readme
+
+
+# --- attackers who know the test by layers ----------------------------------------------------------------
+
+
+def test_the_plan_by_layers_has_every_estimate_and_coalition() -> None:
+    groups = layered_plan((8, 16), observed=True)
+    assert all(len({(job.by, job.fraction) for job in group}) == 1 and len(group) <= 8 for group in groups)
+    jobs = [job for group in groups for job in group]
+    assert len(set(jobs)) == len(jobs) == 81
+    assert {(job.by, job.weights) for job in jobs if job.by} == {
+        ("block", "even"), ("block", "random"), ("block", "alternating"), ("row", "even"),
+    }  # fmt: skip
+    assert {(job.estimate, job.coalition) for job in jobs if job.amounts} == {
+        (how, c) for how in ("sum", "regression", "gls") for c in (0, 8, 16)
+    }
+    assert {job.estimate for group in layered_plan((), observed=False) for job in group} == {"sum"}
+
+
+def test_one_part_is_as_the_whole_and_many_push_each() -> None:
+    made = models.make("cnn", 4, 3, 16, 0)
+    layout = ModelLayout.of(made)
+    start = torch.from_numpy(layout.flatten(made))
+    generator = torch.Generator().manual_seed(5)
+    guess = torch.randn(layout.coordinates, generator=generator) + start[: layout.coordinates]
+    x = torch.randn(6, 1, 16, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 4, (6, 1, 16), generator=generator)
+    place: tuple[Any, ...] = (layout, 2, 4, (16, 16, 3), torch.device("cpu"))
+    whole = Attackers(models.make("cnn", 4, 3, 16, 9), *place, batch=16)
+    whole.begin([Attacker(start, guess, 0.7)])
+    whole.epoch(x, y)
+    parted = PartedAttackers(models.make("cnn", 4, 3, 16, 9), *place, batch=16, most=5000)
+    one = torch.zeros(layout.coordinates, dtype=torch.int64)
+    parted.begin_parts([Attacker(start, guess, 0.7)], one, ["even"])
+    parted.epoch(x, y)
+    assert torch.allclose(parted.model(0), whole.model(0), atol=2e-4)
+    rows = torch.from_numpy(parts_of(layout, "row"))
+    parted.begin_parts([Attacker(start, guess, 0.9)] * 2, rows, ["alternating", "random"])
+    parted.epoch(x, y)
+    for k in range(2):
+        assert not torch.allclose(parted.model(k), whole.model(0), atol=2e-4)
+
+
+def test_a_suite_by_layers(folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs" / RUN
+    runs.mkdir(parents=True)
+    (runs / "checkpoint.pt").write_bytes((folder / "runs" / RUN / "checkpoint.pt").read_bytes())
+    places = ["--results", str(tmp_path), "--runs", str(tmp_path / "runs"), "--device", "cpu", "--epochs", "1"]
+    for only in ("removal, *estimate=gls*", "adaptive-by-part, *alpha=0.9, estimate=gls*"):
+        CliRunner().invoke(app, ["lab", "attack", RUN, "--layers", "--only", only, *places], catch_exceptions=False)
+    rows = read_attacked(tmp_path / "attacks")[RUN].rows
+    assert rows[0].q is not None
+    taken = [row for row in rows if row.attack == "removal"]
+    assert [row.settings["amounts"] for row in taken] == ["oracle"] * 3
+    assert min(abs(row.z or 0) for row in taken) < 6 < (rows[0].z or 0)
+    assert {row.settings["by"] for row in rows if row.attack == "adaptive-by-part"} == {"block", "row"}
+    assert all(row.q is not None and row.log10_q is not None for row in rows)

@@ -23,9 +23,9 @@ from quorumark.research.lab import language, text
 from quorumark.research.lab.config import LanguageSettings, read
 from quorumark.research.lab.fleet import Optimiser
 from quorumark.research.lab.language import LanguageModel
+from quorumark.research.lab.language_run import LanguageRun
 from quorumark.research.lab.removal import read_plan
 from quorumark.research.lab.scores import z_scores
-from quorumark.research.lab.tuning import LanguageRun
 from tests.kit.language import sentences, tokenizer, write_model, write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -306,7 +306,7 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, limit: int, folder:
     assert torch.equal(second.model, whole.model)
     assert torch.equal(second.released, whole.released)
     assert [(e.loss, e.perplexity, e.c) for e in second.log] == [(e.loss, e.perplexity, e.c) for e in whole.log]
-    assert whole.best.perplexity < 0.8 * model.perplexity(model.initial, whole.validation, 16)
+    assert whole.best.measure < 0.8 * model.perplexity(model.initial, whole.validation, 16)
     assert whole.layout.coordinates == (limit or whole.layout.carrier_size)
     with pytest.raises(RecordError, match="other settings"):
         LanguageRun(replace(settings, seed=1), corpus, model).restore(tmp_path / "c.pt")
@@ -315,7 +315,7 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, limit: int, folder:
 
 
 def test_the_test_text_decides_nothing(folder: Path) -> None:
-    """What is released, and when a run stops, hangs on the validation text alone."""
+    """What is released, and when a run stops, depends on the validation text alone."""
     settings, whole, model = replace(MINI, rounds=6, lr=1e-2, patience=2), _corpus(folder), _model(folder)
     little = {**whole.splits, "train": whole["train"][:256]}
     runs = [
@@ -332,7 +332,7 @@ def test_the_test_text_decides_nothing(folder: Path) -> None:
     assert mine.perplexity_before == model.perplexity(model.initial, mine.test, 16)
     assert [e.perplexity for e in mine.log][:2] != [e.perplexity for e in other_validation.log][:2]
     # the released model is the first of the lowest on the validation text
-    assert mine.perplexity(mine.released, mine.validation) == pytest.approx(mine.best.perplexity, rel=1e-6)
+    assert mine.perplexity(mine.released, mine.validation) == pytest.approx(mine.best.measure, rel=1e-6)
     measured = [e.perplexity for e in mine.log if e.perplexity is not None]
     assert mine.best.round == 1 + measured.index(min(measured))
 
@@ -408,7 +408,7 @@ def test_a_run_on_a_gpu_learns(folder: Path) -> None:
     model = LanguageModel(language.load("tiny-llama", folder / "models"), "cuda", max_coordinates=9000, compiled=True)
     run = LanguageRun(replace(MINI, strength="relative:0.2", max_coordinates=9000), _corpus(folder), model)
     run.train()
-    assert run.best.perplexity < 0.6 * run.perplexity(run.initial, run.validation)
+    assert run.best.measure < 0.6 * run.perplexity(run.initial, run.validation)
     key = {"key": run.keys[0]}
     found = z_scores(run.layout, run.model.cpu().numpy(), run.initial.cpu().numpy(), key, "cuda")
     assert found["balanced-anchor/v1"]["key"] > 5

@@ -177,7 +177,7 @@ def test_results_of_another_model_are_not_gone_on_with(folder: Path, environment
     [
         ("title = 3\n", r"must have \[\[attack\]\] entries"),
         ("[[attack]]\nname = 'pruning\n", "must be TOML"),
-        ("[[attack]]\nname = 'magic'\n", "must be one of adaptive-fine-tuning, averaging"),
+        ("[[attack]]\nname = 'magic'\n", "must be one of adaptive-by-part, adaptive-fine-tuning"),
         ("[[attack]]\nname = 'pruning'\nratios = 0.3\n", "a setting of 'pruning' must be one of ratio"),
         ("[[attack]]\nseeds = [1]\n", "must have a name or a chain"),
         ("[[attack]]\nchain = []\n", "must be a list of attacks"),

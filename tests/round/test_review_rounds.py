@@ -57,7 +57,8 @@ def halved_when_made_again(run: Tuned) -> Any:
     past = run.server._current_past()
     run.rate, past.halvings = 1.0, 0
     first = opened_at(run, start)
-    past.answered[run.server.round_no], past.halvings = (1, 2, 3, 4, 5), statements.HALVINGS
+    past.halvings = statements.HALVINGS
+    run.server.take_answered(1, run.server.round_no, (1, 2, 3, 4, 5))
     advance = run.server.advance
 
     def lying(model: Model) -> Turn:
@@ -86,7 +87,7 @@ def new_for_one(run: Tuned, who: int) -> Any:
     start = begun(run)
     first = opened_at(run, start, silent=[who])
     last = run.server.round_no
-    run.server._current_past().answered[last] = (1, 2, 3, 4, 5)
+    run.server.take_answered(1, last, (1, 2, 3, 4, 5))
     join_one = run.join_one
 
     def told(x: int, offer: dict[str, Any], arrays: dict[str, Any], model: Model) -> None:

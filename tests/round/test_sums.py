@@ -44,7 +44,7 @@ BINDING = bytes(range(32))
 @given(st.integers(1, 6), st.integers(1, 300), st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
 def test_tags_add_up_to_the_sum_s(members: int, length: int, seed: int) -> None:
-    """Against whole numbers: Σ tag(x_k) = Σ_j g_j·O_j + β, and `holds` says so."""
+    """Against integers: Σ tag(x_k) = Σ_j g_j·O_j + β, and `holds` says so."""
     rng, key = np.random.default_rng(seed), seed.to_bytes(32, "big")
     vectors = [rng.integers(0, P, length, dtype=np.uint64) for _ in range(members)]
     tags = [checked_sums.tag(key, vector, first=i == 0) for i, vector in enumerate(vectors)]
@@ -127,7 +127,7 @@ def test_lists_of_messages_that_are_cut_are_refused() -> None:
     assert unpack(packed, "list") == [b"one", b"", b"three"]
     whole = {7: [b"one"], 11: [b"one", b""]}
     for cut in set(range(1, len(packed))) - set(whole):
-        with pytest.raises(MessageError, match="cut short"):
+        with pytest.raises(MessageError, match="truncated"):
             unpack(packed[:cut], "list")
     assert {cut: unpack(packed[:cut], "list") for cut in whole} == whole
     with pytest.raises(MessageError, match="must be bytes"):
@@ -175,7 +175,7 @@ def test_a_run_with_losses_is_the_one_in_one_process(world: Consortium) -> None:
 
 
 def test_the_sums_are_those_of_a_run_that_is_not_checked(world: Consortium, tmp_path: Path) -> None:
-    """The tag changes nothing but the vectors' length: without a mark, which hangs on the key, models are the same."""
+    """The tag changes only the vectors' length: without a mark, which depends on the key, models are the same."""
     (tmp_path / "plain").mkdir()
     plain = Consortium.make(tmp_path / "plain")
     first = {name: tensor for name, tensor in Run(plain).round().items() if name != "steps"}
@@ -600,7 +600,7 @@ def test_what_was_answered_is_remembered_whatever_comes_in_between(world: Consor
     state = run.server.history.state
     for x in range(1, 6):
         with remembered(world, x).edit() as memory:
-            assert memory["answered"][state.hex()] == {"model": [[3, run.server.group.id.hex()]]}
+            assert memory["answered"][state.hex()] == {"model": [[3, run.server.group.id.hex(), 0]]}  # draw 0
     with pytest.raises(RoundError, match="0 members are left"):
         run.round()
     assert all("has answered in round 3 from this model" in text for text in run.refused.values()), run.refused

@@ -192,7 +192,7 @@ def test_unreadable_messages_are_named(five: Consortium) -> None:
 
 
 def test_messages_without_end_are_named_and_not_read(five: Consortium) -> None:
-    """Whoever writes to the folder puts a device there, or a file that is all hole: neither fills this machine."""
+    """Anyone who writes to the folder puts a device there, or a file that is all hole: neither fills this machine."""
     for i in range(5):
         five.step(i)
     path = five.folder / "1-commit" / "3.msg"
@@ -218,7 +218,7 @@ def test_messages_without_end_are_named_and_not_read(five: Consortium) -> None:
 def test_a_step_folder_that_is_a_link_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defended: bool
 ) -> None:
-    """Whoever writes to the exchange folder could else let a member write into any folder of its own machine."""
+    """Anyone who writes to the exchange folder could else let a member write into any folder of its own machine."""
     group, elsewhere = Consortium(tmp_path), tmp_path / "elsewhere"
     elsewhere.mkdir()
     group.folder.mkdir()
@@ -501,7 +501,7 @@ def test_passphrases_and_errors(tmp_path: Path) -> None:
 def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tmp_path: Path) -> None:
     group = Consortium(tmp_path)
     cards = [item for home in group.homes for item in ("--member", f"{home}/member.json")]
-    create = ["consortium", "create", "--name", "x", "--threshold", "3", *cards]
+    create = ["consortium", "create", "--without-alignment", "--name", "x", "--threshold", "3", *cards]
     create += ["--model", str(tmp_path / "model.safetensors"), "--out"]
     chosen = ["--strength", "lr=cosine:24", "--strength", "rho=0.1", "--policy", "z=7", "--policy", "attempts=5"]
     group.run(*create, str(tmp_path / "one"), *chosen, "--statistic", "global-cosine/v1")
@@ -511,7 +511,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     assert terms.statistic == "global-cosine/v1"
     shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))
     assert "c_max=0.03 continuity=off dither=3 lr=cosine:24 rho=0.1 rule=rho warmup_rounds=0" in " ".join(shown.split())
-    assert "policy   attempts=5 sums=checked z=7" in shown
+    assert "policy   attempts=5 blocks=rows/v1 sums=checked z=7" in shown
     group.run(*create, str(tmp_path / "drawn"), "--policy", "cohort=4")
     drawn = Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes())
     assert drawn.policy == Policy(cohort=4, sums="unchecked")
@@ -547,7 +547,17 @@ def test_bad_consortia_are_refused(tmp_path: Path) -> None:
     group = Consortium(tmp_path)
     model = str(tmp_path / "model.safetensors")
     cards = [item for home in group.homes for item in ("--member", f"{home}/member.json")]
-    create = ["consortium", "create", "--name", "x", "--model", model, "--out", str(tmp_path / "new")]
+    create = [
+        "consortium",
+        "create",
+        "--without-alignment",
+        "--name",
+        "x",
+        "--model",
+        model,
+        "--out",
+        str(tmp_path / "new"),
+    ]
     for arguments, text in [
         ([*cards, "--threshold", "4"], "needs K ≥ 2t−1 = 7 members, but there are 5: lower the threshold to 3"),
         ([*cards, "--threshold", "1"], "at least 2"),

@@ -312,7 +312,7 @@ def test_messages_of_another_session_step_or_sender_are_refused() -> None:
         (run.deals[3][1], "its sender is 3, not 2"),
         (run.messages["reveal"][2], "belongs elsewhere"),
         (good[2][:-1], "not what 'Birch' signed"),
-        (b"", "cut short"),
+        (b"", "truncated"),
     ]:
         with pytest.raises(MessageError, match=text):
             member.receive({**good, 2: wrong})

@@ -456,7 +456,7 @@ def test_two_consortia_of_one_model_do_not_mix(tmp_path: Path) -> None:
     # Hazel is in a pilot with the same public model
     cards = [item for home in (hazel, *group.homes[1:]) for item in ("--member", f"{home}/member.json")]
     group.run(
-        "consortium", "create", "--name", "pilot", "--threshold", "2", *cards,
+        "consortium", "create", "--without-alignment", "--name", "pilot", "--threshold", "2", *cards,
         "--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "pilot"),
     )  # fmt: skip
     pilot = [

@@ -26,7 +26,7 @@ EDGES = [0, 1, P - 1, P - 2, 2**60]
 
 
 def numbers(label: str, count: int, modulus: int = P) -> list[int]:
-    """Whole numbers from a hash: the same in every run."""
+    """Integers from a hash: the same in every run."""
     return [int.from_bytes(hashlib.sha512(f"{label}/{i}".encode()).digest(), "big") % modulus for i in range(count)]
 
 
@@ -276,7 +276,7 @@ def certificate() -> dict[str, Any]:
             "below_threshold": "refuse",
         },
         "statistic": "balanced-anchor/v1",
-        "policy": {"z": "6", "sums": "checked", "attempts": "20"},
+        "policy": {"z": "6", "sums": "checked", "attempts": "20", "blocks": "rows/v1"},
         "buffers": "",
     }
     terms_digest = digest("terms", canonical_json({"format": "quorumark-terms/v1", **terms})).hex()
@@ -323,6 +323,8 @@ def certificate() -> dict[str, Any]:
         "matching": ["tensors were found under the prefix 'module.'"],
         "created": "2026-03-01T08:00:00Z",
         "surplus": 0,
+        "blocks": 64,
+        "layers": None,
     }
     query_digest = digest("query", canonical_json({"format": "quorumark-query/v1", **query})).hex()
     known = {label("an earlier x"): "failed"}
@@ -339,8 +341,10 @@ def certificate() -> dict[str, Any]:
             "answer": str(evaluate(polynomial, x)),
             "members": [],
             "history": known,
+            "blocks": {label("an earlier x"): 16},
             "ledger": label(f"ledger {x}"),
             "created": f"2026-03-01T09:0{x}:00Z",
+            "sealed": "",
         }
         signed = canonical_json({"format": "quorumark-partial/v1", **partial})
         partials.append({**partial, "signature": sign(x, "partial", signed)})
@@ -380,17 +384,25 @@ def certificate() -> dict[str, Any]:
         "audits": {label("a challenge"): [3, 17]},
         "log10_choices": f"{math.ceil(100 * choices / math.log(10)) / 100:.2f}",
         "charged": f"{charged(6):.6f}",
-        "failed": 1,
-        "threshold": f"{charged(6) + 1:.6f}",
+        "equations": 16,
+        "threshold": f"{charged(6) + 4:.6f}",
         "known": known,
+        "blocks": {label("an earlier x"): 16},
+        "layers": None,
+        "opened": None,
         "verdict": "PASSED",
         "reasons": ["z is at least the threshold"],
         "created": "2026-03-01T10:00:00Z",
     }
+    by_name = sorted(query["files"], key=lambda file: str(file["name"]))
+    root = hashlib.sha256(b"".join(bytes.fromhex(f["sha256"]) for f in by_name)).hexdigest()
     payload = canonical_json(
         {
             "_type": "https://in-toto.io/Statement/v1",
-            "subject": [{"name": f["name"], "digest": {"sha256": f["sha256"]}} for f in query["files"]],
+            "subject": [
+                *({"name": f["name"], "digest": {"sha256": f["sha256"]}} for f in query["files"]),
+                {"name": "openssf-model-signing", "digest": {"sha256": root}},
+            ],
             "predicateType": "urn:quorumark:certificate:v1",
             "predicate": finding,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import shutil
 import subprocess
@@ -132,7 +133,7 @@ def test_another_implementation_computes_the_same_numbers(golden: dict[str, Any]
     worth = omitted.worth(finding.z)
     assert (finding.log10_p, finding.log10_bound) == (log10_p(worth), log10_bound(worth))
     assert finding.charged == omitted.charged(finding.agreed)
-    assert finding.threshold == raised_threshold(finding.charged, finding.failed)
+    assert finding.threshold == raised_threshold(finding.charged, finding.equations)
     assert digest("certificate", golden["payload"].encode()).hex() == golden["digest"]
     for entry in json.loads(golden["envelope"])["signatures"]:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(entry["keyid"]))
@@ -187,8 +188,22 @@ def test_it_is_read_back() -> None:
     statement = json.loads(SIGNED.payload)
     assert statement["subject"] == [
         {"name": "model.safetensors", "digest": {"sha256": label("model.safetensors")}},
+        {
+            "name": "openssf-model-signing",
+            "digest": {"sha256": hashlib.sha256(bytes.fromhex(label("model.safetensors"))).hexdigest()},
+        },
     ]
     assert UNSIGNED.digest() == SIGNED.digest()
+
+
+def test_the_subject_of_openssfs_signature_must_be_that_of_the_files() -> None:
+    statement = json.loads(SIGNED.payload)
+    for other in (label("another model"), label("model.safetensors")):
+        subject = [statement["subject"][0], {"name": "openssf-model-signing", "digest": {"sha256": other}}]
+        with pytest.raises(RecordError, match="subject is not the suspect"):
+            Certificate(canonical({**statement, "subject": subject}))
+    with pytest.raises(RecordError, match="subject is not the suspect"):
+        Certificate(canonical({**statement, "subject": statement["subject"][:1]}))
 
 
 def test_a_model_that_was_never_a_file_has_a_subject_too() -> None:
@@ -389,7 +404,7 @@ STATEMENT = json.loads(SIGNED.payload)
         (canonical(STATEMENT | {"subject": [{"name": "other", "digest": {"sha256": "00" * 32}}]}), "subject is not"),
         (canonical(STATEMENT | {"predicate": {}}), "lacks 'consortium'"),
         (canonical(STATEMENT | {"predicate": []}), "JSON object"),
-        (SIGNED.payload.replace(b'"failed":0', b'"failed":0.5'), "not JSON"),
+        (SIGNED.payload.replace(b'"equations":0', b'"equations":0.5'), "not JSON"),
         (SIGNED.payload[:-1] + b',"subject":[]}', "not JSON"),
         (SIGNED.payload.replace(b'"hospitals"', b'"\\ud800"'), "not JSON"),
     ],

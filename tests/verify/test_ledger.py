@@ -30,6 +30,7 @@ from quorumark.verify.evidence import Partial, now
 from quorumark.verify.guard import budget, check_query, least_effective
 from quorumark.verify.null import raised_threshold, z_text
 from quorumark.verify.rules import AnswerRules, read_rules
+from tests.kit.ceremony import make_terms
 from tests.kit.ledgers import LEAF, PEOPLE, Member, Vector, rounded
 from tests.kit.refusals import refused
 
@@ -380,7 +381,7 @@ def test_what_is_no_outcome_digest_or_leaf_is_refused(member: Member) -> None:
     assert member.ledger().entries == ()
 
 
-def _partial(point: int, x: str, history: dict[str, str]) -> Partial:
+def _partial(point: int, x: str, history: dict[str, str], blocks: dict[str, int] | None = None) -> Partial:
     values: dict[str, Any] = {
         "manifest": "aa" * 32,
         "epoch": 0,
@@ -389,7 +390,7 @@ def _partial(point: int, x: str, history: dict[str, str]) -> Partial:
         "x": x,
         "answer": "5",
     }
-    values |= {"members": (), "history": history, "ledger": "dd" * 32, "created": now()}
+    values |= {"members": (), "history": history, "blocks": blocks or {}, "ledger": "dd" * 32, "created": now()}
     return Partial.sign(PEOPLE[point - 1], point=point, **values)
 
 
@@ -402,8 +403,8 @@ def test_members_together_count_the_worst_that_any_of_them_says() -> None:
     ]
     expected = {a: "passed", b: "failed", c: "failed", d: "open"}
     for order in (partials, partials[::-1], [partials[1], partials[2], partials[0]]):
-        assert reconcile(order) == (expected, 3)
-    assert reconcile([_partial(1, x, {x: "failed"})]) == ({}, 0)
+        assert reconcile(order) == (expected, {}, 3)
+    assert reconcile([_partial(1, x, {x: "failed"})]) == ({}, {}, 0)
     with pytest.raises(EvidenceError, match="answer several queries"):
         reconcile([_partial(1, x, {}), _partial(2, a, {})])
     with pytest.raises(EvidenceError, match="no partials given"):
@@ -504,7 +505,8 @@ def test_leaves_opened_in_audits_are_left_out(member: Member) -> None:
 
 
 def test_the_budget_is_for_life_and_counts_what_others_answered(member: Member) -> None:
-    assert [budget(d) for d in (1, 160_000, 170_000, 10**8)] == [16, 16, 17, 10_000]
+    small = [make_terms(PEOPLE, 2, d, strength={"rho": "0.02"}) for d in (1, 160_000, 170_000, 10**8)]
+    assert [budget(terms) for terms in small] == [16, 16, 17, 10_000]
     for seed in range(10):
         member.answer(vector(seed))
     member.ledger().learn({vector_digest(vector(seed)): "failed" for seed in range(8, 16)})
@@ -559,7 +561,7 @@ def test_queries_on_few_coordinates_are_refused_whatever_they_say(member: Member
 def test_vectors_of_every_signed_type_are_measured_exactly_and_kept(member: Member, kind: type[Any]) -> None:
     limit = min(np.iinfo(kind).max, (1 << 31) - 1)
     x = np.random.default_rng(1).integers(-limit, limit, 20_000, endpoint=True).astype(kind)
-    member.answer(x)  # the query's norms were computed with whole numbers of any size
+    member.answer(x)  # the query's norms were computed with integers of any size
     member.answer(x.astype(x.dtype.newbyteorder(">")).astype(kind))
     with refused("adds-little"):
         member.check(-x)
@@ -683,7 +685,7 @@ def test_64_failed_models_combine_into_one_that_passes_a_naive_threshold(tmp_pat
     assert Decimal(found) >= 6, "a verifier that forgets believes it"
     assert 7 < Decimal(found) < 9
 
-    known, failed = reconcile([_partial(point, vector_digest(forged), member.ledger().known()) for point in (1, 2)])
+    known, _, failed = reconcile([_partial(point, vector_digest(forged), member.ledger().known()) for point in (1, 2)])
     assert failed == n
     assert vector_digest(forged) not in known
     assert raised_threshold("6", failed) == "14.000000"
@@ -692,7 +694,7 @@ def test_64_failed_models_combine_into_one_that_passes_a_naive_threshold(tmp_pat
     liars = [dict.fromkeys(known, "passed"), {}]
     honest = _partial(1, vector_digest(forged), member.ledger().known())
     for history in liars:
-        assert reconcile([_partial(2, vector_digest(forged), history), honest])[1] == n
+        assert reconcile([_partial(2, vector_digest(forged), history), honest])[2] == n
 
 
 # --- attack 2: queries that read signs off -----------------------------------------------------------------
@@ -796,7 +798,7 @@ def test_spread_designs_read_signs_from_a_naive_verifier_and_are_stopped_at_the_
 
 def test_burnt_leaves_do_not_hide_what_a_query_reads(tmp_path: Path) -> None:
     """The signs of burnt leaves are public. x₁, then ten of its leaves burnt, then x₁ without them plus 60·e_j: over
-    all coordinates the difference rests on thousands, but whoever knows the burnt signs reads τ_j."""
+    all coordinates the difference rests on thousands, but anyone who knows the burnt signs reads τ_j."""
     d, burnt, j = 20_000, tuple(range(10)), 15_000
     tau = np.random.default_rng(4).choice([-1, 1], d).astype(np.int64)
     first = np.clip(vector(1, d), -60, 60).astype(np.int8)
@@ -886,7 +888,7 @@ def test_a_residual_that_rounding_hides_reads_no_sign(tmp_path: Path, count: int
         ask_all()
 
 
-def test_whoever_is_refused_without_end_does_not_fill_the_ledger(member: Member) -> None:
+def test_an_asker_that_is_refused_without_end_does_not_fill_the_ledger(member: Member) -> None:
     """A server may ask as often as it likes, each time at another time. A ledger that is too large to be read would end
     all answers of this member."""
     x = vector(1)

@@ -18,11 +18,11 @@ from scipy import special, stats
 from quorumark.errors import InputError
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import Canonical, canonical_form
-from quorumark.model.training import torch_train
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.verify import null
 from quorumark.verify.calibration import Calibration, calibrate
 from tests.kit.commands import run
+from tests.kit.training import torch_train
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_proofs_are_read_strictly(world: World, first: Audited) -> None:
 
 
 def test_after_an_audit_all_members_answer_as_before(world: World, first: Audited) -> None:
-    """Whoever opened knows; the fifth gets the proof with the query, and writes it down."""
+    """Anyone who opened knows; the fifth gets the proof with the query, and writes it down."""
     proof, points = first.proof(world, (2, 3, 4)), range(1, 6)
     assert [ledger_of(world, point).burnt() for point in (1, 5)] == [first.challenge.leaves, ()]
     query, partials = ask(world, world.suspect, points, [proof])
@@ -355,7 +355,7 @@ def test_audits_before_and_after_a_resharing(tmp_path: Path) -> None:
     before = early.proof(world, (1, 2, 3))
     for _ in range(20):
         progress = [
-            reshare(home, unlock, tmp_path / "reshare", place=home.only_consortium()) for home, unlock in world.homes
+            reshare(home, key, tmp_path / "reshare", consortium=home.only_consortium()) for home, key in world.homes
         ]
         if not any(one.waiting for one in progress):
             break

@@ -99,7 +99,7 @@ def test_other_models_fail(tmp_path: Path) -> None:
     # each of them raised the threshold for the next: 6, 6 + 1, 6 + √2, and now 6 + √3
     query, partials = world.answers(world.suspect, (1, 3, 4))
     finding = combine(world.manifest, query, partials)
-    assert (finding.verdict, finding.failed, finding.threshold) == ("PASSED", 3, "7.732051")
+    assert (finding.verdict, finding.equations, finding.threshold) == ("PASSED", 3, "7.732051")
     # members who did not answer those queries know nothing of them
     query, partials = world.answers(world.suspect, (2, 5))
     assert all(partial.history == {} for partial in partials)
@@ -242,7 +242,7 @@ def test_of_two_equal_answers_the_one_that_knows_more_counts(world: World, asked
     home, unlock = world.homes[0]
     more = answer_with(home.identity(unlock), world.manifest, query, partials[0].value, history={"ab" * 32: "failed"})
     for order in ([more, *partials], [*partials, more]):
-        assert combine(world.manifest, query, order).failed == 1
+        assert combine(world.manifest, query, order).equations == 1
 
 
 def test_rubbish_partials_are_refused(asked: tuple[Query, list[Partial]]) -> None:
@@ -634,7 +634,7 @@ def test_a_file_may_not_have_another_size(world: World, certificate: Certificate
         check_certificate(lie, [world.manifest], suspect=world.suspect, reference=world.reference)
 
 
-def test_nobody_signs_what_whoever_combined_wrote_between_the_lines(
+def test_nobody_signs_what_the_combiner_wrote_between_the_lines(
     world: World, asked: tuple[Query, list[Partial]]
 ) -> None:
     """No command shows a field that it does not know, and the signature would cover it all the same."""
@@ -664,7 +664,7 @@ def test_a_certificate_that_does_not_follow_is_refused(
         return made
 
     for changes in (
-        {"z": "99.000000"}, {"verdict": "FAILED"}, {"value": "7"}, {"threshold": "1.000000"}, {"failed": 3},
+        {"z": "99.000000"}, {"verdict": "FAILED"}, {"value": "7"}, {"threshold": "1.000000"}, {"equations": 3},
         {"log10_p": "-1000.00"}, {"log10_bound": "-1.00"}, {"cosine": "1.000000"}, {"corroboration": "uncorroborated"},
         {"reasons": (Reason.of("finding.corroborated", partials=5, liars=4),)},
         {"consortium": "banks"}, {"names": {"1": "somebody else"}}, {"wrong": (2,)},
@@ -757,4 +757,4 @@ def test_the_budget_counts_what_all_members_know(world: World, asked: tuple[Quer
     for counts in ((6, 6, 6), (6, 6, 4)):  # with this query 19 and 17
         with pytest.raises(EvidenceError, match="more than the 16 that the consortium may answer"):
             combine(world.manifest, query, knowing(*counts))
-    assert combine(world.manifest, query, knowing(6, 6, 3)).failed == 0
+    assert combine(world.manifest, query, knowing(6, 6, 3)).equations == 0

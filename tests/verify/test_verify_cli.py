@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.keystore import Unlock
 from quorumark.model.layout import write_safetensors
 from quorumark.verify.answer import answer_with
 from quorumark.verify.certificate import Certificate
@@ -28,6 +30,7 @@ from tests.kit.answers import through
 from tests.kit.commands import run
 from tests.kit.consortium import anchor_model, make_world, trained_from
 from tests.kit.desk import Desk
+from tests.kit.layered import evaded, layered_world, plain_certificate
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +276,7 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     partials.append(desk.path("p5.json"))
     assert json.loads(desk("ledger", *fifth, "--json").stdout)["burnt"] == asked["leaves"]
     assert f"0 more leaves are recorded as burnt, {count} in all" in desk("audit", "record", proof, *fifth).stdout
-    # whoever combines without the proof gets a higher threshold than with it
+    # a combiner without the proof gets a higher threshold than with it
     charged = desk.combine(later, partials, "charged.json")
     assert charged["audits"] == {}
     nobody, manifest_option = ["--home", desk.path("nobody")], ["--manifest", manifest]
@@ -294,7 +297,7 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     stale = desk.prepare(suspect, "stale.json")
     for point in (4, 5):
         desk.partial(stale, suspect, point, "--approve", code=2)
-    # whoever is no member names the proof
+    # an asker that is no member names the proof
     done = desk("prepare", suspect, "--out", stale, "--audit", proof, *desk.reference, "--home", "none", "--json")
     assert json.loads(done.stdout)["burnt"] == asked["leaves"]
     no = desk("prepare", suspect, "--out", stale, "--audit", challenge, *desk.reference, "--home", "none", code=2)
@@ -321,3 +324,55 @@ def test_one_liar_does_not_have_a_quarter_of_the_key_opened(tmp_path: Path, envi
     assert "rests on t answers, of which one could have set its number: let another member answer" in done.stderr
     assert not Path(desk.path("opening.json")).exists()
     assert not Ledger.open(world.homes[0][0].only_consortium(), world.manifest).burnt()
+
+
+def test_by_layers_from_the_plain_certificate_to_the_examiners_page(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    world = layered_world(tmp_path, 3, 2)
+    desk = Desk(world, tmp_path, environment)
+    suspect = world.save(evaded(world), "evaded.safetensors")
+    before = tmp_path / "plain.json"
+    before.write_bytes(plain_certificate(world, suspect, (1, 2, 3)).to_bytes())
+    Unlock.new_key_file(tmp_path / "judge.key")
+    judge = HomeFolder.create(tmp_path / "judge", "Judge Oak", Unlock.key_file(tmp_path / "judge.key"))
+    card = tmp_path / "judge.json"
+    card.write_bytes(judge.card().to_bytes())
+    manifest = ("--manifest", str(world.folder / "consortium.json"))
+    asked = desk.path("layers.json")
+    ask = ["prepare", suspect, "--out", asked, "--layers", *manifest]
+    assert "takes --after" in desk(*ask, "--after", before, code=2).stderr
+    said = desk(*ask, "--after", before, "--examiner", card).stdout
+    assert "9 blocks by the rule rows/v1" in said
+    assert "Judge Oak" in said
+    partials = []
+    for point in (1, 2, 3):
+        out = desk.path(f"sealed-{point}.json")
+        extra = ("--suspect", suspect, "--approve", "--out", out, *manifest, *desk.home(point))
+        if point == 1:
+            assert "takes the certificate of the plain query" in desk("partial", asked, *extra, code=2).stderr
+        said = desk("partial", asked, *extra, "--after", before).stdout
+        assert "an answer opens 9 of the 1,180 equations" in said
+        assert "z* rises from 6.00 to 9.00" in said
+        partials.append(out)
+    assert "verify open" in desk("combine", asked, *partials, *manifest, code=2).stderr
+    opened, page = desk.path("opened.json"), Path(desk.path("bars.html"))
+    home = ("--home", tmp_path / "judge", "--key-file", tmp_path / "judge.key")
+    said = desk("open", asked, *partials, "--out", opened, "--report", page, *manifest, *home).stdout
+    assert "Q = " in said
+    assert page.stat().st_mode & 0o777 == 0o600
+    html = page.read_text()
+    assert html.count('class="track"') == 9
+    assert "This model was trained against the mark." in html
+    certificate = desk.path("by-layers.json")
+    combined = desk("combine", asked, *partials, "--opened", opened, "--out", certificate, *manifest, "--json")
+    found = json.loads(combined.stdout)
+    assert (found["verdict"], found["layers"]["blocks"]) == ("PASSED", 9)
+    for point in (1, 2, 3):
+        desk("sign", certificate, *desk.home(point))
+    done = desk("check", certificate, *manifest, "--suspect", suspect, "--report", desk.path("public.html"))
+    assert done.stdout.startswith("PASSED: ")
+    assert "by layers: Q = " in done.stdout
+    public = Path(desk.path("public.html")).read_text()
+    assert "Q* = " in public
+    assert 'class="track"' not in public

@@ -37,6 +37,7 @@ class Alignment:
         words: for matrices of the stream, the axis of words and how many there are: a suspect's others are cut off.
         widest: how many channels a word of the suspect may have.
         signs: for axes on which weights of the suspect have the other sign, ±1 for each of the anchor's indices.
+        sources: for tensors of experts that were exchanged, the name (of the layout) under which the suspect has them.
     """
 
     groups: str
@@ -51,6 +52,7 @@ class Alignment:
     words: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     widest: int = 0
     signs: Mapping[Axis, Signs] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def surplus(self) -> int:
@@ -66,6 +68,7 @@ class Alignment:
         ]
         parts += [canonical([name]) + self.unmixed[name].astype("<f4").tobytes() for name in sorted(self.unmixed)]
         parts += [canonical(["signs", *axis]) + self.signs[axis].tobytes() for axis in sorted(self.signs)]
+        parts += [canonical(["sources", name, self.sources[name]]) for name in sorted(self.sources)]
         parts += [] if self.rotation is None else [canonical(["stream"]) + self.rotation.to_bytes()]
         return digest("alignment", *parts).hex()
 
@@ -104,7 +107,8 @@ class AlignedModel:
         """A whole tensor, with zeros where the suspect has nothing."""
         if name in self._alignment.unmixed:
             return self._alignment.unmixed[name]
-        values = read(self._suspect, name if self._names is None else self._names[name])
+        source = self._alignment.sources.get(name, name)
+        values = read(self._suspect, source if self._names is None else self._names[source])
         for axis in range(values.ndim):
             indices = self._alignment.indices.get((name, axis))
             if indices is not None:

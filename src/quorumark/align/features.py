@@ -14,7 +14,7 @@ from quorumark.model import kernels
 from quorumark.model.layout import TensorSpec
 from quorumark.model.statistic import Model
 
-__all__ = ["Gains", "Weights", "compared_weights", "negative_gains"]
+__all__ = ["Gains", "Weights", "compared_weights", "is_vector", "negative_gains"]
 
 Weights = Mapping[str, NDArray[np.int8]]
 """For each tensor that is compared, its balanced weights in 8 bits."""
@@ -50,14 +50,25 @@ def negative_gains(
     shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, str] | None,
 ) -> dict[str, tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Where gains are negative: those of the groups' vectors named weight that the anchor has without a 0."""
+    """Where gains are negative: vectors with signs that all have the same sign in the anchor, or are named weight.
+
+    A vector may have axes of length 1 after the first. One with a 0 in the anchor shows nothing.
+    """
     found = {}
-    for name in sorted({slot.tensor for group in groups.groups for slot in group.slots}):
-        if len(shapes[name]) == 1 and name.split(".")[-1] == "weight" and (names is None or name in names):
-            ours, theirs = read(anchor, name), read(suspect, name if names is None else names[name])
-            if ours.shape == shapes[name] and theirs.ndim == 1 and (ours != 0).all():
-                found[name] = (ours < 0, theirs < 0)
+    for name in sorted({slot.tensor for group in groups.groups for slots in group.signs for slot in slots}):
+        if is_vector(shapes[name]) and (names is None or name in names):
+            ours, theirs = (
+                read(model, at) for model, at in ((anchor, name), (suspect, names[name] if names else name))
+            )
+            fits = ours.shape == shapes[name] and theirs.ndim == ours.ndim and bool((ours != 0).all())
+            if fits and (name.split(".")[-1] == "weight" or (ours > 0).all() or (ours < 0).all()):
+                found[name] = (ours.reshape(-1) < 0, theirs.reshape(-1) < 0)
     return found
+
+
+def is_vector(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has one number for each channel: gains, and the lengths of rows that weight_norm keeps."""
+    return len(shape) > 0 and all(length == 1 for length in shape[1:])
 
 
 def _balanced(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.int8]:

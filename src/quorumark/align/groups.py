@@ -8,6 +8,7 @@ the model's code. docs/format.md has the file format.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -52,11 +53,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """`size` elements that can be permuted. If they are parts of an element of another group, `within` names both."""
+    """`size` elements that can be permuted. If they are parts of an element of another group, `within` names both.
+
+    Each of `signs` has indices of an element that can get the other sign together. Each of `swaps` has one tensor for
+    every element, which are exchanged when elements are: the weights of experts.
+    """
 
     size: int
     slots: tuple[Slot, ...]
     within: tuple[int, int] | None = None
+    signs: tuple[tuple[Slot, ...], ...] = ()
+    swaps: tuple[tuple[str, ...], ...] = ()
 
     def axes(self) -> dict[Axis, Indices]:
         """For each axis, the indices of every element: one row per element."""
@@ -184,15 +191,26 @@ class Stream:
 
 @dataclass(frozen=True)
 class Groups:
-    """The coupled groups of a model, its mixings and its stream. A group comes before the groups within it."""
+    """The coupled groups of a model, its mixings and its stream. A group comes before the groups within it.
+
+    `open` are axes on which channels may be permuted in ways that no group covers: something that touches them was not
+    understood.
+    """
 
     FORMAT: ClassVar[str] = "quorumark-groups/v1"
 
     groups: tuple[Group, ...]
     mixings: tuple[Mixing, ...] = ()
     stream: Stream | None = None
+    open: tuple[Axis, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.groups)
 
     def __post_init__(self) -> None:
+        for tensor, axis in self.open:
+            sound = isinstance(tensor, str) and is_count(axis) and axis < 1 << 8
+            require(sound, "a model's groups", f"have an invalid open axis: {[tensor, axis]!r}")
         for number, mixed in enumerate(self.mixings):
             what = f"mixing {number}"
             require(is_count(mixed.size, 1) and mixed.size < 1 << 16 and bool(mixed.slots), what, "must have channels")
@@ -204,6 +222,13 @@ class Groups:
             require(is_count(group.size, 2) and group.size < 1 << 31, what, "must have two elements or more")
             require(bool(group.slots), what, "must have a slot")
             _check_slots(group.slots, what)
+            sound = all(len(set(names)) == len(names) == group.size for names in group.swaps)
+            require(
+                sound and not (group.swaps and group.within), what, "must have a tensor of its own for each element"
+            )
+            for slots in group.signs:
+                require(bool(slots), what, "must have an index for each of its signs")
+                _check_slots(slots, what)
             if group.within is not None:
                 sound = isinstance(group.within, tuple) and len(group.within) == 2 and all(map(is_count, group.within))
                 sound = sound and group.within[0] < number and group.within[1] < self.groups[group.within[0]].size
@@ -224,10 +249,12 @@ class Groups:
                 own |= {(slot.tensor, slot.axis, index) for index in slot.indices(group.size).reshape(-1).tolist()}
             if len(own) != sum(group.size * slot.count for slot in group.slots):
                 raise LayoutError(f"a group has the same index twice; {_DERIVE}")
+            self._check_signs(group)
             if group.within is None:
                 if own & taken:
                     raise LayoutError(f"two groups have the same index; {_DERIVE}")
                 taken |= own
+        self._check_swaps(shapes)
         for mixed in self.mixings:
             for slot in (*mixed.slots, *mixed.against):
                 _check_slot(slot, mixed.size, shapes)
@@ -243,6 +270,47 @@ class Groups:
             for elements in (at for group in self.groups for name, at in group.axes().items() if name == axis):
                 if not all(_nested(indices, elements) for _, copies in of_axis for indices in copies):
                     raise LayoutError(f"a mixing cuts across the elements of a group; {_DERIVE}")
+
+    def _check_swaps(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises a LayoutError unless tensors that are exchanged have the same shape, and one place each."""
+        every = [name for group in self.groups for names in group.swaps for name in names]
+        if len(set(every)) != len(every) or not shapes.keys() >= set(every):
+            raise LayoutError(f"a group exchanges a tensor twice, or one that is not in the layout; {_DERIVE}")
+        for names in (names for group in self.groups for names in group.swaps):
+            if len({tuple(shapes[name]) for name in names}) > 1:
+                raise LayoutError(f"a group exchanges tensors of several shapes: {names[0]!r}; {_DERIVE}")
+
+    def swapped(self, orders: Sequence[NDArray[Any]]) -> dict[str, str]:
+        """Which tensor each name has after a permutation of every group, where it is another one."""
+        return {
+            names[i]: names[int(order[i])]
+            for group, order in zip(self.groups, orders, strict=True)
+            for names in group.swaps
+            for i in range(group.size)
+            if order[i] not in (i, -1)
+        }
+
+    def _check_signs(self, group: Group) -> None:
+        """Raises a LayoutError unless the signs of a group are those of its elements."""
+        axes = group.axes()
+        for slot in (slot for slots in group.signs for slot in slots):
+            of, mine = axes.get((slot.tensor, slot.axis)), slot.indices(group.size)
+            element = np.full(1 + int(max(mine.max(), 0 if of is None else of.max())), -1, np.int64)
+            if of is not None:
+                element[of] = np.arange(group.size)[:, None]
+            if (element[mine] != np.arange(group.size)[:, None]).any():
+                raise LayoutError(f"a sign of a group is not at indices of its elements; {_DERIVE}")
+
+    def only(self, numbers: Sequence[int]) -> Groups:
+        """Some of the groups. One that was within another that is left out stands alone."""
+        places = {number: at for at, number in enumerate(sorted(numbers))}
+        kept = []
+        for number in places:
+            group = self.groups[number]
+            outer = None if group.within is None or group.within[0] not in places else group.within
+            within = None if outer is None else (places[outer[0]], outer[1])
+            kept.append(dataclasses.replace(group, within=within))
+        return dataclasses.replace(self, groups=tuple(kept))
 
     def blocks(self) -> dict[Axis, list[tuple[bool, Indices]]]:
         """The blocks of every axis that mixings touch: whether pairs are rotated, and copies × indices."""
@@ -284,14 +352,21 @@ class Groups:
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
         groups = [
-            {"size": g.size, "slots": _slot_lists(g.slots), "within": None if g.within is None else list(g.within)}
+            {
+                "size": g.size,
+                "slots": _slot_lists(g.slots),
+                "within": None if g.within is None else list(g.within),
+                "signs": [_slot_lists(slots) for slots in g.signs],
+                "swaps": [list(names) for names in g.swaps],
+            }
             for g in self.groups
         ]
         mixings = [
             {"size": m.size, "slots": _slot_lists(m.slots), "against": _slot_lists(m.against)} for m in self.mixings
         ]
         stream = None if self.stream is None else self.stream.as_dict()
-        return canonical({"format": self.FORMAT, "groups": groups, "mixings": mixings, "stream": stream})
+        known = {"groups": groups, "mixings": mixings, "stream": stream, "open": [list(axis) for axis in self.open]}
+        return canonical({"format": self.FORMAT, **known})
 
     def digest(self) -> str:
         return digest("groups", self.to_bytes()).hex()
@@ -299,11 +374,11 @@ class Groups:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         what = "a model's groups"
-        fields = take(parse(data, cls.FORMAT, what), ["groups", "mixings", "stream"], what)
+        fields = take(parse(data, cls.FORMAT, what), ["groups", "mixings", "stream", "open"], what)
         groups = [_read_group(entry) for entry in _listed(fields["groups"], what)]
         mixings = [_read_mixing(entry) for entry in _listed(fields["mixings"], "a model's mixings")]
         stream = None if fields["stream"] is None else Stream.from_dict(fields["stream"])
-        return cls(tuple(groups), tuple(mixings), stream)
+        return cls(tuple(groups), tuple(mixings), stream, _axes(fields["open"], "a model's open axes"))
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -315,10 +390,10 @@ def _listed(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _axes(value: Any) -> tuple[Axis, ...]:
-    listed = _listed(value, "the axes of a stream")
+def _axes(value: Any, what: str = "the axes of a stream") -> tuple[Axis, ...]:
+    listed = _listed(value, what)
     sound = all(isinstance(axis, list) and len(axis) == 2 for axis in listed)
-    require(sound, "a stream", "must list each axis as [tensor, axis]")
+    require(sound, what, "must be listed as [tensor, axis]")
     return tuple((tensor, axis) for tensor, axis in listed)
 
 
@@ -334,10 +409,16 @@ def _read_slots(value: Any, what: str) -> tuple[Slot, ...]:
 
 
 def _read_group(entry: Any) -> Group:
-    taken = take(entry, ["size", "slots", "within"], "a group")
+    taken = take(entry, ["size", "slots", "within", "signs", "swaps"], "a group")
     within = taken["within"]
     require(within is None or isinstance(within, list), "a group", "must have null or [group, element] for `within`")
-    return Group(taken["size"], _read_slots(taken["slots"], "a group"), None if within is None else tuple(within))
+    signs = tuple(_read_slots(slots, "a group's signs") for slots in _listed(taken["signs"], "a group's signs"))
+    slots = _read_slots(taken["slots"], "a group")
+    swaps = _listed(taken["swaps"], "a group's swaps")
+    sound = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in swaps)
+    require(sound, "a group", "must list tensors for each of its swaps")
+    exchanged = tuple(tuple(names) for names in swaps)
+    return Group(taken["size"], slots, None if within is None else tuple(within), signs, exchanged)
 
 
 def _read_mixing(entry: Any) -> Mixing:

@@ -31,8 +31,9 @@ from quorumark.checks import is_hex, is_text, require, take
 from quorumark.errors import InconclusiveError, LayoutError, RecordError
 from quorumark.model import kernels
 from quorumark.model.layout import FLOATS, ModelLayout, TensorSpec, in_order
+from quorumark.model.names import peeled
 from quorumark.model.statistic import KEPT, Model, bits_of, median_exponent, scales_of
-from quorumark.model.suspect import Match, Suspect, match_layout, peeled
+from quorumark.model.suspect import Match, Suspect, match_layout
 from quorumark.model.tensors import TensorInfo, spans
 from quorumark.reasons import Reason, printable
 

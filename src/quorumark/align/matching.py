@@ -52,23 +52,27 @@ class _Matching:
 
     def run(self) -> Alignment:
         sweeps, stable = self._settle()
+        doubtful = self._signs.doubtful
         for source in (SignSource.GAINS, SignSource.SEARCH):  # taken where more is then like the anchor
-            if not (self._signs.has_negative_gains() if source is SignSource.GAINS else self._signs.doubtful):
+            if not (self._signs.has_negative_gains() if source is SignSource.GAINS else doubtful):
                 continue
-            before = self._total(), self._at.snapshot(), set(self._signs.doubtful), (sweeps, stable)
+            before = self._total(), self._at.snapshot(), (sweeps, stable)
             self._at.reset()
-            self._signs.reset(source)
+            self._signs.source, self._signs.doubtful = source, False
             sweeps, stable = self._settle()
-            if not is_closer(sum(map(self._signs.energy, self._at.ours)), before[0], self._total()):
+            closer = is_closer(sum(map(self._signs.energy, self._at.ours)), before[0], self._total())
+            doubtful = self._signs.doubtful or (doubtful and not closer)
+            if not closer:
                 self._at.restore(before[1])
-                self._signs.doubtful, (sweeps, stable) = before[2:]
+                sweeps, stable = before[2]
         sizes = tuple(
             (group.size, size, int((order >= 0).sum()))
             for group, size, order in zip(self._at.groups, self._at.sizes, self._at.orders, strict=True)
         )
         moved = tuple(int(((o >= 0) & (o != np.arange(o.size))).sum()) for o in self._at.orders)
         signs = {axis: signs for axis, signs in self._at.signs.items() if (signs < 0).any()}
-        return Alignment(self._digest, sizes, moved, sweeps, stable, self._at.indices, signs=signs)
+        sources = {name: source for name, source in self._at.sources.items() if name != source}
+        return Alignment(self._digest, sizes, moved, sweeps, stable, self._at.indices, signs=signs, sources=sources)
 
     def _settle(self) -> tuple[int, bool]:
         """Matches until nothing changes: the number of sweeps, and whether the last one changed nothing."""
@@ -98,7 +102,7 @@ class _Matching:
             best, most = waiting[0], -1
             for n in waiting:
                 within = self._at.groups[n].within
-                if within is not None and within[0] not in known:
+                if (within is not None and within[0] not in known) or not self._found(n) <= known:
                     continue
                 weight = sum(self._known_weights(n, axis) for axis in self._usable(n, known))
                 if weight > most:
@@ -111,6 +115,11 @@ class _Matching:
         tops = [n for n in order if self._at.groups[n].within is None]
         return [m for n in tops for m in [n, *(m for m in order if (self._at.groups[m].within or (-1,))[0] == n)]]
 
+    def _found(self, number: int) -> set[int]:
+        """The groups that show where all tensors of a group are: those of experts, for what is inside them."""
+        named = [self._at.swapping.get(tensor) for tensor, _ in self._at.compared(number)]
+        return set() if None in named else {n for n in named if n is not None} - {number}
+
     def _known_weights(self, number: int, axis: Axis) -> int:
         """How many weights of each element an axis has."""
         tensor, along = axis
@@ -122,8 +131,9 @@ class _Matching:
         return [
             (tensor, axis)
             for tensor, axis in self._similarity.clear(number)
-            if all(
-                self._at.touching.get((tensor, other), set()) - {number} <= known
+            if self._at.swapping.get(tensor, number) in known | {number}
+            and all(
+                self._at.touching.get((tensor, other), set()) <= known
                 for other in range(self._at.ours[tensor].ndim)
                 if other != axis
             )
@@ -134,19 +144,17 @@ class _Matching:
         if within is not None:
             outer, element = within
             if self._at.orders[outer][element] >= 0:  # otherwise the suspect has no such head
-                self._at.put_within(number, assign(self._similarity.of(number, axes)))
-            return
-        free = [a for a in axes if number not in self._at.inner and a not in self._similarity.blocks]
-        if free:
-            self._signs.match(number, axes, free)
-        else:
+                self._at.put_within(number, self._signs.match(number, axes))
+        elif number in self._at.inner:
             self._at.put(number, assign(self._similarity.of(number, axes)))
+        else:
+            self._at.put(number, self._signs.match(number, axes))
 
     def _total(self) -> int:
         """⟨anchor, suspect⟩ over all weights that are compared, as they are matched now."""
         total = 0
         for name, ours in self._at.ours.items():
-            theirs: NDArray[Any] = self._at.theirs[name]
+            theirs: NDArray[Any] = self._at.theirs_of(name)
             for axis in range(ours.ndim):
                 if (name, axis) in self._at.indices:
                     theirs = gathered(theirs, axis, self._at.indices[name, axis])

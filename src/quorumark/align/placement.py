@@ -15,7 +15,7 @@ __all__ = ["GROWTH", "Placement", "Snapshot"]
 
 GROWTH = 8  # a suspect with more than so many times the channels is refused: the work grows with them
 
-Snapshot = tuple[dict[Axis, Indices], dict[Axis, Signs], list[NDArray[np.int64]]]
+Snapshot = tuple[dict[Axis, Indices], dict[Axis, Signs], list[NDArray[np.int64]], dict[str, str]]
 
 
 class Placement:
@@ -33,6 +33,7 @@ class Placement:
         indices: the suspect's index for each of the anchor's, on each axis; −1 for none.
         signs: ±1 for each of the anchor's indices, on axes with changed signs.
         orders: for each group, the suspect's element for each of the anchor's.
+        sources: for tensors that were exchanged, the suspect's name of what has the anchor's name.
     """
 
     def __init__(self, groups: Groups, shapes: Mapping[str, tuple[int, ...]], ours: Weights, theirs: Weights) -> None:
@@ -51,7 +52,19 @@ class Placement:
         self.indices: dict[Axis, Indices] = {}
         self.signs: dict[Axis, Signs] = {}
         self.orders: list[NDArray[np.int64]] = []
+        self.sources: dict[str, str] = {}
+        self.swapping = {
+            name: number
+            for number, group in enumerate(self.groups)
+            for names in group.swaps
+            for name in names
+            if len({theirs[n].shape if n in theirs else None for n in names}) == 1
+        }
         self.reset()
+
+    def theirs_of(self, name: str) -> NDArray[np.int8]:
+        """The suspect's weights that are compared with a tensor of the anchor."""
+        return self.theirs[self.sources.get(name, name)]
 
     def compared(self, number: int) -> list[Axis]:
         """The axes of a group whose weights are compared."""
@@ -131,7 +144,7 @@ class Placement:
 
     def reset(self) -> None:
         """Puts every channel where it is in the suspect, as far as there are so many, with its own sign."""
-        self.indices, self.signs = {}, {}
+        self.indices, self.signs, self.sources = {}, {}, {}
         for axis, touching in self.touching.items():
             rigid = np.ones(self.shapes[axis[0]][axis[1]], np.bool_)
             taken = np.zeros(self._length(axis, self.sizes), np.bool_)
@@ -155,6 +168,8 @@ class Placement:
             at = self.theirs_at[number][axis]
             self.indices[axis][index] = np.where((order >= 0)[:, None], at[np.maximum(order, 0)], -1)
         self.orders[number] = order
+        for names in (names for names in self.groups[number].swaps if names[0] in self.swapping):
+            self.sources |= {names[i]: names[j] for i, j in enumerate(order) if j >= 0}
         for parts in self.inner.get(number, []):
             for part in parts:
                 self.orders[part] = np.arange(self.groups[part].size)
@@ -167,7 +182,7 @@ class Placement:
 
     def snapshot(self) -> Snapshot:
         """The present state, to `restore` after a `reset`."""
-        return self.indices, self.signs, self.orders
+        return self.indices, self.signs, self.orders, self.sources
 
     def restore(self, state: Snapshot) -> None:
-        self.indices, self.signs, self.orders = state
+        self.indices, self.signs, self.orders, self.sources = state

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from quorumark.align import mixing
 from quorumark.align.alignment import Alignment
 from quorumark.align.arrays import read
-from quorumark.align.features import compared_weights, negative_gains
+from quorumark.align.features import compared_weights, is_vector, negative_gains
 from quorumark.align.groups import Groups
 from quorumark.align.matching import match
 from quorumark.align.placement import GROWTH
@@ -48,7 +48,8 @@ def align(
     suspect's sizes fit no number of channels.
     """
     groups.check(layout)
-    specs = {s.name: s for s in layout.tensors if s.role in ("carrier", "plain") and len(s.shape) >= 2 and s.size}
+    specs = {s.name: s for s in layout.tensors if s.role in ("carrier", "plain") and not is_vector(s.shape) and s.size}
+    specs = {name: spec for name, spec in specs.items() if len(spec.shape) >= 2}
     if names is not None:
         specs = {name: spec for name, spec in specs.items() if name in names}
     shapes = {spec.name: spec.shape for spec in layout.tensors}

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from quorumark.align import stream
 from quorumark.align.arrays import finite, gathered, read, with_signs
-from quorumark.align.assignment import assign
 from quorumark.align.features import compared_weights
 from quorumark.align.groups import Axis, Group, Groups, Indices, Signs, Stream
 from quorumark.align.matching import match
@@ -60,20 +59,14 @@ def find_rotation(
         if agreement is None:
             return None
         rotation = dataclasses.replace(rotation, matrix=stream.polar(agreement.matrix))
-    permutation = stream.permutation(assign(rotation.matrix.astype(np.int64)), flow.size)
+    permutation = stream.signed_permutation(rotation.matrix)
     if agreement.is_rotated(rotation.matrix, permutation):
         return rotation
     cosines = ChannelCosines(rotation.matrix, permutation)
     for pair in vectors.pairs():
         if pair is not None:
             cosines.add(*pair)
-    if cosines.is_rotated():
-        return rotation
-    # gains of the other sign, with all that reads them, are folded in the same way, though nothing was rotated
-    signs = [(stream.gain_of(suspect, name, names, len(permutation)), ours) for name, ours in gains.items()]
-    if any(theirs is not None and (np.sign(theirs) @ permutation * ours < 0).any() for theirs, ours in signs):
-        return dataclasses.replace(rotation, matrix=permutation)
-    return None
+    return rotation if cosines.is_rotated() else None
 
 
 @dataclass(frozen=True, eq=False)

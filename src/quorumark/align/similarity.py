@@ -6,7 +6,7 @@ far. Channels that can be mixed with each other are compared by what mixing leav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quorumark.align import mixing
 from quorumark.align.arrays import gathered, with_signs
 from quorumark.align.assignment import assign, inner_products
-from quorumark.align.groups import Axis, Groups, Indices
+from quorumark.align.groups import Axis, Groups, Indices, Signs
 from quorumark.align.placement import Placement
 
 __all__ = ["Similarity"]
@@ -26,6 +26,7 @@ class Similarity:
     def __init__(self, placement: Placement, groups: Groups) -> None:
         self._at = placement
         self.blocks = groups.blocks()
+        self.inner_signs: Callable[[int, int, Axis], list[tuple[Indices, Signs]]] | None = None
         self._in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
 
     def clear(self, number: int) -> list[Axis]:
@@ -42,7 +43,7 @@ class Similarity:
             for pair in self._at.index[number][axis][:2].T
         )  # fmt: skip
 
-    def _blocks_of(self, number: int, axis: Axis) -> list[tuple[bool, Indices]]:
+    def blocks_of(self, number: int, axis: Axis) -> list[tuple[bool, Indices]]:
         """The blocks inside a group's element, as columns of its indices: the same for all elements."""
         row = self._at.index[number][axis][0]
         order = np.argsort(row, kind="stable")
@@ -55,7 +56,7 @@ class Similarity:
     def rows(self, axis: Axis, indices: Indices, *, anchor: bool) -> NDArray[np.int8]:
         """Elements × features: the weights at the indices of each element, other axes in the anchor's order."""
         tensor, along = axis
-        taken = gathered((self._at.ours if anchor else self._at.theirs)[tensor], along, indices.reshape(-1))
+        taken = gathered(self._at.ours[tensor] if anchor else self._at.theirs_of(tensor), along, indices.reshape(-1))
         for other in range(taken.ndim) if not anchor else ():
             if other != along and (tensor, other) in self._at.indices:
                 taken = gathered(taken, other, self._at.indices[tensor, other])
@@ -75,7 +76,7 @@ class Similarity:
                 theirs, free = self._at.theirs_at[number][axis], self._free_columns(number, axis)
             else:
                 theirs, free = self._at.indices[axis][index[axis]], np.ones(index[axis].shape[1], np.bool_)
-            for rotates, columns in self._blocks_of(number, axis):
+            for rotates, columns in self.blocks_of(number, axis):
                 free[columns] = False
                 total += self._of_blocks(axis, rotates, index[axis][:, columns], theirs[:, columns])
             if free.any():
@@ -84,6 +85,25 @@ class Similarity:
             if part not in self._in_blocks:
                 total += self._best_inner(number, k, axes)
         return total
+
+    def of_columns(self, number: int, axis: Axis, columns: Indices) -> NDArray[np.int64]:
+        """The same over some of the indices that elements have on one axis, as they are."""
+        ours, theirs = self.indices_of(number, axis)
+        return self._of_weights(axis, ours[:, columns], theirs[:, columns])
+
+    def indices_of(self, number: int, axis: Axis) -> tuple[Indices, Indices]:
+        """The indices of a group's elements on an axis: the anchor's, and the suspect's (as they are placed now)."""
+        ours = self._at.index[number][axis]
+        if self._at.groups[number].within is None:
+            return ours, self._at.theirs_at[number][axis]
+        return ours, self._at.indices[axis][ours]
+
+    def inner_indices(self, number: int, k: int, axis: Axis) -> tuple[Indices, Indices]:
+        """The indices of all elements of the k-th groups within a group's elements: the anchor's, and the suspect's."""
+        parts = self._at.inner[number]
+        ours = np.concatenate([self._at.index[of[k]][axis] for of in parts])
+        columns = self._columns(number, axis, 0, parts[0][k])
+        return ours, np.concatenate([row[columns] for row in self._at.theirs_at[number][axis]])
 
     def _of_weights(self, axis: Axis, ours: Indices, theirs: Indices) -> NDArray[np.int64]:
         """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor."""
@@ -129,10 +149,9 @@ class Similarity:
         alone = [a for a in mine if not any(self._overlap(a, part, other) for other in parts[0] if other != part)]
         value = np.zeros((group.size * size, count * size), np.int64)
         for axis in alone or mine:
-            ours = np.concatenate([self._at.index[parts[i][k]][axis] for i in range(group.size)])
-            columns = self._columns(number, axis, 0, part)
-            theirs = np.concatenate([self._at.theirs_at[number][axis][j][columns] for j in range(count)])
-            value += self._of_weights(axis, ours, theirs)
+            ours, theirs = self.inner_indices(number, k, axis)
+            for at, signs in self.inner_signs(number, k, axis) if self.inner_signs is not None else []:
+                value += self._of_weights(axis, ours[:, at], theirs[:, at]) * signs
         total = np.empty((group.size, count), np.int64)
         for i in range(group.size):
             for j in range(count):

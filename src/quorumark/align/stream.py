@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.align.arrays import finite, in_blocks, read
+from quorumark.align.assignment import assign
 from quorumark.align.mixing import ONE, Rows, integer_rows
 from quorumark.errors import InconclusiveError
 from quorumark.model.statistic import BLOCK, Model
@@ -190,11 +191,6 @@ class Rotation:
         theirs, ours = self.matrix.shape
         return max(0, int(theirs) - int(ours))
 
-    @property
-    def mixes(self) -> bool:
-        """Whether channels were mixed; otherwise they were only permuted, and gains had other signs."""
-        return bool(np.count_nonzero(self.matrix) > min(self.matrix.shape))
-
     def to_bytes(self) -> bytes:
         return self.matrix.astype("<i4").tobytes()
 
@@ -272,8 +268,10 @@ class Trimmed:
         yield from in_blocks(values, limit)
 
 
-def permutation(order: NDArray[np.int64], columns: int) -> Rows:
-    """The matrix with a 1 in row i and column order[i], if that is not −1, in units of 2^-25."""
-    found = np.zeros((order.size, columns))
-    found[order >= 0, order[order >= 0]] = ONE
+def signed_permutation(matrix: Rows) -> Rows:
+    """The permutation of channels, each with a sign, that is closest to a matrix, in units of 2^-25."""
+    order = assign(np.abs(matrix).astype(np.int64))
+    found = np.zeros(matrix.shape)
+    rows = np.flatnonzero(order >= 0)
+    found[rows, order[rows]] = np.where(matrix[rows, order[rows]] < 0, -ONE, ONE)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from typing import Any
 
@@ -24,6 +23,7 @@ from quorumark.cli import (
     member,
     setup,
     share,
+    stamp,
     verify,
 )
 from quorumark.errors import InconclusiveError, QuorumarkError
@@ -40,7 +40,7 @@ class _InOrder(typer.core.TyperGroup):
         return [*ORDER, *(name for name in names if name not in ORDER)]
 
 
-ORDER = ("demo", "member", "consortium", "setup", "share", "verify", "key", "layout", "groups")
+ORDER = ("demo", "member", "consortium", "setup", "share", "verify", "stamp", "key", "layout", "groups")
 
 app = typer.Typer(
     cls=_InOrder,
@@ -71,6 +71,7 @@ app.add_typer(setup.app, name="setup")
 app.add_typer(share.app, name="share")
 app.add_typer(key.app, name="key")
 app.add_typer(verify.app, name="verify", short_help="Is this model ours? Query, answers, certificate, audit.")
+app.add_typer(stamp.app, name="stamp", short_help="When did it exist? Time stamps for manifests and certificates.")
 app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)
 app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
 app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
@@ -90,9 +91,6 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows ? for a box character
     try:
         app()
-    except BrokenPipeError:  # `quorumark … | head`: nobody reads on, and there is nothing more to flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except QuorumarkError as error:
         typer.echo(f"quorumark: {error}", err=True)
         if isinstance(error, InconclusiveError) and error.problems:

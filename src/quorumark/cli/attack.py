@@ -48,7 +48,7 @@ def suite(
     from quorumark.research.attacks.plan import read_plan
 
     if quick and plan is not None:
-        raise InputError("--quick and --plan", "exclude each other", "both")
+        raise InputError("--quick and --plan", "exclude each other")
     _run(subject(demo), read_plan(plan or ("quick" if quick else "paper")), out, plot)
 
 

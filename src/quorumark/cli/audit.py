@@ -8,32 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quorumark.cli.bundles import AgreedFiles, Here, Keys, bundled
 from quorumark.cli.options import (
-    DEFAULT_HOME,
     EXIT_CODES,
-    Anchor,
     AuditFiles,
-    Base,
-    Factors,
-    Groups,
-    HomeOption,
     Json,
-    KeyFile,
-    Layout,
-    PassphraseFile,
-    Which,
+    Roots,
     file_name,
     read_audits,
     read_certificate,
-    unlock,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quorumark.consortium.records import Manifest
+    from quorumark.reasons import Reason
+    from quorumark.verify.audit import AuditResult
+    from quorumark.verify.certificate import Certificate
     from quorumark.verify.challenge import Challenge
-    from quorumark.verify.evidence import Finding
     from quorumark.verify.omissions import Audits
 
 app = typer.Typer(
@@ -85,14 +78,14 @@ def challenge(
 
 
 @app.command("open")
+@bundled
 def open_(
     challenge: Annotated[Path, typer.Argument(help="The challenge.")],
     certificate: CertificateFile,
     out: Annotated[Path | None, typer.Option(help="Where to write it; by default opening-NAME.json.")] = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
     json: Json = False,
 ) -> None:
     """Open the pieces of this member's share that a challenge asks for. They are public then, and burnt for ever.
@@ -100,28 +93,28 @@ def open_(
     Only for a signed certificate of a query that this member answered, and only so many in a consortium's life. Members
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.errors import EvidenceError
     from quorumark.files import write_shared
     from quorumark.verify.challenge import Challenge
     from quorumark.verify.ledger import Ledger
     from quorumark.verify.opening import open_leaves
 
-    member = HomeFolder(home)
-    place = member.only_consortium(consortium)
+    member = here.member
+    ours = here.folder
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
-    ledger = Ledger.open(place, place.manifest())
-    finding = _certified(certificate, place.chain(), asked, ledger.audits())
+    ledger = Ledger.open(ours, ours.manifest())
+    finding = _certified(certificate, ours.chain(), asked, ledger.audits())[0].finding
     query = finding.query
     if finding.corroboration == "uncorroborated" and finding.members > finding.quorum:
         raise EvidenceError(
             "the certificate rests on t answers, of which one could have set its number: let another member answer, "
             "combine again, and audit that"
         )
-    opened = unlock(key_file, passphrase_file)
+    opened = keys.unlock()
     with ledger.exclusive():
         answered = query.x in ledger.answered()
-        data = open_leaves(member, place, opened, asked, query, answered=answered, burns=ledger)
+        data = open_leaves(member, ours, opened, asked, query, answered=answered, burns=ledger)
     name = member.card().name
     target = out or Path(f"opening-{file_name(name)}.json")
     write_shared(target, data)
@@ -132,10 +125,11 @@ def open_(
 
 
 @app.command("record")
+@bundled
 def record(
     audits: Annotated[list[Path], typer.Argument(help="Proofs of audits, as `audit check --keep` writes them.")],
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
+    *,
+    here: Here,
     json: Json = False,
 ) -> None:
     """Remember what others opened in audits, once it is proved. For members who did not open; needs no secrets.
@@ -143,15 +137,14 @@ def record(
     What t members opened is public, and this member answers no query about it any more. A proof holds the certificate,
     the challenge and t signed openings that lead to the genesis roots; a challenge alone proves nothing.
     """
-    from quorumark.consortium.home import HomeFolder
     from quorumark.verify.ledger import Ledger
     from quorumark.verify.proof import explain
 
-    place = HomeFolder(home).only_consortium(consortium)
-    ledger = Ledger.open(place, place.manifest())
+    ours = here.folder
+    ledger = Ledger.open(ours, ours.manifest())
     with ledger.exclusive():
         before = set(ledger.burnt())
-        for name, leaves in explain(place.chain(), read_audits(audits), ledger.audits()).items():
+        for name, leaves in explain(ours.chain(), read_audits(audits), ledger.audits()).items():
             ledger.record_burnt(leaves, name)
         new = len(set(ledger.burnt()) - before)
     if json:
@@ -161,17 +154,15 @@ def record(
 
 
 @app.command("check", short_help="Check an audit, with nobody's word for it.")
+@bundled
 def check(
     challenge: Annotated[Path, typer.Argument(help="The challenge.")],
     openings: Annotated[list[Path], typer.Argument(help="The members' openings.")],
     certificate: CertificateFile,
     suspect: Annotated[Path, typer.Option(help="The model that was tested.")],
     manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
-    layout: Layout = None,
-    anchor: Anchor = None,
-    groups: Groups = None,
-    factors: Factors = None,
-    base: Base = None,
+    *,
+    files: AgreedFiles,
     archive: Annotated[
         list[Path] | None, typer.Option(help="After a resharing: the members' archive.bin; may be repeated.")
     ] = None,
@@ -187,43 +178,64 @@ def check(
     keep: Annotated[
         Path | None, typer.Option(help="Also write the proof that these leaves were opened: later queries need it.")
     ] = None,
+    roots: Roots = None,
+    appeared: Annotated[
+        str | None, typer.Option(help="When the suspect first appeared, as far as you know: a day like 2026-01-31.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     json: Json = False,
 ) -> None:
-    """Check an audit: with nobody's word for anything but that the manifest is older than the suspect.
+    """Check an audit: with no member's word for anything.
+
+    Time stamps beside the manifest (quorumark stamp), with the roots that you trust for them, show how old the key is;
+    with --appeared the check says whether that is before the suspect. Without stamps it says what must be believed.
 
     Exits with 0 if it is a proof, 1 if the mark is not there, 2 if nothing follows.
     """
     from quorumark.consortium.home import read_as, read_file
     from quorumark.files import write_shared
+    from quorumark.report import certificate_page, write_page
     from quorumark.report.texts import sentences
+    from quorumark.stamps.tokens import read_roots
     from quorumark.verify.audit import check_audit
     from quorumark.verify.challenge import Challenge
+    from quorumark.verify.dates import about_age, read_appeared
     from quorumark.verify.proof import LARGEST, Audit, explain
     from quorumark.verify.query import prepare_again
-    from quorumark.verify.reference import Reference
 
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
-    reference = Reference.read(manifest, layout, anchor, groups, factors, base)
+    reference = files.reference(manifest)
     proved = explain(reference.chain, read_audits(audits))
-    query = _certified(certificate, reference.chain, asked, proved).query
-    files = [read_file(path, "an opening", LARGEST) for path in openings]
+    found, checked, left = _certified(certificate, reference.chain, asked, proved)
+    query = found.finding.query
+    opened = [read_file(path, "an opening", LARGEST) for path in openings]
     if keep is not None:  # whatever the audit shows, these leaves are public now
-        proof = Audit.of(read_certificate(certificate), asked, files, reference.chain, archive or ())
+        proof = Audit.of(found, asked, opened, reference.chain, archive or ())
         write_shared(keep, proof.to_bytes())
+    first = None if appeared is None else read_appeared(appeared)
+    dates, age = about_age(reference.chain, manifest, read_roots(roots or ()), first)
     prepared = prepare_again(reference, suspect, query)
     result = check_audit(
         asked,
         prepared.query,
         prepared.form.x,
         reference.chain,
-        files,
+        opened,
         archives=archive or (),
         earlier=[read_as(path, "a challenge", Challenge.from_bytes) for path in earlier or ()],
         vouched=[read_as(path, "a challenge", Challenge.from_bytes) for path in vouched or ()],
+        age=age,
     )
+    if report is not None:
+        signers = found.signers(reference.manifest)
+        page = certificate_page(
+            found, reference.manifest, signers=signers, checked=checked, left=left, dates=dates, audit=_rows(result)
+        )
+        write_page(report, page)
     if json:
         texts = sentences((*result.reasons, *result.faults))
-        typer.echo(jsonlib.dumps({**result.as_dict(), "texts": texts}))
+        body = {**result.as_dict(), "texts": texts, "dates": [one.as_dict() for one in dates]}
+        typer.echo(jsonlib.dumps(body))
     else:
         shown = (
             f"z = {result.z} on the opened part, {result.predicted} ± {result.tolerance} expected" if result.z else ""
@@ -231,6 +243,8 @@ def check(
         typer.echo(f"{result.verdict}: {shown}")
         for text in sentences((*result.reasons, *result.faults)):
             typer.echo(f"- {text}")
+        if report is not None:
+            typer.echo(f"the report is in {report}")
         if keep is not None:
             typer.echo(
                 f"the proof that these leaves were opened is in {keep}: all other members record it (verify audit "
@@ -239,15 +253,32 @@ def check(
     raise typer.Exit(EXIT_CODES[result.verdict])
 
 
-def _certified(path: Path, chain: Sequence[Manifest], asked: Challenge, audits: Audits) -> Finding:
-    """What a certificate says that its members signed and that follows from its partials, and whose z is challenged."""
+def _rows(result: AuditResult) -> dict[str, str]:
+    """What an audit showed, for the report."""
+    from quorumark.report.texts import sentences
+
+    rows = {"Verdict": result.verdict}
+    if result.z:
+        rows["z on the opened part"] = f"{result.z}; {result.predicted} ± {result.tolerance} expected"
+        rows["Bound on p"] = f"10^{result.log10_bound}, after the charges for choices"
+    rows["Opened"] = f"{result.leaves} leaves, {result.coordinates} coordinates, by {len(result.members)} members"
+    return rows | {f"Note {n}": text for n, text in enumerate(sentences((*result.reasons, *result.faults)), 1)}
+
+
+def _certified(
+    path: Path, chain: Sequence[Manifest], asked: Challenge, audits: Audits
+) -> tuple[Certificate, list[Reason], list[Reason]]:
+    """A certificate that its members signed, that follows from its partials, and whose z is challenged.
+
+    With what was checked of it, and what was not.
+    """
     from quorumark.errors import EvidenceError
     from quorumark.verify.check import check_certificate
 
     certificate = read_certificate(path)
-    check_certificate(certificate, chain, audits=audits)
+    checked, left = check_certificate(certificate, chain, audits=audits)
     if asked.z != certificate.finding.z:
         raise EvidenceError(
             f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"
         )
-    return certificate.finding
+    return certificate, checked, left

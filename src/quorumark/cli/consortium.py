@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, KeyFile, PassphraseFile, Which, unlock
+from quorumark.cli.bundles import Here, Keys, bundled
+from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json
+
+if TYPE_CHECKING:
+    from quorumark.align.groups import Groups
+    from quorumark.consortium.records import Terms
+    from quorumark.model.layout import ModelLayout
 
 app = typer.Typer(
     help="What the members agree on: terms before the key exists, the manifest after, and its amendments.",
@@ -36,6 +42,9 @@ def create(
         Path | None,
         typer.Option(help="Coupled channels from `quorumark groups`, for alignment; they cannot be added later."),
     ] = None,
+    without_alignment: Annotated[
+        bool, typer.Option("--without-alignment", help="Do without groups: renumbered channels will hide the mark.")
+    ] = False,
     base: Annotated[
         Path | None,
         typer.Option(help="Where the model is a LoRA adapter: the public base model, a file or a folder."),
@@ -90,8 +99,15 @@ def create(
         card, examples = _card(text)
         roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    digests: dict[str, Any] = {"layout": layout.digest(), "anchor": anchor, "buffers": layout.beside(model).hex()}
+    digests: dict[str, Any] = {
+        "layout": layout.digest(),
+        "anchor": anchor,
+        "buffers": layout.buffers_digest(model).hex(),
+    }
     coupled = None if groups is None else read_as(groups, "a model's groups", Groups.from_bytes)
+    if not coupled and not without_alignment:
+        given = "none" if coupled is None else f"{groups} without a group"
+        raise InputError("--groups", "must name what `quorumark groups` wrote, or pass --without-alignment", given)
     adapted = None if base is None else read_suspect(base)
     factors = None if adapted is None else describe_lora(layout, adapted)
     if factors is not None:
@@ -129,6 +145,32 @@ def create(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
+    typer.echo("\n".join(_coverage(coupled, layout if adapted is None else base_layout(adapted))))
+
+
+def _coverage(groups: Groups | None, layout: ModelLayout) -> list[str]:
+    """How much of the mark can be aligned, in plain words."""
+    from quorumark.align.coverage import WITHOUT, Coverage
+
+    return [WITHOUT] if groups is None or not groups else Coverage.of(groups, layout).lines()
+
+
+def _coverage_beside(folder: Path, terms: Terms) -> list[str]:
+    """The same from the files beside terms or a manifest, if they are those that the terms name."""
+    from quorumark.align.coverage import WITHOUT
+    from quorumark.align.groups import Groups
+    from quorumark.consortium.home import read_as
+    from quorumark.model.layout import ModelLayout
+
+    if terms.policy.groups is None:
+        return [WITHOUT]
+    if not (folder / "groups.json").exists() or not (folder / "layout.json").exists():
+        return ["groups.json and layout.json are not beside this file: what they cover is not shown"]
+    groups = read_as(folder / "groups.json", "a model's groups", Groups.from_bytes)
+    layout = read_as(folder / "layout.json", "a layout", ModelLayout.from_bytes)
+    if groups.digest() != terms.policy.groups or layout.digest() != terms.layout:
+        return ["groups.json or layout.json beside this file is not what the terms name: what is covered is not shown"]
+    return _coverage(groups, layout)
 
 
 @app.command("show")
@@ -151,12 +193,14 @@ def show(
         f"key {terms.key}, setup {terms.setup}, {terms.coordinates:,} coordinates, statistic {terms.statistic}"
     )
     console.print(f"terms    {terms.digest().hex()}\nlayout   {terms.layout}\nanchor   {terms.anchor}")
-    for what in Policy.FIXED:
+    for what in Policy.DIGESTS:
         if (digest := getattr(terms.policy, what)) is not None:
             console.print(f"{what:<8} {digest}")
     for title, settings in (("strength", terms.strength.as_dict()), ("policy", terms.policy.as_dict())):
-        shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.FIXED]
+        shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.DIGESTS]
         console.print(f"{title:<8} {' '.join(shown)}")
+    for line in _coverage_beside(file.parent, terms):
+        console.print(line)
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
     table = Table("point", "member", "examples", "signs with", "signed")
@@ -190,6 +234,7 @@ def check(
 
 
 @app.command("amend", short_help="Write new terms that follow the present ones.")
+@bundled
 def amend(
     out: Annotated[Path, typer.Option(help="The file to write the new terms to; all members must agree on it.")],
     examples: Annotated[list[str] | None, typer.Option(help="POINT=NUMBER: a member's new number of examples.")] = None,
@@ -202,12 +247,12 @@ def amend(
     ] = None,
     anchor: Annotated[Path | None, typer.Option(help="The model after the warm-up rounds (.safetensors).")] = None,
     layout: Annotated[Path | None, typer.Option(help="layout.json, with --anchor.")] = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
+    *,
+    here: Here,
 ) -> None:
     """Write new terms that follow the present ones, and say what must be done to bring them into force."""
     from quorumark.consortium.hiding import check_roster
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Card
     from quorumark.errors import InputError
     from quorumark.files import write_shared
@@ -221,7 +266,7 @@ def amend(
 
     if out.exists():
         raise InputError("--out", "must not exist yet", str(out))
-    current = HomeFolder(home).only_consortium(consortium).manifest()
+    current = here.folder.manifest()
     before = current.terms
     numbers = pairs("--examples", examples)
     if not all(map(str.isdecimal, numbers.values())):
@@ -241,7 +286,7 @@ def amend(
     )
     found = changes(terms, before)
     if not found:
-        raise InputError("the options", "must change something", "nothing")
+        raise InputError("the options", "must change something")
     if examples or remove or add or threshold is not None:
         check_roster(terms)
     write_shared(out, terms.to_bytes())
@@ -254,33 +299,33 @@ def amend(
 
 
 @app.command("sign")
+@bundled
 def sign_amendment(
     terms: Annotated[Path, typer.Option(help="The new terms, from `consortium amend`, as agreed.")],
     folder: Annotated[Path, typer.Option(help="The folder to exchange signatures through.")],
     pinned: From = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes, sign
-    from quorumark.setup.chain import find_place
+    from quorumark.setup.chain import find_consortium
 
-    member = HomeFolder(home)
+    member = here.member
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
-    place = None if pinned is not None else find_place(member, agreed, consortium)
-    if place is not None and place.manifest_path.exists():
-        typer.echo("\n".join(changes(agreed, place.manifest().terms)) or "in force already")
-    manifest, missing = sign(member, unlock(key_file, passphrase_file), agreed, folder, place, pinned)
+    ours = None if pinned is not None else find_consortium(member, agreed, here.consortium)
+    if ours is not None and ours.manifest_path.exists():
+        typer.echo("\n".join(changes(agreed, ours.manifest().terms)) or "in force already")
+    manifest, missing = sign(member, keys.unlock(), agreed, folder, ours, pinned)
     if missing:
         typer.echo(f"signed; waiting for {', '.join(missing)}; run this again when they have signed")
         return
     typer.echo(f"in force: manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
-    place = find_place(member, agreed, consortium)
-    if place is None or not place.share_path().exists():
+    ours = find_consortium(member, agreed, here.consortium)
+    if ours is None or not ours.share_path().exists():
         typer.echo("this member's share is not here: get it with quorumark share recover")
 
 
@@ -296,8 +341,8 @@ def update_manifest(
     from quorumark.setup.amend import update
 
     later = read_as(manifest, "a consortium's manifest", Manifest.from_bytes)
-    place = update(HomeFolder(home), later, history or manifest.parent / "history")
-    there = "" if place.share_path().exists() else "; its share must be recovered: quorumark share recover"
+    ours = update(HomeFolder(home), later, history or manifest.parent / "history")
+    there = "" if ours.share_path().exists() else "; its share must be recovered: quorumark share recover"
     typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
 
 
@@ -309,7 +354,7 @@ def _anchor(model: Path, layout: Path | None, wanted: str) -> str:
     from quorumark.model.layout import ModelLayout
 
     if layout is None:
-        raise InputError("--layout", "must be given with --anchor", "nothing")
+        raise InputError("--layout", "must be given with --anchor")
     found = read_as(layout, "a layout", ModelLayout.from_bytes)
     if found.digest() != wanted:
         raise InputError("--layout", "must be the consortium's", str(layout))
@@ -332,7 +377,7 @@ def _policy(texts: list[str] | None) -> dict[str, str]:
     from quorumark.errors import InputError
 
     found = _pairs("--policy", texts)
-    for name in Policy.FIXED:
+    for name in Policy.DIGESTS:
         if name in found:
             raise InputError("--policy", f"must not set {name!r}: pass the file that is agreed on", found[name])
     return found

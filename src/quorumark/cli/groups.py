@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +23,9 @@ def groups(
     the mixings: channels within heads that can be replaced by mixtures of each other; and the stream: channels between
     RMSNorms that can be turned as a whole.
     """
-    from quorumark.align.trace import derive_groups
-    from quorumark.errors import InputError
+    from quorumark.align.coverage import Coverage
+    from quorumark.align.trace import UnknownOperation, derive_groups
+    from quorumark.errors import InputError, LayoutError
     from quorumark.files import write_shared
     from quorumark.model.layout import ModelLayout
     from quorumark.model.usercode import example_inputs, load_function, told_by
@@ -34,8 +36,16 @@ def groups(
         raise InputError("--model", "must name a function that gives a torch module", type(module).__name__)
     given = inputs if isinstance(inputs, tuple) else (inputs,)
     told_by(module.eval(), f"--example {' '.join(example)}", "must be an input that the model takes")(*given)
-    found = derive_groups(module, inputs)
-    found.check(ModelLayout.of(module))
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        found = derive_groups(module, inputs)
+    layout = ModelLayout.of(module)
+    found.check(layout)
+    if not found:
+        raise LayoutError(
+            "no channels of this model can be permuted, as far as its operations are understood: nothing was written. "
+            "To do without alignment, pass --without-alignment to quorumark consortium create"
+        )
     write_shared(out, found.to_bytes())
     heads = sum(group.within is not None for group in found.groups)
     channels = sum(group.size for group in found.groups if group.within is None)
@@ -46,3 +56,8 @@ def groups(
         f"groups {found.digest()}\n"
         f"written to {out}; the consortium agrees on them with: quorumark consortium create --groups {out.name} …"
     )
+    for line in [
+        *(str(warning.message) for warning in noted if warning.category is UnknownOperation),
+        *Coverage.of(found, layout).lines(),
+    ]:
+        typer.echo(line)

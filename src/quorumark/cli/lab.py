@@ -126,6 +126,9 @@ def attack(
         str,
         typer.Option(help="Only attacks that this names with their settings, as the table file does: '*lr=0.0001*'."),
     ] = "*",
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also attackers who know the test by layers, with an oracle if need be.")
+    ] = False,
     plot: Annotated[bool, typer.Option("--plot", help="Only draw the figures, from the results.")] = False,
     figures: Annotated[Path, typer.Option(help="The folder for figures.")] = Path("docs/figures"),
     device: Device = "auto",
@@ -153,13 +156,58 @@ def attack(
     left = None if seconds is None else seconds - (time.monotonic() - start)
     suite = Suite(
         opened, images, runs / run, results / "attacks", epochs, side, streams, left,
-        lambda t: typer.echo(t), only,
+        lambda t: typer.echo(t), only, layers,
     )  # fmt: skip
     done = suite.run_all(innocents, innocent_epochs)
     suite.close()
     for text, holds, shown in Attacked(suite.rows, suite.body).aims():
         typer.echo(f"{text}: {'not known' if holds is None else str(holds).lower()}; {shown}")
     typer.echo(f"{run}: {len(suite.rows) - 1} attacked models{'' if done else '; not all yet: run it again'}")
+
+
+@app.command("rivals", short_help="Other methods' marks beside ours: the same network, data, rounds and attacks.")
+def rivals(
+    methods: Annotated[list[str], typer.Argument(help="none, quorumark, paper-code, fedipr, waffle, fedtracker.")],
+    dataset: Annotated[str, typer.Option(help="The images.")] = "cifar10",
+    model: Annotated[str, typer.Option(help="The network.")] = "resnet18",
+    members: Annotated[int, typer.Option(help="How many members there are.")] = 32,
+    rounds: Annotated[int, typer.Option(help="How many rounds they train.")] = 60,
+    unmarked_rounds: Annotated[
+        int,
+        typer.Option(help="Of the unmarked models that detectors are calibrated on, after the first; 0: as others."),
+    ] = 0,
+    attacks: Annotated[
+        bool, typer.Option("--attacks/--no-attacks", help="Attack, calibrate and forge as well.")
+    ] = True,
+    epochs: Annotated[int, typer.Option(help="Of attacks that train.")] = 100,
+    secrets: Annotated[int, typer.Option(help="Fresh secrets that each unmarked model is tested with.")] = 40,
+    server_rate: Annotated[
+        float, typer.Option(help="The learning rate of servers that train on triggers; the papers' is 0.0005.")
+    ] = 5e-4,
+    evaluate_every: Annotated[int, typer.Option(help="Validate every so many rounds.")] = 5,
+    seed: Annotated[int, typer.Option(help="The seed.")] = 0,
+    device: Device = "auto",
+    data: Data = Path("data"),
+    results: Results = Path("results"),
+    runs: Annotated[Path, typer.Option(help="The folder for unmarked models.")] = Path("runs/rivals"),
+    streams: Annotated[int, typer.Option(help="Members in flight at once on a GPU.")] = 5,
+) -> None:
+    """Train other methods' marks beside ours, attack, calibrate and forge them; results are in RESULTS/rivals."""
+    from quorumark.research.lab.config import Settings
+    from quorumark.research.lab.data import load
+    from quorumark.research.lab.rivals.harness import Harness
+    from quorumark.research.lab.rivals.table import FOLDER
+
+    steps = ("crop", "flip", "autoaugment") if dataset.startswith("cifar") else ()
+    base = Settings(
+        dataset, members=members, rounds=rounds, seed=seed, model=model, augment=steps, evaluate_every=evaluate_every
+    )
+    harness = Harness(
+        base, load(dataset, data), runs, results / FOLDER, _device(device), epochs, secrets, streams, server_rate,
+        unmarked_rounds, lambda t: typer.echo(t),
+    )  # fmt: skip
+    for method in methods:
+        harness.do(method, attacked=attacks)
 
 
 @app.command("tokens")
@@ -206,13 +254,19 @@ def table(
     from quorumark.research.lab.config import configurations, read
     from quorumark.research.lab.page import attack_section, page
     from quorumark.research.lab.results import ATTACKED, read_all
+    from quorumark.research.lab.rivals import table as rivals
 
     if not results.is_dir():
         raise InputError("--results", "must be a folder with the results of runs", str(results))
     figures = out.parent / "figures"
-    sections = [section(results / "attacks", figures), attack_section(results / ATTACKED)]
+    bodies = read_all(results)
+    sections = [
+        section(results / "attacks", figures),
+        rivals.section(results / rivals.FOLDER, bodies, figures),
+        attack_section(results / ATTACKED),
+    ]
     more = "\n".join(filter(None, sections))
-    text = page([read(name) for name in configurations()], read_all(results), more, figures)
+    text = page([read(name) for name in configurations()], bodies, more, figures)
     if check:
         if not out.exists() or out.read_text() != text:
             raise RecordError(f"{str(out)!r} is not what the result files say: run quorumark lab table")
@@ -230,27 +284,42 @@ def collect(
     """Take over result files that are new, or of longer runs than those that are here."""
     from quorumark.errors import InputError
     from quorumark.research.lab.results import read_all, write
+    from quorumark.research.lab.rivals.table import FOLDER, read_rivals
 
-    found = read_all(source)
-    if not found:
+    found, rivals = read_all(source), read_rivals(source / FOLDER)
+    if not found and not rivals:
         raise InputError("SOURCE", "must be a folder with result files", str(source))
     for name, body in found.items():
         taken = write(body, results) is not None
         typer.echo(f"{name}: {body['rounds']} rounds, {'taken' if taken else 'a longer run is here'}")
+    for name, body in rivals.items():
+        (results / FOLDER).mkdir(parents=True, exist_ok=True)
+        taken = write(body, results / FOLDER) is not None
+        typer.echo(f"{FOLDER}/{name}: {body['rounds']} rounds, {'taken' if taken else 'a longer run is here'}")
 
 
 @app.command("plot")
 def plot(
-    configuration: Annotated[str, typer.Argument(help="clients or strength.")] = "clients",
+    configuration: Annotated[str, typer.Argument(help="clients, strength or rivals.")] = "clients",
     results: Results = Path("results"),
     out: Annotated[Path | None, typer.Option(help="Where the SVG goes; by default docs/figures/lab-NAME.svg.")] = None,
 ) -> None:
-    """Draw z against the number of members, or against the strength: needs the extra `report`."""
+    """Draw z against the number of members or the strength, or all methods' attacks: needs the extra `report`."""
     from quorumark.errors import InputError
     from quorumark.research.lab.config import read
     from quorumark.research.lab.plot import draw
     from quorumark.research.lab.results import read_all
+    from quorumark.research.lab.rivals import picture, table
 
+    if configuration == "rivals":
+        target = out or Path("docs/figures/lab-rivals.svg")
+        marks = picture.dots(table.read_rivals(results / table.FOLDER))
+        if not marks:
+            raise InputError("--results", "must be a folder with results of `lab rivals`", str(results))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        picture.draw(marks, target)
+        typer.echo(f"drawn: {target}, {len(marks)} points")
+        return
     found = read(configuration)
     target = out or Path(f"docs/figures/lab-{found.name}.svg")
     bodies = read_all(results)
@@ -310,7 +379,7 @@ def _chosen(
     runs = [settings for settings in found_in.runs if seed in (None, settings.seed)]
     found = {s.id: s for glob in only.split(",") for s in runs if fnmatchcase(s.id, glob)}
     if not found:
-        raise InputError("--only and --seed", "must leave some runs of the configuration", "none")
+        raise InputError("--only and --seed", "must leave some runs of the configuration")
     changes: Any = {"rounds": rounds, "evaluate_every": evaluate_every, "patience": patience}
     return [replace(s, **{k: v for k, v in changes.items() if v is not None}) for s in found.values()]
 

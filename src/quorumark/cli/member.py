@@ -7,24 +7,27 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, unlock
+from quorumark.cli.bundles import Here, Keys, bundled
+from quorumark.cli.options import DEFAULT_HOME, HomeOption
 
 app = typer.Typer(help="This member's identity: keys, card, backup.", no_args_is_help=True)
 
 
 @app.command("init")
+@bundled
 def init(
     name: Annotated[str, typer.Option(help="The member's name, as the others will see it.")],
     home: HomeOption = DEFAULT_HOME,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    keys: Keys,
 ) -> None:
     """Make this member's keys. A --key-file that does not exist is made."""
     from quorumark.consortium.home import HomeFolder
 
-    created = HomeFolder.create(home, name, unlock(key_file, passphrase_file, new=True))
+    created = HomeFolder.create(home, name, keys.unlock(new=True))
     typer.echo(
-        f"{name}: keys made and sealed in {home}\nsend {created.path / 'member.json'} to whoever sets the consortium up"
+        f"{name}: keys made and sealed in {home}\n"
+        f"send {created.path / 'member.json'} to the member who sets the consortium up"
     )
 
 
@@ -58,27 +61,25 @@ def restore(
 
 
 @app.command("rounds")
+@bundled
 def rounds(
     new: Annotated[bool, typer.Option("--new", help="This member never took part in a round.")] = False,
     lost: Annotated[
         bool, typer.Option("--lost", help="It may have taken part, and its memory of rounds is lost.")
     ] = False,
-    home: HomeOption = DEFAULT_HOME,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
-    which: Which = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Make this member's memory of rounds, without which an engine's rounds are refused. With --lost it takes part
     again as soon as others say that the model is newer than its loss; until then it could do things twice."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.node.journal import create_memory
 
     if new == lost:
         raise InputError("--new or --lost", "must be given, one of the two", "both" if new else "neither")
-    member = HomeFolder(home)
-    create_memory(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)), lost=lost)
-    name = member.card().name
+    create_memory(here.folder, here.member.identity(keys.unlock()), lost=lost)
+    name = here.member.card().name
     if lost:
         typer.echo(f"{name} takes part again once the others have gone on for two rounds without it")
     else:
@@ -86,37 +87,35 @@ def rounds(
 
 
 @app.command("consent")
+@bundled
 def consent(
-    here: Annotated[
+    from_last: Annotated[
         bool, typer.Option("--here", help="To another sum from the last model, not to a second run from the first.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    home: HomeOption = DEFAULT_HOME,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
-    which: Which = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Let this member answer once more from a model for which it has answered: a second run from the initial model, or
     another sum from the last one, where the first can never be opened."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.node.journal import Journal
 
-    member = HomeFolder(home)
-    journal = Journal(member.only_consortium(which), member.identity(unlock(key_file, passphrase_file)))
-    typer.echo(journal.consent_text(here=here))
+    journal = Journal(here.folder, here.member.identity(keys.unlock()))
+    typer.echo(journal.consent_text(here=from_last))
     if not yes and not typer.confirm("Consent?"):
         raise typer.Exit(1)
-    journal.give_consent(here=here)
+    journal.give_consent(here=from_last)
     typer.echo("noted")
 
 
 @app.command("serve", short_help="Hold the share in a process of its own, for an engine's node.")
+@bundled
 def serve(
     socket: Annotated[Path, typer.Option(help="Where the engine's node finds this member: a Unix socket.")],
-    home: HomeOption = DEFAULT_HOME,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
-    which: Which = None,
+    *,
+    here: Here,
+    keys: Keys,
     terms: Annotated[str | None, typer.Option(help="The digest of the terms that a key may be made for.")] = None,
     manifest: Annotated[
         str | None, typer.Option(help="The digest of the manifest that is served, and no other.")
@@ -132,7 +131,6 @@ def serve(
     import threading
 
     from quorumark.checks import is_hex
-    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.node.member import MemberNode
     from quorumark.node.signer import SignerServer
@@ -140,9 +138,9 @@ def serve(
     for option, digest in (("--terms", terms), ("--manifest", manifest)):
         if digest is not None and not is_hex(digest, 32):
             raise InputError(option, "must be a digest of 64 hex digits, as consortium show prints it", repr(digest))
-    member, opened = HomeFolder(home), unlock(key_file, passphrase_file)
+    member, opened = here.member, keys.unlock()
     name = member.identity(opened).name  # a wrong key is noticed now, not in a round
-    node = MemberNode(member, opened, terms=terms, manifest=manifest, consortium=which, seeds=seeds)
+    node = MemberNode(member, opened, terms=terms, manifest=manifest, consortium=here.consortium, seeds=seeds)
     server = SignerServer(node, socket)
     # shutdown waits for the loop that the signal interrupts, so it must not run inside it
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, KeyFile, PassphraseFile, Which, in_force, report, unlock
+from quorumark.cli.bundles import Here, Keys, bundled
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, in_force, report
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -15,6 +16,7 @@ TermsFile = Annotated[Path, typer.Option("--terms", help="terms.json, as agreed.
 
 
 @app.command("dkg")
+@bundled
 def dkg(
     terms: TermsFile,
     folder: Folder,
@@ -25,14 +27,14 @@ def dkg(
     accept_leak: Annotated[
         bool, typer.Option("--accept-leak", help="Run the paper's protocol although t−1 members learn part of the key.")
     ] = False,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    keys: Keys,
 ) -> None:
     """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
     from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.errors import InputError
-    from quorumark.setup.exchange import advance
+    from quorumark.setup.exchange import set_up
     from quorumark.setup.paper import leak
 
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
@@ -45,58 +47,58 @@ def dkg(
             f"t−1 = {agreed.threshold - 1} members together know a vector with cosine {leak(agreed):.3f} to the key"
         )
         if not accept_leak:
-            raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}", "nothing")
+            raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}")
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
-    report(advance(HomeFolder(home), unlock(key_file, passphrase_file), agreed, folder, note=typer.echo), home)
+    report(set_up(HomeFolder(home), keys.unlock(), agreed, folder, note=typer.echo), home)
 
 
 @app.command("check")
+@bundled
 def check_setup(
     folder: Folder,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Check together that the shares on disk fit together and hold a key. Use a new folder; run it again until done."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.setup.exchange import check
 
-    member = HomeFolder(home)
-    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
-    progress = check(member, opened, place, folder, note=typer.echo)
+    member = here.member
+    ours, opened = here.folder, keys.unlock()
+    progress = check(member, opened, ours, folder, note=typer.echo)
     if progress.finished:
-        typer.echo(f"healthy: {progress.found}")
+        typer.echo(f"healthy: {progress.finding}")
     else:
-        report(progress, home)
+        report(progress, here.home)
 
 
 @app.command("discard")
+@bundled
 def discard_ceremony(
     terms: Annotated[Path | None, typer.Option(help="terms.json of the setup, if there are several.")] = None,
     although_signed: Annotated[
         bool, typer.Option("--although-signed", help="Even after this member has signed: only if nobody can finish.")
     ] = False,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
+    *,
+    here: Here,
 ) -> None:
     """Forget a ceremony (setup, check, resharing) that has failed. All members do so, and start with a new folder."""
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.exchange import discard
 
-    member = HomeFolder(home)
+    member = here.member
     if terms is not None:
-        place = member.consortium(read_as(terms, "a consortium's terms", Terms.from_bytes))
+        ours = member.consortium(read_as(terms, "a consortium's terms", Terms.from_bytes))
     else:
-        place = member.only_consortium(consortium)
-    there = discard(place, although_signed)
+        ours = here.folder
+    there = discard(ours, although_signed)
     typer.echo("forgotten; start again with a new folder" if there else "there is no running ceremony to forget")
 
 
 @app.command("dealer")
 def dealer(terms: TermsFile, folder: Folder) -> None:
-    """Be the dealer: draw a key, deal it to all members, forget it. Whoever runs this must be trusted to."""
+    """Be the dealer: draw a key, deal it to all members, forget it. Anyone who runs this must be trusted to."""
     from rich.progress import Progress
 
     from quorumark.cli.console import make_console
@@ -117,12 +119,13 @@ def dealer(terms: TermsFile, folder: Folder) -> None:
 
 
 @app.command("accept")
+@bundled
 def accept_share(
     folder: Folder,
     home: HomeOption = DEFAULT_HOME,
     terms: Annotated[Path | None, typer.Option(help="terms.json, as this member agreed to them.")] = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    keys: Keys,
 ) -> None:
     """Take the share that a dealer dealt: check it, seal it, sign. Run it again once all have signed."""
     from quorumark.consortium.home import HomeFolder, read_as
@@ -130,7 +133,7 @@ def accept_share(
     from quorumark.setup.dealer import accept
 
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
-    manifest = accept(HomeFolder(home), unlock(key_file, passphrase_file), folder, agreed)
+    manifest = accept(HomeFolder(home), keys.unlock(), folder, agreed)
     if manifest is None:
         typer.echo("share checked, sealed and signed for; run this again when all members have signed")
     else:

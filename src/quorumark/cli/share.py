@@ -9,21 +9,22 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, KeyFile, PassphraseFile, Which, report, unlock
+from quorumark.cli.bundles import Here, Keys, bundled
+from quorumark.cli.options import From, Json, report
 
 app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no_args_is_help=True)
 
 
 @app.command("inspect")
-def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
+@bundled
+def inspect(*, here: Here, json: Json = False) -> None:
     """Show what a sealed share says of itself; opens nothing."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import SealedReader
     from quorumark.consortium.shares import ShareInfo
 
-    place = HomeFolder(home).only_consortium(consortium)
-    place.manifest()  # an unfinished setup says so
-    path = place.check_share()
+    ours = here.folder
+    ours.manifest()  # an unfinished setup says so
+    path = ours.check_share()
     info = ShareInfo.from_about(SealedReader(path, None, "share").about, str(path))
     if json:
         typer.echo(jsonlib.dumps(asdict(info)))
@@ -37,68 +38,65 @@ def inspect(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Jso
 
 
 @app.command("verify")
+@bundled
 def verify(
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Open the share and check every bit of it against the manifest that all members signed."""
-    from quorumark.consortium.home import HomeFolder
 
-    place = HomeFolder(home).only_consortium(consortium)
-    info = place.verify_share(unlock(key_file, passphrase_file)).info
+    ours = here.folder
+    info = ours.verify_share(keys.unlock()).info
     typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
 
 
 @app.command("recover")
+@bundled
 def recover(
     folder: Annotated[Path, typer.Option(help="The folder to exchange files with the helpers through.")],
     helpers: Annotated[str | None, typer.Option(help="To ask: the points of t other members, like 2,3,5.")] = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Get a lost share back from t helpers. First with --helpers, to ask; then without, until it says recovered."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.setup.recover import finish, request
 
-    member = HomeFolder(home)
-    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
+    member = here.member
+    ours, opened = here.folder, keys.unlock()
     if helpers is not None:
         try:
             points = tuple(int(x) for x in helpers.split(","))
         except ValueError:
             raise InputError("--helpers", "must be points like 2,3,5", repr(helpers)) from None
-        request(member, place, opened, folder, points)
+        request(member, ours, opened, folder, points)
         typer.echo(f"asked in {folder}; each helper runs: quorumark share help --folder …")
         return
-    missing = finish(member, place, opened, folder)
+    missing = finish(member, ours, opened, folder)
     typer.echo(
         f"waiting for {', '.join(missing)}" if missing else "recovered: the share is what the manifest commits to"
     )
 
 
 @app.command("help")
+@bundled
 def help_other(
     folder: Annotated[Path, typer.Option(help="The folder with the request.")],
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Help another member to get its share back. Make sure first that it is really that member who asks.
 
     Helpers first say hello to each other; run it again when all have, until it says answered.
     """
-    from quorumark.consortium.home import HomeFolder
     from quorumark.setup.recover import help_recover
 
-    member = HomeFolder(home)
-    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
-    name, missing = help_recover(member, place, opened, folder)
+    member = here.member
+    ours, opened = here.folder, keys.unlock()
+    name, missing = help_recover(member, ours, opened, folder)
     if missing:
         typer.echo(f"said hello; waiting for {', '.join(missing)}; run this again when they have")
     else:
@@ -106,80 +104,80 @@ def help_other(
 
 
 @app.command("refresh", short_help="Make new shares of the same key for the same members.")
+@bundled
 def refresh(
     folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Make new shares of the same key for the same members, so that stolen old ones are worth nothing. All take part.
 
-    Run it again until it says finished. Old shares are erased here; whoever kept t old copies still has the key.
+    Run it again until it says finished. Old shares are erased here; anyone who kept t old copies still has the key.
     """
-    from quorumark.consortium.home import HomeFolder
-    from quorumark.setup.exchange import reshare as advance
+    from quorumark.setup.exchange import reshare
 
-    member = HomeFolder(home)
-    place, opened = member.only_consortium(consortium), unlock(key_file, passphrase_file)
-    report(advance(member, opened, folder, place=place, note=typer.echo), home)
+    member = here.member
+    ours, opened = here.folder, keys.unlock()
+    report(reshare(member, opened, folder, consortium=ours, note=typer.echo), here.home)
 
 
 @app.command("reshare")
+@bundled
 def reshare(
     terms: Annotated[Path, typer.Option(help="The new terms, from `quorumark consortium amend`, as all agreed.")],
     folder: Annotated[Path, typer.Option(help="A new folder that all members exchange files through.")],
     pinned: From = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Hand the key on to other members or another threshold; nobody sees it. Members who stay and new ones take part.
 
     Run it again until it says finished. The shares of members who left are worth nothing afterwards, unless t of them
     were kept.
     """
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes
-    from quorumark.setup.chain import find_place
-    from quorumark.setup.exchange import reshare as advance
+    from quorumark.setup.chain import find_consortium
+    from quorumark.setup.exchange import reshare
 
-    member = HomeFolder(home)
+    member = here.member
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
-    place = None if pinned is not None else find_place(member, agreed, consortium)
-    if place is not None and place.manifest().terms.digest() != agreed.digest() and not place.ceremony_path.exists():
-        typer.echo("\n".join(changes(agreed, place.manifest().terms)))
-    opened = unlock(key_file, passphrase_file)
-    report(advance(member, opened, folder, agreed, place, pinned, note=typer.echo), home)
+    ours = None if pinned is not None else find_consortium(member, agreed, here.consortium)
+    if ours is not None and ours.manifest().terms.digest() != agreed.digest() and not ours.ceremony_path.exists():
+        typer.echo("\n".join(changes(agreed, ours.manifest().terms)))
+    opened = keys.unlock()
+    report(reshare(member, opened, folder, agreed, ours, pinned, note=typer.echo), here.home)
 
 
 @app.command("hand-over")
+@bundled
 def hand_over(
     to: Annotated[Path, typer.Option(help="The card of the member who will reconstruct the key.")],
     out: Annotated[Path, typer.Option(help="The file to write, sealed to that member.")],
     understood: Annotated[
-        bool, typer.Option("--i-understand-this-hands-over-my-share", help="Whoever collects t of these has the key.")
+        bool,
+        typer.Option("--i-understand-this-hands-over-my-share", help="Who collects t of these has the key."),
     ] = False,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
 ) -> None:
     """Seal a copy of this share to another member, for `key reconstruct`."""
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.consortium.identity import verify_card
     from quorumark.consortium.keystore import Unlock
     from quorumark.consortium.records import Card
     from quorumark.errors import InputError
 
     if not understood:
-        raise InputError("--i-understand-this-hands-over-my-share", "must be given", "nothing")
+        raise InputError("--i-understand-this-hands-over-my-share", "must be given")
     card = read_as(to, "a member's card", Card.from_bytes)
     verify_card(card)
-    place = HomeFolder(home).only_consortium(consortium)
-    if card.ed25519 not in {member.ed25519 for member in place.manifest().terms.roster}:
+    ours = here.folder
+    if card.ed25519 not in {member.ed25519 for member in ours.manifest().terms.roster}:
         raise InputError("--to", "must be the card of a member of this consortium", card.name)
-    place.verify_share(unlock(key_file, passphrase_file)).copy_to(out, Unlock.to_member(card.x25519))
+    ours.verify_share(keys.unlock()).copy_to(out, Unlock.to_member(card.x25519))
     typer.echo(f"a copy of this share, sealed to {card.name}, is in {out}")

@@ -12,25 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quorumark.cli import audit
+from quorumark.cli.bundles import AgreedFiles, Here, Keys, bundled
 from quorumark.cli.options import (
-    DEFAULT_HOME,
     EXIT_CODES,
-    Anchor,
     AuditFiles,
-    Base,
-    Factors,
-    Groups,
-    HomeOption,
     Json,
-    KeyFile,
-    Layout,
-    PassphraseFile,
-    Which,
+    Roots,
     answered,
     file_name,
     read_audits,
     read_certificate,
-    unlock,
 )
 
 if TYPE_CHECKING:
@@ -38,10 +29,9 @@ if TYPE_CHECKING:
 
     from quorumark.consortium.home import ConsortiumFolder
     from quorumark.consortium.records import Terms
-    from quorumark.reasons import Reason
-    from quorumark.verify.certificate import Certificate
-    from quorumark.verify.evidence import Finding, Query
+    from quorumark.verify.evidence import Finding, Partial, Query
     from quorumark.verify.proof import Audit
+    from quorumark.verify.query import AskLayers
     from quorumark.verify.reference import Reference
 
 app = typer.Typer(
@@ -53,12 +43,16 @@ app.add_typer(audit.app, name="audit")
 
 
 Suspect = Annotated[Path, typer.Option(help="The model in question: a file, or a folder of shards.")]
+After = Annotated[
+    Path | None, typer.Option(help="For a query by layers: the certificate of the plain query that did not pass.")
+]
 Manifest = Annotated[
     Path | None, typer.Option(help="The consortium's manifest; by default the one in this member's home.")
 ]
 
 
 @app.command("prepare")
+@bundled
 def prepare(
     suspect: Annotated[Path, typer.Argument(help="The model in question: a file, or a folder of shards.")],
     out: Annotated[Path, typer.Option(help="Where to write the query.")] = Path("query.json"),
@@ -68,15 +62,18 @@ def prepare(
     lora: Annotated[
         bool, typer.Option("--lora", help="The suspect is an adapter, or a whole model that one was added to.")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Ask layer by layer, after the plain query (--after) did not pass.")
+    ] = False,
+    after: After = None,
+    examiner: Annotated[
+        Path | None, typer.Option(help="With --layers: the card of whom alone sees numbers by layer.")
+    ] = None,
     audits: AuditFiles = None,
     manifest: Manifest = None,
-    layout: Layout = None,
-    anchor: Anchor = None,
-    groups: Groups = None,
-    factors: Factors = None,
-    base: Base = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
+    *,
+    files: AgreedFiles,
+    here: Here,
     json: Json = False,
 ) -> None:
     """Write a query about a suspect, for members to answer. Needs no secrets: anybody can do it.
@@ -85,6 +82,10 @@ def prepare(
     another query than the one without: each counts in the budget, and raises the threshold if it does not pass. So is
     one with --lora, where the mark is in an adapter: its factors are put where the anchor's are, whatever was done to
     them, and a whole model has its public base taken away first (--base).
+
+    With --layers members answer block by block, sealed to one examiner (a judge, an auditor), and what comes out is Q:
+    it still sees a mark whose z was trained to 0. It costs an equation for each block, so it takes the certificate of
+    the plain query that did not pass, asked in the same way (--align, --lora).
 
     Leaves of the key that audits opened are left out: those that this member's ledger knows of, and those that --audit
     proves. Members answer only if that is exactly what they know too.
@@ -96,14 +97,17 @@ def prepare(
     from quorumark.report.texts import sentences
     from quorumark.verify.query import prepare as prepare_query
 
-    place = _place(home, consortium, manifest)
+    ours = here.folder_unless(manifest)
     with _progress(json) as note:
-        reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
-    opened = _opened(place, reference.chain, audits)
+        reference = files.reference(_manifest_path(ours, manifest), note)
+    opened = _opened(ours, reference.chain, audits)
     burnt = {leaf for leaves in opened.values() for leaf in leaves}
     try:
         with _progress(json) as note:
-            query = prepare_query(reference, suspect, align=align, lora=lora, burnt=burnt, progress=note).query
+            asked = _asked_layers(layers, after, examiner)
+            query = prepare_query(
+                reference, suspect, align=align, lora=lora, burnt=burnt, layers=asked, progress=note
+            ).query
             query, again = _as_asked_before(query, out)
     except InconclusiveError as error:
         if not json:
@@ -119,10 +123,12 @@ def prepare(
         return
     typer.echo(_describe(query, reference.manifest.terms, opened))
     done = "it was in" if again else "written to"
-    typer.echo(f"{done} {out}; each member answers with: quorumark verify partial {out.name} --suspect …")
+    more = "" if after is None else f" --after {after.name}"
+    typer.echo(f"{done} {out}; each member answers with: quorumark verify partial {out.name} --suspect …{more}")
 
 
 @app.command("partial", short_help="Answer a query with this member's share: one signed number.")
+@bundled
 def partial(
     query: Annotated[Path, typer.Argument(help="The query that `prepare` wrote.")],
     suspect: Suspect,
@@ -132,17 +138,13 @@ def partial(
         str | None,
         typer.Option(help="The paper's variant: points like 1,3,4 whose answers are only ever seen as a sum."),
     ] = None,
+    after: After = None,
     audits: AuditFiles = None,
     manifest: Manifest = None,
-    layout: Layout = None,
-    anchor: Anchor = None,
-    groups: Groups = None,
-    factors: Factors = None,
-    base: Base = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    files: AgreedFiles,
+    here: Here,
+    keys: Keys,
     json: Json = False,
 ) -> None:
     """Answer a query with this member's share: one number, signed, in a small file that can be e-mailed.
@@ -150,21 +152,22 @@ def partial(
     Every answer says a little about the key, so it is written to this member's ledger, and refused where it would say
     too much. Without --approve and without a HOME/rules.json that allows it, you are asked.
     """
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.files import write_shared
     from quorumark.verify.answer import answer
     from quorumark.verify.evidence import Query
 
-    member = HomeFolder(home)
-    place = member.only_consortium(consortium)
+    member = here.member
+    ours = here.folder
     with _progress(json) as note:
-        reference = _reference(place, manifest, layout, anchor, groups, factors, base, note)
+        reference = files.reference(_manifest_path(ours, manifest), note)
     asked = read_as(query, "a query", Query.from_bytes)
     given = read_audits(audits)
     if not json:
-        typer.echo(_describe(asked, reference.manifest.terms, _opened(place, place.chain(), given)))
+        typer.echo(_describe(asked, reference.manifest.terms, _opened(ours, ours.chain(), given)))
+        typer.echo(_cost(asked, ours, reference))
     approve = approve or _ask(member, json)
-    opened = unlock(key_file, passphrase_file)
+    opened = keys.unlock()
     with _progress(json) as note:
         made = answer(
             member,
@@ -175,7 +178,8 @@ def partial(
             approved=approve,
             members=_points(masked),
             audits=given,
-            place=place,
+            after=None if after is None else read_certificate(after),
+            consortium=ours,
             progress=note,
         )
     name = reference.manifest.terms.member(made.point).name
@@ -188,6 +192,7 @@ def partial(
 
 
 @app.command("combine")
+@bundled
 def combine(
     query: Annotated[Path, typer.Argument(help="The query.")],
     partials: Annotated[list[Path], typer.Argument(help="The partials, t or more, in any order.")],
@@ -195,10 +200,13 @@ def combine(
     alpha: Annotated[
         str, typer.Option(help="A false-alarm probability such as 1e-9: a higher threshold than the policy's.")
     ] = "",
+    opened: Annotated[
+        Path | None, typer.Option(help="For a query by layers: the examiner's word, from `verify open`.")
+    ] = None,
     audits: AuditFiles = None,
     manifest: Manifest = None,
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
+    *,
+    here: Here,
     json: Json = False,
 ) -> None:
     """Put partials together: z, the verdict, and a certificate for the members to sign. Needs no secrets.
@@ -207,25 +215,22 @@ def combine(
 
     Exits with the code of the verdict. A certificate that somebody has signed is not written over.
     """
-    from quorumark.consortium.home import read_as, read_file
-    from quorumark.errors import EvidenceError, InputError, QuorumarkError
+    from quorumark.consortium.home import read_as
+    from quorumark.errors import InputError
     from quorumark.files import write_shared
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.combine import combine as combine_partials
-    from quorumark.verify.evidence import Partial, Query
+    from quorumark.verify.evidence import Query
+    from quorumark.verify.layered import Opened
 
     if _is_signed(out):
         raise InputError("--out", "must not be a certificate that somebody has signed: name another file", str(out))
-    place = _place(home, consortium, manifest)
-    chain = _chain(place, manifest)
+    ours = here.folder_unless(manifest)
+    chain = _chain(ours, manifest)
     asked = read_as(query, "a query", Query.from_bytes)
-    answers = []
-    for path in partials:
-        try:
-            answers.append(Partial.from_bytes(read_file(path, "a partial")))
-        except QuorumarkError as error:
-            raise EvidenceError(f"{str(path)!r} is refused: {error}") from None
-    finding = combine_partials(chain[-1], asked, answers, alpha=alpha, audits=_opened(place, chain, audits))
+    word = None if opened is None else read_as(opened, "an examiner's word", Opened.from_bytes)
+    left_out = _opened(ours, chain, audits)
+    finding = combine_partials(chain[-1], asked, _partials(partials), alpha=alpha, audits=left_out, opened=word)
     write_shared(out, Certificate.of(finding).to_bytes())
     if json:
         typer.echo(jsonlib.dumps({"certificate": str(out), **_figures(finding)}))
@@ -237,24 +242,23 @@ def combine(
 
 
 @app.command("sign", short_help="Add this member's signature to a certificate.")
+@bundled
 def sign(
     certificate: Annotated[Path, typer.Argument(help="The combined certificate; the signature is added to it.")],
-    home: HomeOption = DEFAULT_HOME,
-    consortium: Which = None,
-    key_file: KeyFile = None,
-    passphrase_file: PassphraseFile = None,
+    *,
+    here: Here,
+    keys: Keys,
     json: Json = False,
 ) -> None:
     """Add this member's signature to a certificate, once everything in it was found to follow from the partials."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.files import write_shared
     from quorumark.verify.check import sign as sign_certificate
 
-    member = HomeFolder(home)
-    place = member.only_consortium(consortium)
-    signed = sign_certificate(member, unlock(key_file, passphrase_file), read_certificate(certificate), place=place)
+    member = here.member
+    ours = here.folder
+    signed = sign_certificate(member, keys.unlock(), read_certificate(certificate), consortium=ours)
     write_shared(certificate, signed.to_bytes())
-    names = [person.name for person in signed.signers(place.manifest())]
+    names = [person.name for person in signed.signers(ours.manifest())]
     if json:
         typer.echo(jsonlib.dumps({"certificate": str(certificate), "signed_by": names}))
     else:
@@ -262,33 +266,37 @@ def sign(
 
 
 @app.command("check")
+@bundled
 def check(
     certificate: Annotated[Path, typer.Argument(help="The certificate.")],
     manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
     suspect: Annotated[Path | None, typer.Option(help="The model that was tested.")] = None,
-    layout: Layout = None,
-    anchor: Anchor = None,
-    groups: Groups = None,
-    factors: Factors = None,
-    base: Base = None,
+    *,
+    files: AgreedFiles,
     audits: AuditFiles = None,
+    roots: Roots = None,
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     json: Json = False,
 ) -> None:
-    """Verify a certificate from its files alone, years later, on any machine; no shares, no secrets.
+    """Verify a certificate from its files alone, years later, on any machine; no shares, no secrets, no network.
+
+    Time stamps beside the certificate and the manifest (quorumark stamp) are checked against the roots that you name.
 
     Exits with the code of the verdict that it confirms.
     """
+    from quorumark.report import certificate_page, write_page
     from quorumark.report.texts import sentences
+    from quorumark.stamps.tokens import read_roots
     from quorumark.verify.check import check_certificate
-    from quorumark.verify.reference import Reference, read_chain
+    from quorumark.verify.dates import check_stamps
+    from quorumark.verify.reference import read_chain
 
     found = read_certificate(certificate)
     chain = read_chain(manifest)
     reference = None
     with _progress(json) as note:
-        if suspect is not None and _has_reference(manifest, layout, anchor):
-            reference = Reference.read(manifest, layout, anchor, groups, factors, base, progress=note)
+        if suspect is not None and files.are_there(manifest):
+            reference = files.reference(manifest, note)
         checked, left = check_certificate(
             found,
             chain,
@@ -297,12 +305,25 @@ def check(
             audits=_opened(None, chain, audits),
             progress=note,
         )
+    dates, dated, unsure, undated = check_stamps(found, certificate, chain, manifest, read_roots(roots or ()))
+    checked, left = [*checked, *dated], [*left, *unsure]
     if report is not None:
         names = [certificate.name, "--manifest", manifest.name, "--suspect", suspect.name if suspect else "SUSPECT"]
-        _write_report(report, found, chain[-1], checked, left, f"quorumark verify check {' '.join(names)}")
+        command = f"quorumark verify check {' '.join(names)}" + (" --tsa-roots ROOTS.pem" if dates else "")
+        page = certificate_page(
+            found,
+            chain[-1],
+            signers=found.signers(chain[-1]),
+            checked=checked,
+            left=left,
+            dates=dates,
+            command=command,
+        )
+        write_page(report, page)
     finding = found.finding
     if json:
         body = {"checked": [one.as_dict() for one in checked], "not_checked": [one.as_dict() for one in left]}
+        body |= {"dates": [one.as_dict() for one in dates], "undated": [one.as_dict() for one in undated]}
         typer.echo(jsonlib.dumps({**body, **_figures(finding)}))
     else:
         _print_finding(finding, chain[-1].terms)
@@ -310,27 +331,30 @@ def check(
             typer.echo(f"checked: {text}")
         for text in sentences(left):
             typer.echo(f"NOT checked: {text}")
+        for text in sentences(undated):
+            typer.echo(f"undated: {text}")
         if report is not None:
             typer.echo(f"the report is in {report}")
     raise typer.Exit(EXIT_CODES[finding.verdict])
 
 
 @app.command("ledger")
-def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json = False) -> None:
+@bundled
+def ledger(*, here: Here, json: Json = False) -> None:
     """Show what this member answered and knows of, and how much of the consortium's budget is left."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.reasons import Reason
     from quorumark.report.texts import sentence
     from quorumark.verify.guard import budget
     from quorumark.verify.ledger import Ledger
 
-    place = HomeFolder(home).only_consortium(consortium)
-    manifest = place.manifest()
-    book = Ledger.open(place, manifest)
-    known, most = book.known(), budget(manifest.terms.coordinates, manifest.terms.policy)
+    ours = here.folder
+    manifest = ours.manifest()
+    book = Ledger.open(ours, manifest)
+    known, equations, most = book.known(), sum(book.equations().values()), budget(manifest.terms)
     if json:
         entries = [dict(entry) for entry in book.entries]
-        body = {"head": book.head, "known": known, "budget": most, "burnt": list(book.burnt())}
+        body = {"head": book.head, "known": known, "equations": book.equations(), "budget": most}
+        body |= {"burnt": list(book.burnt())}
         typer.echo(jsonlib.dumps({**body, "entries": entries}))
         return
     for entry in book.entries:
@@ -340,12 +364,108 @@ def ledger(home: HomeOption = DEFAULT_HOME, consortium: Which = None, json: Json
         text = ", ".join(f"{k} {v if k == 'reason' else str(v)[:40]}" for k, v in shown.items())
         typer.echo(f"{entry['number']:>4}  {entry['time']}  {entry['kind']:<9} {text}")
     typer.echo(
-        f"different queries that are known here: {len(known)}, of {most} in the consortium's life; "
-        f"burnt leaves: {len(book.burnt())}\nhead {book.head}"
+        f"different queries that are known here: {len(known)}; equations that they opened: {equations}, of {most} in "
+        f"the consortium's life; burnt leaves: {len(book.burnt())}\nhead {book.head}"
     )
 
 
+@app.command("open", short_help="Open answers by layers that are sealed to you.")
+@bundled
+def open_sealed(
+    query: Annotated[Path, typer.Argument(help="The query by layers.")],
+    partials: Annotated[list[Path], typer.Argument(help="The partials, t or more, in any order.")],
+    out: Annotated[Path, typer.Option(help="Where to write your word, for the certificate.")] = Path("opened.json"),
+    report: Annotated[
+        Path | None, typer.Option(help="Also write the numbers by layer as one HTML file, 0600: keep it to yourself.")
+    ] = None,
+    manifest: Manifest = None,
+    layout: Annotated[Path | None, typer.Option(help="layout.json; by default the one beside the manifest.")] = None,
+    *,
+    here: Here,
+    keys: Keys,
+    json: Json = False,
+) -> None:
+    """Open the answers to a query by layers that names you as the examiner, and sign what they say together.
+
+    Your word holds Q to three digits, and whose answers were wrong. The numbers by layer tell how to take the mark out:
+    they are on the report only, and nobody else should see it.
+    """
+    from quorumark.consortium.home import read_as
+    from quorumark.files import write_private, write_shared
+    from quorumark.model.layout import ModelLayout
+    from quorumark.report.layers import layers_page
+    from quorumark.verify.evidence import Query
+    from quorumark.verify.examine import examine
+    from quorumark.verify.reference import LAYOUT
+
+    ours = None if manifest is not None else here.folder
+    chain = _chain(ours, manifest)
+    asked = read_as(query, "a query", Query.from_bytes)
+    examined = examine(here.member.identity(keys.unlock()), chain[-1], asked, _partials(partials))
+    write_shared(out, examined.opened.to_bytes())
+    if report is not None:
+        folder = (manifest if manifest is not None else ours.manifest_path if ours else Path()).parent
+        shape = read_as(layout or folder / LAYOUT, "a layout", ModelLayout.from_bytes)
+        write_private(report, layers_page(examined, chain[-1], shape).encode())
+    wrong = [chain[-1].terms.member(point).name for point in examined.opened.wrong]
+    if json:
+        typer.echo(jsonlib.dumps({"opened": str(out), "q": examined.opened.q, "wrong": wrong}))
+        return
+    typer.echo(
+        f"Q = {examined.opened.q} over {asked.equations} blocks; your word is in {out}, for verify combine --opened"
+    )
+    if wrong:
+        typer.echo(f"the answers of {', '.join(wrong)} contradict the others, and were corrected")
+    if report is not None:
+        typer.echo(f"the numbers by layer are in {report}: keep them to yourself")
+
+
 # --- what the commands share ------------------------------------------------------------------------------
+
+
+def _asked_layers(layers: bool, after: Path | None, examiner: Path | None) -> AskLayers | None:
+    from quorumark.consortium.home import read_as
+    from quorumark.consortium.records import Card
+    from quorumark.errors import InputError
+    from quorumark.verify.query import AskLayers
+
+    if not layers:
+        if after is not None or examiner is not None:
+            raise InputError("--after, --examiner", "must be given with --layers only", "without it")
+        return None
+    if after is None or examiner is None:
+        rule = (
+            "takes --after, the certificate of the plain query, and --examiner, the card of whom answers are sealed to"
+        )
+        raise InputError("--layers", rule, "one of them is missing")
+    return AskLayers.of(read_certificate(after), read_as(examiner, "a member's card", Card.from_bytes))
+
+
+def _partials(paths: Sequence[Path]) -> list[Partial]:
+    from quorumark.consortium.home import read_file
+    from quorumark.errors import EvidenceError, QuorumarkError
+    from quorumark.verify.evidence import Partial
+
+    answers = []
+    for path in paths:
+        try:
+            answers.append(Partial.from_bytes(read_file(path, "a partial")))
+        except QuorumarkError as error:
+            raise EvidenceError(f"{str(path)!r} is refused: {error}") from None
+    return answers
+
+
+def _cost(query: Query, ours: ConsortiumFolder, reference: Reference) -> str:
+    """What an answer costs, for the person who approves it."""
+    from quorumark.report.texts import about_cost
+    from quorumark.verify.guard import budget
+    from quorumark.verify.ledger import Ledger
+
+    terms = reference.manifest.terms
+    book = Ledger.open(ours, reference.manifest)
+    used = sum(count for x, count in book.equations().items() if x != query.x)
+    failed = sum(count for x, count in book.equations().items() if x != query.x and book.known()[x] != "passed")
+    return about_cost(query, terms, used, failed, budget(terms))
 
 
 def _as_asked_before(query: Query, out: Path) -> tuple[Query, bool]:
@@ -377,63 +497,28 @@ def _is_signed(path: Path) -> bool:
         return False
 
 
-def _place(home: Path, consortium: str | None, manifest: Path | None) -> ConsortiumFolder | None:
-    """This member's folder, unless a manifest is named and there is no home: anybody may prepare and combine."""
-    from quorumark.consortium.home import HomeFolder
-
-    if manifest is not None and not (home / "identity.sealed").exists():
-        return None
-    return HomeFolder(home).only_consortium(consortium)
-
-
-def _chain(place: ConsortiumFolder | None, manifest: Path | None) -> list[Any]:
+def _chain(ours: ConsortiumFolder | None, manifest: Path | None) -> list[Any]:
     from quorumark.errors import InputError
     from quorumark.verify.reference import read_chain
 
     if manifest is not None:
         return list(read_chain(manifest))
-    if place is None:
-        raise InputError("--manifest", "must be given where there is no member's home", "none")
-    return place.chain()
+    if ours is None:
+        raise InputError("--manifest", "must be given where there is no member's home")
+    return ours.chain()
 
 
-def _reference(
-    place: ConsortiumFolder | None,
-    manifest: Path | None,
-    layout: Path | None,
-    anchor: Path | None,
-    groups: Path | None,
-    factors: Path | None,
-    base: Path | None,
-    progress: Any = None,
-) -> Reference:
+def _manifest_path(ours: ConsortiumFolder | None, manifest: Path | None) -> Path:
+    """The manifest that is named, or this member's."""
     from quorumark.errors import InputError
-    from quorumark.verify.reference import Reference
 
     if manifest is None:
-        if place is None:
-            raise InputError("--manifest", "must be given where there is no member's home", "none")
-        manifest = place.manifest_path
-    elif not manifest.is_file():  # before the files that are looked for beside it
+        if ours is None:
+            raise InputError("--manifest", "must be given where there is no member's home")
+        return ours.manifest_path
+    if not manifest.is_file():  # before the files that are looked for beside it
         raise InputError("--manifest", "must name the consortium's manifest", f"{str(manifest)!r}, which is no file")
-    return Reference.read(manifest, layout, anchor, groups, factors, base, progress=progress)
-
-
-def _has_reference(manifest: Path, layout: Path | None, anchor: Path | None) -> bool:
-    from quorumark.verify.reference import ANCHOR, LAYOUT
-
-    named = layout is not None or anchor is not None
-    return named or ((manifest.parent / LAYOUT).exists() and (manifest.parent / ANCHOR).exists())
-
-
-def _write_report(
-    path: Path, certificate: Certificate, manifest: Any, checked: list[Reason], left: list[Reason], command: str
-) -> None:
-    from quorumark.report import certificate_page, write_page
-
-    signers = certificate.signers(manifest)
-    page = certificate_page(certificate, manifest, signers=signers, checked=checked, left=left, command=command)
-    write_page(path, page)
+    return manifest
 
 
 def _points(text: str | None) -> tuple[int, ...]:
@@ -484,20 +569,20 @@ def _progress(quiet: bool) -> Any:
 
 
 def _opened(
-    place: ConsortiumFolder | None, chain: Sequence[Any], audits: Sequence[Path | Audit] | None
+    ours: ConsortiumFolder | None, chain: Sequence[Any], audits: Sequence[Path | Audit] | None
 ) -> dict[str, tuple[int, ...]]:
     """The leaves that audits opened, by audit: what this member's ledger knows, and what is proved here."""
     from quorumark.verify.ledger import Ledger
     from quorumark.verify.proof import Audit, explain
 
-    known = Ledger.open(place, chain[-1]).audits() if place is not None else {}
+    known = Ledger.open(ours, chain[-1]).audits() if ours is not None else {}
     proofs = [one for one in audits or () if isinstance(one, Audit)]
     proofs += read_audits([one for one in audits or () if isinstance(one, Path)])
     return known | explain(chain, proofs, known)
 
 
 def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]]) -> str:
-    from quorumark.report.texts import about_left_out, sentences
+    from quorumark.report.texts import about_layers, about_left_out, sentences
 
     files = ", ".join(file.name for file in query.files[:3]) or "a model in memory"
     more = f" and {len(query.files) - 3} more files" if len(query.files) > 3 else ""
@@ -506,6 +591,7 @@ def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]])
         f"statistic {query.statistic}, alignment {query.alignment}, {query.effective:,} effective coordinates",
         *sentences(query.matching),
         *about_left_out(query, terms, opened),
+        *about_layers(query),
         f"query {query.digest()}",
     ]
     return "\n".join(lines)
@@ -514,13 +600,15 @@ def _describe(query: Query, terms: Terms, opened: Mapping[str, tuple[int, ...]])
 def _figures(finding: Finding) -> dict[str, Any]:
     from quorumark.report.texts import sentences
 
-    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "failed"]
+    names = ["verdict", "z", "threshold", "log10_p", "log10_bound", "cosine", "corroboration", "equations"]
     names += ["agreed", "charged", "log10_choices", "audits"]
     members = [finding.names[str(partial.point)] for partial in finding.partials]
     wrong = [finding.names[str(point)] for point in finding.wrong]
     reasons = [reason.as_dict() for reason in finding.reasons]
     texts = {"reasons": reasons, "texts": sentences(finding.reasons)}
-    return {name: getattr(finding, name) for name in names} | texts | {"members": members, "wrong": wrong}
+    by_layers = None if finding.layers is None else finding.layers.as_dict()
+    found = {name: getattr(finding, name) for name in names} | texts | {"members": members, "wrong": wrong}
+    return found | {"layers": by_layers}
 
 
 def _print_finding(finding: Finding, terms: Terms) -> None:
@@ -530,6 +618,12 @@ def _print_finding(finding: Finding, terms: Terms) -> None:
         f"{finding.verdict}: z = {finding.z}, threshold {finding.threshold}; an unrelated model gets as far with "
         f"probability 10^{finding.log10_p} (at most 10^{finding.log10_bound})"
     )
+    if finding.layers is not None:
+        by = finding.layers
+        typer.echo(
+            f"by layers: Q = {by.q} over {by.blocks} blocks, threshold {by.threshold}; an unrelated model gets as far "
+            f"with probability 10^{by.log10_bound} at most"
+        )
     about = about_left_out(finding.query, terms, finding.audits) + about_charges(finding)
     for text in sentences(finding.reasons) + about:
         typer.echo(f"- {text}")

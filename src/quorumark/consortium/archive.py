@@ -1,6 +1,6 @@
 """A member's genesis share after its shares were made anew: kept for audits, readable by nobody alone.
 
-The sign whitening hangs on the genesis roots, so an audit must open chunks of the *genesis* shares, however often
+The sign whitening depends on the genesis roots, so an audit must open chunks of the *genesis* shares, however often
 shares were made anew since. Kept in the clear, t old shares would give the key for ever. So each leaf of the old share
 is encrypted under a key of its own, of three random field elements, and those keys are shared t-of-K like the key
 itself: they are part of every later share, and are refreshed and handed on with it. An audit of a leaf opens that

@@ -53,7 +53,8 @@ Record = TypeVar("Record")
 # what a home consists of, and all that a backup may hold
 _KEPT = re.compile(
     r"member\.json|identity\.sealed|rules\.json|consortia/[0-9a-f]{16}/"
-    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|signed\.json|share-[0-9]{1,9}\.sealed|archive\.bin"
+    r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|(history/)?stamps-[0-9a-f]{16}\.json|signed\.json"
+    r"|share-[0-9]{1,9}\.sealed|archive\.bin"
     r"|ledger\.jsonl|ledger\.head|queries/[0-9a-f]{64}\.bin)"
 )
 
@@ -128,7 +129,7 @@ class HomeFolder:
         return Identity.from_secret_bytes(name, read_sealed(path, unlock, "identity"))
 
     def consortium(self, terms: Terms) -> ConsortiumFolder:
-        """This member's place for one consortium, made if need be."""
+        """This member's folder for one consortium, made if need be."""
         folder = self.path / "consortia" / terms.digest().hex()[:16]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (folder / "terms.json").exists():

@@ -128,7 +128,7 @@ class Identity:
         `sign` signs 32 bytes, this only more than 32 that start with "DSSEv1 ": neither can be taken for the other.
         """
         if not pae.startswith(b"DSSEv1 ") or len(pae) <= 32:
-            raise InputError("pae", "must be what a DSSE envelope signs: DSSEv1, type and payload", "other bytes")
+            raise InputError("pae", "must be what a DSSE envelope signs: DSSEv1, type and payload")
         return self._sign.sign(pae)
 
     def exchange(self, x25519: str) -> bytes:
@@ -151,7 +151,7 @@ class Identity:
         recipient's keys later cannot read it.
         """
         if (header.recipient == 0) != (recipient_x25519 is None and secret is None):
-            raise InputError("recipient_x25519", "must be given exactly for messages to one member", "otherwise")
+            raise InputError("recipient_x25519", "must be given exactly for messages to one member")
         shown = {"format": _FORMAT, **header.as_dict()}
         if secret is not None:
             shown["nonce"] = os.urandom(32).hex()  # so that no two messages have one key
@@ -263,7 +263,7 @@ def _split(
     refuse = f"the message of {name!r} for step {expected.step!r}"
     length = int.from_bytes(data[:4], "big")
     if not 0 < length <= 4096 or len(data) < 4 + length + 64:
-        raise MessageError(f"{refuse} is cut short or is no message")
+        raise MessageError(f"{refuse} is truncated, or is no message")
     prefix, rest = data[4 : 4 + length], data[4 + length :]
     try:
         shown = parse(prefix, _FORMAT, "a message")

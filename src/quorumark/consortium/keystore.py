@@ -54,11 +54,11 @@ class Unlock:
     @classmethod
     def passphrase(cls, text: str) -> Unlock:
         if not isinstance(text, str) or len(text) < 8:
-            raise InputError("passphrase", "must have at least 8 characters", "a shorter one")
+            raise InputError("passphrase", "must have at least 8 characters")
         try:
             return cls("scrypt", text.encode())
         except UnicodeEncodeError:
-            raise InputError("passphrase", "must be text that has bytes", "something else") from None
+            raise InputError("passphrase", "must be text that has bytes") from None
 
     @classmethod
     def key_file(cls, path: str | os.PathLike[str]) -> Unlock:

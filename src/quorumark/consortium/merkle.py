@@ -7,7 +7,7 @@ a path of hashes, without saying anything about the others: the salts hide what 
     node   = SHA-256(0x01 ‖ left ‖ right); a last node without a partner moves up as it is
     root   = digest("share root", number of leaves as 8 bytes, top)
 
-The seed of a member's salts is the digest of five random field elements, which are themselves shared t-of-K: whoever
+The seed of a member's salts is the digest of five random field elements, which are themselves shared t-of-K: anyone who
 recovers a lost share recovers them too, and can check the result against the root.
 """
 
@@ -152,7 +152,7 @@ def _node(left: bytes, right: bytes) -> bytes:
 
 
 def levels_of(leaves: Sequence[bytes]) -> list[Sequence[bytes]]:
-    """All hashes of the tree, from the leaves to the top: for whoever needs many paths."""
+    """All hashes of the tree, from the leaves to the top: for a caller that needs many paths."""
     levels = [leaves]
     while len(levels[-1]) > 1:
         levels.append(_parents(levels[-1]))

@@ -15,8 +15,12 @@ from typing import Any, ClassVar
 
 from quorumark.checks import is_count, is_hex, plain_decimal
 from quorumark.errors import InputError
+from quorumark.model.blocks import RULES
 
-__all__ = ["Policy"]
+__all__ = ["NO_BLOCKS", "Policy"]
+
+NO_BLOCKS = "none"
+"""Instead of a rule for blocks: nothing is tested by layers."""
 
 _LARGEST = 10**18
 _RULE = f"must be an integer, at least 1 and below {_LARGEST}"
@@ -33,13 +37,15 @@ class Policy:
     attempts:   how often a round is tried.
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
     effective:  on how many coordinates a query must rest; None: `guard.least_effective`.
-    cohort:     how many members are drawn for each round; None: all take part.
+    cohort:     how many members are drawn from each state; None: all take part.
     groups:     digest of the agreed groups of channels; None: nothing is aligned.
     lora:       digest of the agreed factors of an adapter; None: the model is no adapter.
+    blocks:     the rule that cuts the coordinates into blocks for a test by layers, or "none".
     """
 
-    FIXED: ClassVar[tuple[str, ...]] = ("groups", "lora")
-    """How suspects are read and matched: agreed on with the first terms or never."""
+    DIGESTS: ClassVar[tuple[str, ...]] = ("groups", "lora")
+    FIXED: ClassVar[tuple[str, ...]] = (*DIGESTS, "blocks")
+    """How suspects are read, matched and cut: agreed on with the first terms or never."""
 
     z: Decimal = Decimal(6)
     sums: str = ""
@@ -49,6 +55,7 @@ class Policy:
     cohort: int | None = None
     groups: str | None = None
     lora: str | None = None
+    blocks: str = RULES[0]
 
     def __post_init__(self) -> None:
         if not isinstance(self.z, Decimal) or not _is_decimal(format(self.z, "f")) or self.z <= 0:
@@ -58,10 +65,12 @@ class Policy:
             agreed = value is not None or name == "attempts"
             if agreed and not (is_count(value, 1) and value < _LARGEST):
                 raise InputError(f"policy {name!r}", _RULE, repr(value))
-        for name in self.FIXED:
+        for name in self.DIGESTS:
             value = getattr(self, name)
             if value is not None and not is_hex(value, 32):
                 raise InputError(f"policy {name!r}", "must be a digest of 32 bytes in hex", repr(value))
+        if self.blocks not in (*RULES, NO_BLOCKS):
+            raise InputError("policy 'blocks'", f"must be one of {', '.join((*RULES, NO_BLOCKS))}", repr(self.blocks))
         if self.sums == "":
             object.__setattr__(self, "sums", "checked" if self.cohort is None else "unchecked")
         if self.sums not in ("checked", "unchecked"):

@@ -94,10 +94,10 @@ class Member:
     examples: int
 
     def __post_init__(self) -> None:
-        require(is_count(self.point, 1), "a member's point", "must be a whole number, at least 1")
+        require(is_count(self.point, 1), "a member's point", "must be an integer, at least 1")
         require(is_name(self.name), "a member's name", "must be 1 to 100 printable characters")
         _check_keys(self.ed25519, self.x25519)
-        require(is_count(self.examples, 1), "a member's number of examples", "must be a whole number, at least 1")
+        require(is_count(self.examples, 1), "a member's number of examples", "must be an integer, at least 1")
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -108,10 +108,12 @@ DEFAULT_STRENGTH = Strength.of({}, coordinates=1)  # the rule `rho`, which does 
 DEFAULT_POLICY = Policy()
 
 
-class HasDigest(Protocol):
-    """Groups, or anything else that terms name by its digest."""
+class AgreedGroups(Protocol):
+    """A model's groups: terms name them by their digest."""
 
     def digest(self) -> str: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,13 @@ class Terms:
     strength: Strength = DEFAULT_STRENGTH
     statistic: str = DEFAULT_STATISTIC
     policy: Policy = DEFAULT_POLICY
-    buffers: str = ""  # a digest of the initial model's integers and booleans (`ModelLayout.beside`); "": left open
+    buffers: str = ""  # `ModelLayout.buffers_digest` of the initial model: its integers and booleans; "": left open
 
     def __post_init__(self) -> None:
         members = len(self.roster)
         require(is_name(self.name), "a consortium's name", "must be 1 to 100 printable characters")
         require(members >= 2, "a consortium", "must have at least two members")
-        require(is_count(self.threshold, 2), "the threshold", "must be a whole number, at least 2")
+        require(is_count(self.threshold, 2), "the threshold", "must be an integer, at least 2")
         require(self.threshold <= members, "the threshold", f"must not exceed the {members} members")
         points = [member.point for member in self.roster]
         require(points == list(range(1, members + 1)), "the roster", f"must list the points 1..{members} in order")
@@ -154,8 +156,8 @@ class Terms:
         require(is_hex(self.layout, 32), "the layout's digest", "must be 32 bytes in hex")
         require(is_hex(self.anchor, 32), "the anchor's digest", "must be 32 bytes in hex")
         require(self.buffers == "" or is_hex(self.buffers, 32), "the buffers' digest", "must be 32 bytes in hex")
-        require(is_count(self.coordinates, 1), "coordinates", "must be a whole number, at least 1")
-        require(is_count(self.leaf, 1), "leaf", "must be a whole number, at least 1")
+        require(is_count(self.coordinates, 1), "coordinates", "must be an integer, at least 1")
+        require(is_count(self.leaf, 1), "leaf", "must be an integer, at least 1")
         require(self.key in KEY_KINDS, "key", f"must be one of {', '.join(KEY_KINDS)}, not {self.key!r}")
         require(self.setup in SETUP_KINDS, "setup", f"must be one of {', '.join(SETUP_KINDS)}, not {self.setup!r}")
         require(is_name(self.statistic), "statistic", "must be a text")
@@ -176,18 +178,28 @@ class Terms:
         model: Source,
         *,
         layout: ModelLayout | None = None,
-        groups: HasDigest | None = None,
+        groups: AgreedGroups | None = None,
+        without_alignment: bool = False,
         policy: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> Self:
         """Terms for a public initial model: each member's card with its number of examples, in the order of points.
 
         `layout` says which weights carry, if the default will not do. `groups` are the channels that belong together
-        (`quorumark groups`), without which no suspect can be aligned later. The others are fields of the terms.
+        (`derive_groups`). Without them no suspect can be aligned later, so that anyone who renumbers channels hides the
+        mark; that must be said with `without_alignment`. The others are fields of the terms.
         """
+        if not groups and not without_alignment:
+            raise InputError(
+                "groups",
+                "must be the model's groups (quorumark.derive_groups), or without_alignment must be True",
+            )
         layout = layout or ModelLayout.of(model)
         rules = dict(policy or {}) | ({} if groups is None else {"groups": groups.digest()})
-        about = {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "buffers": layout.beside(model).hex()}
+        about = {
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "buffers": layout.buffers_digest(model).hex(),
+        }
         return cls(
             name, threshold, roster_of(members), layout.digest(), layout.coordinates, anchor_of(layout, model),
             policy=Policy.of(rules), **{**about, **settings},
@@ -335,7 +347,7 @@ class Manifest:
     def __post_init__(self) -> None:
         require(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
         require(all(is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
-        require(is_count(self.epoch), "epoch", "must be a whole number, at least 0")
+        require(is_count(self.epoch), "epoch", "must be an integer, at least 0")
         dealt = self.terms.setup == "dealer"
         require((self.commitment is not None) == dealt, "commitment", "must be there for a dealer only")
         require(

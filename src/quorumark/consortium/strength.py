@@ -165,7 +165,7 @@ _PI = 0x3243F6A8885A308D313198A2E03707344  # ⌊π·2^128⌋
 
 
 def _cosine(done: int, rounds: int) -> int:
-    """2^32·(1 + cos(π·done/rounds))/2 to the nearest, by Taylor's series in whole numbers of 2^-128; then 0."""
+    """2^32·(1 + cos(π·done/rounds))/2 to the nearest, by Taylor's series in integer multiples of 2^-128; then 0."""
     if done >= rounds:
         return 0
     angle, term, total, k = _PI * done // rounds, 1 << 128, 1 << 128, 0

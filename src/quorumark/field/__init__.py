@@ -191,7 +191,7 @@ def matmul(a: Any, b: Any, out: Any = None, *, checked: bool = True) -> Any:
         out = np.empty((m, n), np.uint64)
     check_output(out, (m, n))
     if np.may_share_memory(out, wide) or np.may_share_memory(out, small):
-        raise InputError("out", "must not share memory with a or b", "an overlapping array")
+        raise InputError("out", "must not share memory with a or b")
     low, high = (np.zeros((m + m % 2, k + -k % 4), np.uint64) for _ in range(2))
     low[:m, :k], high[:m, :k] = small & np.uint64(2**31 - 1), small >> np.uint64(31)
     # columns at a time: B's block stays in the second-level cache
@@ -218,12 +218,10 @@ def random(count: int) -> Vector:
 
 
 def from_signed(values: Any) -> Vector:
-    """Whole numbers v, |v| < p/2, as field elements: v or p + v."""
+    """Integers v, |v| < p/2, as field elements: v or p + v."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu" or array.size == 0:
-        raise InputError(
-            "values", "must be a non-empty array of whole numbers", f"{array.dtype} of shape {array.shape}"
-        )
+        raise InputError("values", "must be a non-empty array of integers", f"{array.dtype} of shape {array.shape}")
     if int(array.max()) > P // 2 or int(array.min()) < -(P // 2):
         outside = array[(array > P // 2) | (array < -(P // 2))].reshape(-1)
         raise InputError("values", "must lie within ±(p−1)/2", f"{outside[0]}")
@@ -252,7 +250,7 @@ def chunks(length: int, size: int = 1 << 20) -> Iterator[slice]:
     """Slices of at most `size` that cover [0, length), in order."""
     for argument, value in (("length", length), ("size", size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(argument, "must be a whole number, at least 1", repr(value))
+            raise InputError(argument, "must be an integer, at least 1", repr(value))
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 

@@ -39,7 +39,7 @@ def cuda() -> Any:
 def check_scalar(name: str, a: Any) -> np.uint64:
     """One element, as the kernels take it; anything else is refused by name."""
     if not isinstance(a, (int, np.integer)) or isinstance(a, bool):
-        raise InputError(name, "must be a whole number in [0, p)", type(a).__name__)
+        raise InputError(name, "must be an integer in [0, p)", type(a).__name__)
     if not 0 <= int(a) < P:
         raise InputError(name, "must be in [0, p) for p = 2^61−1", int(a))
     return np.uint64(a)
@@ -82,7 +82,7 @@ def check_output(out: Any, shape: tuple[int, ...]) -> None:
         received = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
         raise InputError("out", f"must be a uint64 array of shape {shape}", received)
     if not out.flags.c_contiguous or not out.flags.writeable:
-        raise InputError("out", "must be contiguous and writable", "an array that is not")
+        raise InputError("out", "must be contiguous and writable")
 
 
 def output(out: Any, named: dict[str, Any]) -> Vector:
@@ -94,7 +94,7 @@ def output(out: Any, named: dict[str, Any]) -> Vector:
     for name, x in named.items():
         same = x.ctypes.data == out.ctypes.data and x.flags.c_contiguous
         if not same and np.may_share_memory(x, out):
-            raise InputError("out", f"must be {name} itself or not overlap it", "an array that overlaps in part")
+            raise InputError("out", f"must be {name} itself or not overlap it")
     flat: Vector = out.reshape(-1)
     return flat
 

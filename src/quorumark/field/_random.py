@@ -104,7 +104,7 @@ class Stream:
         `out` may be a CUDA tensor: the cipher runs on the CPU all the same, and chunks are copied over.
         """
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise InputError("count", "must be a whole number, at least 1", repr(count))
+            raise InputError("count", "must be an integer, at least 1", repr(count))
         _check_position(start, count)
         if out is None:
             out = np.empty(count, np.uint64)
@@ -166,7 +166,7 @@ def _fill(encryptor: Any, words: NDArray[np.uint64]) -> None:
 
 def _check_position(start: int, count: int) -> None:
     if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-        raise InputError("start", "must be a whole number, at least 0", repr(start))
+        raise InputError("start", "must be an integer, at least 0", repr(start))
     if start + count > 1 << 64:  # far below where the 128-bit counter would come round
         raise InputError("start", "must leave the stream's end below 2^64", start)
 

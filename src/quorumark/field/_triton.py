@@ -230,7 +230,7 @@ def matmul(a: Any, b: Any, out: Any, checked: bool) -> Any:
     _check_output(out, (m, n), wide.device)
     for name, x in (("a", small), ("b", wide)):
         if _overlap(out, x):
-            raise InputError("out", f"must not share memory with {name}", "an overlapping tensor")
+            raise InputError("out", f"must not share memory with {name}")
     with torch.cuda.device(wide.device):
         _matmul[(triton.cdiv(n, _BLOCK) * m,)](small, wide, out, small.shape[1], n, BLOCK=_BLOCK)
     return out
@@ -296,7 +296,7 @@ def _result(out: Any, named: dict[str, Any]) -> Any:
             and tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
             and _overlap(out, tensor)
         ):
-            raise InputError("out", f"must be {name} itself or not overlap it", "a tensor that overlaps in part")
+            raise InputError("out", f"must be {name} itself or not overlap it")
     return out
 
 

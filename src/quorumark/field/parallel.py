@@ -53,7 +53,7 @@ def set_threads(count: int) -> None:
     """Use `count` threads from now on, in this process."""
     global _threads
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InputError("count", "must be a whole number of threads, at least 1", repr(count))
+        raise InputError("count", "must be an integer, at least 1", repr(count))
     _threads = count
 
 

@@ -238,9 +238,7 @@ def member_of(context: Any) -> Stages:
     }
     if "quorumark-home" in settings:
         if "quorumark-key-file" not in settings:
-            raise InputError(
-                "node config", "must name the key file as well as the home (quorumark-key-file)", "no key file"
-            )
+            raise InputError("node config", "must name the key file as well as the home (quorumark-key-file)")
         unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
         seeds = settings.get("quorumark-seeds") is True
         return MemberNode(HomeFolder(str(settings["quorumark-home"])), unlock, seeds=seeds, **pins)
@@ -249,7 +247,6 @@ def member_of(context: Any) -> Stages:
         raise InputError(
             "node config",
             "must name this member's folder (quorumark-home) and key file (quorumark-key-file)",
-            "neither",
         )
     base, number = Path(str(homes)), int(settings["partition-id"]) + 1
     home = HomeFolder(base / f"member-{number}")

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from quorumark.consortium.records import Manifest, Terms
-from quorumark.errors import CeremonyError, EvidenceError, QuorumarkError, RoundError
+from quorumark.consortium.records import Card, Manifest, Terms
+from quorumark.errors import CeremonyError, EvidenceError, InputError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
 from quorumark.flower.wire import accepted_config, arrays_of, config_of, exchange, flwr_app, records, wait_for
 from quorumark.model.suspect import read_suspect
@@ -19,9 +19,10 @@ from quorumark.node.ceremony import CeremonyServer
 from quorumark.node.queries import pack_query
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.combine import combine
-from quorumark.verify.evidence import Partial
+from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.layered import Opened
 from quorumark.verify.proof import Audit, explain
-from quorumark.verify.query import prepare
+from quorumark.verify.query import AskLayers, prepare
 from quorumark.verify.reference import Reference
 
 __all__ = ["make_key", "verify_model"]
@@ -112,6 +113,9 @@ def verify_model(
     lora: bool = False,
     with_base: bool = True,
     audits: Sequence[Audit] = (),
+    after: Certificate | None = None,
+    examiner: Card | None = None,
+    opener: Callable[[Query, Sequence[Partial]], Opened] | None = None,
     nodes: Collection[int] | None = None,
     timeout: float = 60.0,
     stage_timeout: float = 300.0,
@@ -124,13 +128,19 @@ def verify_model(
     adapter's description and its base model, and compare them with the manifest (`with_base=False`: they have the base
     in their own folders). `nodes`: those to ask, by default all that are there. `audits`: proofs of all audits so far,
     whose leaves are left out; a member that knows of one that is not here refuses.
+
+    With `after` (the certificate of the plain query that did not pass) and an `examiner` it asks by layers
+    (docs/layers.md): `opener(query, partials)` hands the sealed answers to the examiner, and gives its word.
     """
     flwr, opened = flwr_app(), read_suspect(suspect)
     manifest = reference.manifest
     explained = explain(reference.chain, audits)
     burnt = {leaf for leaves in explained.values() for leaf in leaves}
-    query = prepare(reference, opened, align=align, lora=lora, burnt=burnt).query
-    config, arrays = pack_query(reference, opened, query, audits, with_base=with_base)
+    if len({after is None, examiner is None, opener is None}) > 1:
+        raise InputError("after, examiner, opener", "must be given together, to ask by layers", "some of them")
+    layers = None if after is None or examiner is None else AskLayers.of(after, examiner)
+    query = prepare(reference, opened, align=align, lora=lora, burnt=burnt, layers=layers).query
+    config, arrays = pack_query(reference, opened, query, audits, with_base=with_base, after=after)
     chosen = sorted(nodes) if nodes is not None else wait_for(grid, manifest.terms.threshold, timeout)
 
     def ask_each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
@@ -162,7 +172,9 @@ def verify_model(
             f"{len(partials)} members answered, and {manifest.terms.threshold} must: ask again when more of them are "
             "there and their policies allow it"
         )
-    certificate = Certificate.of(combine(manifest, query, list(partials.values()), audits=explained))
+    answered = list(partials.values())
+    word = None if opener is None else opener(query, answered)
+    certificate = Certificate.of(combine(manifest, query, answered, audits=explained, opened=word))
     signatures: dict[str, str] = {}
     sign = {"stage": "sign", "certificate": certificate.to_bytes()}
     for node, data in ask_each(sign, {}, list(partials), "certificate").items():

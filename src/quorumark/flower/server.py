@@ -297,14 +297,16 @@ class _Carrier:
             return []
         report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
         report.disputed, report.silenced = dict(server.disputed), server.silenced
+        report.expected_z = server.expected_z
         log(
             INFO,
-            "quorumark: round %s of %s members, %s, attempt %s, %s bytes up",
+            "quorumark: round %s of %s members, %s, attempt %s, %s bytes up; z of %.1f expected before it",
             report.round,
             len(report.members),
             "marked" if report.marked else "not marked",
             report.attempts,
             report.uploaded_bytes,
+            report.expected_z,
         )
         key, total = self._owner._inner.weighted_by_key, sum(self._examples(x) for x in report.members)
         content = flwr.RecordDict({"arrays": to_record(weights), "metrics": flwr.MetricRecord({key: total})})
@@ -345,7 +347,7 @@ class _Carrier:
     ) -> None:
         flwr, server = flwr_app(), self._server
         offer = {**offer, "stage": "train", "weighted": self._owner._inner.weighted_by_key}
-        drawn = server.group.cohort(server.round_no)
+        drawn = server.cohort
         made = []
         for message in messages:
             node = message.metadata.dst_node_id
@@ -417,7 +419,7 @@ class _Carrier:
             self._server.take_nonce(point, str(said["nonce"]))
         if "answered" in said:
             over = tuple(int(x) for x in json.loads(said["over"]))
-            self._server.take_answered(point, int(said["answered"]), over, int(said["halvings"]))
+            self._server.take_answered(point, int(said["answered"]), over, int(said["halvings"]), int(said["of-draw"]))
         if "strong" in said:
             self._server.take_strong(point, said["strong"])
             raise RoundError("the mark of this round is too strong for its update")
@@ -477,6 +479,7 @@ class _Carrier:
         report = self._report
         record["quorumark-members"], record["quorumark-attempts"] = len(report.members), report.attempts
         record["quorumark-marked"], record["quorumark-silenced"] = int(report.marked), report.silenced
+        record["quorumark-rho"], record["quorumark-expected-z"] = report.rho, report.expected_z
         for name, value in report.metrics.items():
             record[f"quorumark-{name}"] = value
         for stage, seconds in report.seconds.items():

@@ -4,7 +4,7 @@ A weight is taken apart as the bits of a float32: w = ±m·2^(e−23) with 2^23 
 floating-point numbers, so every machine and every number of threads gets the same result. Zeros, subnormal numbers
 (below 2^-126) and what is not finite count as 0.
 
-Logarithms are whole numbers of 1/256 octave, balanced weights whole numbers of 2^-12.
+Logarithms are integer multiples of 1/256 octave, balanced weights of 2^-12.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _log_table() -> np.ndarray[Any, Any]:
 
 
 def _power_table() -> np.ndarray[Any, Any]:
-    """⌊2^(30 − i/256)⌋ by eight square roots in whole numbers: 2^(−1/256) to 200 bits, then its powers."""
+    """⌊2^(30 − i/256)⌋ by eight square roots in integers: 2^(−1/256) to 200 bits, then its powers."""
     root = 1 << 199  # 1/2, in units of 2^-200
     for _ in range(8):
         root = isqrt(root << 200)

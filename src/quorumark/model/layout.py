@@ -138,7 +138,7 @@ class ModelLayout:
             raise LayoutError("the tensors of a layout must be in its fixed order, each name once")
         limit = self.max_coordinates
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= 1 << 31):
-            raise InputError("max_coordinates", "must be a whole number from 1 to 2^31, or None", repr(limit))
+            raise InputError("max_coordinates", "must be an integer from 1 to 2^31, or None", repr(limit))
 
     # --- what it says ---
 
@@ -293,10 +293,10 @@ class ModelLayout:
             out[name] = _to_torch(values, tensor) if _is_torch(tensor) else values.astype(tensor.dtype, copy=False)
         return out
 
-    def beside(self, model: Source) -> bytes:
+    def buffers_digest(self, model: Source) -> bytes:
         """A digest of what a model has and its vector leaves out: integers and booleans, which decide as much.
 
-        A tensor that is tied to another must be the same: whoever loads a model may load either.
+        A tensor that is tied to another must be the same: anyone who loads a model may load either.
         """
         tensors, hashed = self._matched(model), hashlib.sha256(b"quorumark-beside/v1")
         for spec in self.tensors:

@@ -1,7 +1,7 @@
 """From a suspect to the public vector x whose inner product with the key decides (docs/verification.md).
 
 Everything here is public, deterministic and independent of the key, so that z = ⟨x, τ⟩/‖x‖ has an exact null. It is
-done in whole numbers only: the same bytes on every machine, for every number of threads and version of the libraries.
+done in integers only: the same bytes on every machine, for every number of threads and version of the libraries.
 
     balanced-anchor/v1      the default: rows and columns balanced, the anchor taken out row by row, cut, 8 bits
     global-cosine/v1        the paper's text: the weights as they are; z/√d is the cosine with the whole key
@@ -49,14 +49,14 @@ class Model(Protocol):
 def vector_digest(x: NDArray[Any]) -> str:
     """Of the public vector x: its type and its little-endian bytes."""
     if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype.kind != "i":
-        raise InputError("x", "must be a vector of whole numbers", getattr(x, "dtype", type(x).__name__))
+        raise InputError("x", "must be a vector of integers", getattr(x, "dtype", type(x).__name__))
     little = np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False)
     return digest("canonical form", x.dtype.name.encode(), little.tobytes()).hex()
 
 
 @dataclass(frozen=True, eq=False)
 class Canonical:
-    """x, one whole number for each coordinate of the key, and what a query says about it. `omitted` is the Σx² of what
+    """x, one integer for each coordinate of the key, and what a query says about it. `omitted` is the Σx² of what
     was left out."""
 
     statistic: str
@@ -73,7 +73,7 @@ class Canonical:
 
 
 def norms(x: NDArray[Any]) -> tuple[int, int, int]:
-    """Σ|x|, Σx² and Σx⁴ of whole numbers below 2^31 in size, exactly."""
+    """Σ|x|, Σx² and Σx⁴ of integers below 2^31 in size, exactly."""
     if x.dtype == np.int8:  # there are 129 sizes: count them
         counts = [int(n) for n in np.bincount(np.abs(x.astype(np.int16)), minlength=129)]
         return tuple(sum(n * size**power for size, n in enumerate(counts)) for power in (1, 2, 4))  # type: ignore
@@ -81,7 +81,7 @@ def norms(x: NDArray[Any]) -> tuple[int, int, int]:
     for start in range(0, x.size, 1 << 20):
         sizes = np.abs(x[start : start + (1 << 20)].astype(np.int64))
         if sizes.max() >= 1 << 31:
-            raise InputError("x", "must hold numbers below 2^31 in size", "a larger one")
+            raise InputError("x", "must hold numbers below 2^31 in size")
         norm1 += int(sizes.sum())
         low, high = sizes & 0xFFFF, sizes >> 16  # parts of 16 and 15 bits
         a, b, c = low * low, low * high, high * high  # x² = a + 2^17·b + 2^32·c

@@ -25,13 +25,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +40,11 @@ from quorumark.checks import DAMAGED, is_count, is_hex, is_text, require
 from quorumark.errors import InputError, LayoutError
 from quorumark.field import parallel
 from quorumark.model.layout import _DTYPES, FLOATS, ModelLayout, TensorSpec, _open, _some
+from quorumark.model.names import exported, renamed, rules
 from quorumark.model.tensors import FLOAT8, KINDS, STORED, Stored, TensorInfo, decode, in_memory, open_source, spans
 from quorumark.reasons import Reason, Value, printable
 
 __all__ = ["Cast", "Match", "Suspect", "SuspectFile", "TensorInfo", "match_layout", "non_finite", "read_suspect"]
-
-_WRAPPERS = frozenset(("module", "model", "_orig_mod", "base_model", "transformer"))
-_DEEPEST = 8  # wrappers around a name, and no more: names are the suspect's own
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class SuspectFile:
     def __post_init__(self) -> None:
         require(is_text(self.name) and bool(self.name), "a suspect's file name", "must be printable text")
         require(is_hex(self.sha256, 32), "a suspect's file digest", "must be 32 bytes in hex")
-        require(is_count(self.size), "a suspect's file size", "must be a whole number")
+        require(is_count(self.size), "a suspect's file size", "must be an integer")
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -146,8 +143,8 @@ class Suspect:
             across = (-1,) + (1,) * (values.ndim - 1)
             with np.errstate(all="ignore"):  # what is not finite is counted, not warned of
                 if how.zero is not None:
-                    values -= self._beside(how.zero, begin, end).astype(np.float32).reshape(across)
-                scale = decode(self._beside(how.scale, begin, end), self.tensors[how.scale].dtype)
+                    values -= self._quantiser(how.zero, begin, end).astype(np.float32).reshape(across)
+                scale = decode(self._quantiser(how.scale, begin, end), self.tensors[how.scale].dtype)
                 values *= (scale.astype(np.float64) / how.divisor).astype(np.float32).reshape(across)
         return np.ascontiguousarray(values)
 
@@ -165,7 +162,7 @@ class Suspect:
         how = self._scale(name)
         return "" if how is None else how.per
 
-    def _beside(self, name: str, begin: int, end: int) -> NDArray[Any]:
+    def _quantiser(self, name: str, begin: int, end: int) -> NDArray[Any]:
         """The scales or zero points of these rows; the one for all of them if there is only one."""
         return self._raw(name, begin, end) if self.tensors[name].rows > 1 else self._raw(name, 0, 1)
 
@@ -349,8 +346,11 @@ def match_layout(
     for spec in layout.tensors:
         if spec.of is not None:
             aliases.setdefault(spec.of, []).append(spec.name)
-    rule, *rivals = _rules(suspect.tensors, [spec.name for spec in layout.tensors])
-    known = {s.name: found for s in layout.tensors if (found := _renamed(s.name, rule)) in suspect.tensors}
+    ours = exported([spec.name for spec in layout.tensors])
+    theirs = {plain: name for name, plain in exported(suspect.tensors).items()}
+    rule, *rivals = rules(theirs, ours.values())
+    known = {s.name: theirs[found] for s in layout.tensors if (found := renamed(ours[s.name], rule)) in theirs}
+    known |= {s.name: found for s in layout.tensors if (found := renamed(s.name, rule)) in suspect.tensors}
     names: dict[str, str] = {}
     plain: dict[str, str] = {}
     resized: list[str] = []
@@ -370,7 +370,7 @@ def match_layout(
         if not choice:
             missing.append(spec.name)
             continue
-        choice |= {other for rival in rivals if (other := _renamed(spec.name, rival)) in suspect.tensors}
+        choice |= {theirs[other] for rival in rivals if (other := renamed(ours[spec.name], rival)) in theirs}
         if len(choice) > 1:
             problems.append(_reason("read.carrier-ambiguous", spec.name, candidates=len(choice), some=_few(choice)))
             continue
@@ -437,41 +437,3 @@ def non_finite(suspect: Suspect | Counted, match: Match) -> dict[str, int]:
             for _ in counted.blocks(name, 1 << 20):
                 pass
     return {carrier: counted.counts[name] for carrier, name in match.names.items() if counted.counts[name]}
-
-
-_Rule: TypeAlias = tuple[str, str]
-"""(strip, add): the suspect's name strip + rest is the layout's name add + rest."""
-
-
-def _rules(suspect: Mapping[str, TensorInfo], layout: list[str]) -> list[_Rule]:
-    """The rules that join the most names, the plainest first. More than one: the names alone cannot decide.
-
-    Every pair of names that are the same behind their wrappers is a vote for the rule that turns the first into the
-    second. A rule said longer ("a.m." to "b.m." for "a." to "b.") does the same to names and never has more votes.
-    """
-    behind: dict[str, list[str]] = {}
-    for name in layout:
-        for prefix, rest in peeled(name):
-            behind.setdefault(rest, []).append(prefix)
-    votes: Counter[_Rule] = Counter()
-    for name in suspect:
-        for strip, rest in peeled(name):
-            votes.update((strip, add) for add in behind.get(rest, ()))
-    most = max(votes.values(), default=0)
-    best = [rule for rule, count in votes.items() if count == most]
-    return sorted(best, key=lambda rule: (len(rule[0]) + len(rule[1]), rule)) or [("", "")]
-
-
-def peeled(name: str) -> Iterator[tuple[str, str]]:
-    """The name with 0, 1, 2 … wrappers taken off its front: (wrappers, rest)."""
-    words = name.split(".", _DEEPEST)
-    for count in range(len(words)):
-        yield "".join(f"{word}." for word in words[:count]), ".".join(words[count:])
-        if words[count] not in _WRAPPERS:
-            return
-
-
-def _renamed(name: str, rule: _Rule) -> str:
-    """The suspect's name of a tensor of the layout; "" if the rule gives it none."""
-    strip, add = rule
-    return strip + name.removeprefix(add) if name.startswith(add) else ""

@@ -1,6 +1,6 @@
 """Functions from the user's own files: a model's code is its owner's, and is only needed to find groups and to attack.
 
-Such a file runs with all the rights of whoever names it; verification never imports one.
+Such a file runs with all the rights of the user who names it; verification never imports one.
 """
 
 from __future__ import annotations

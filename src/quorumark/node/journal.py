@@ -182,7 +182,7 @@ class Journal:
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         share = None if unlock is None else self.consortium.share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
-        side.history, side.sure = self.history(layout), self.notes.verified
+        side.history, side.history_checked = self.history(layout), self.notes.verified
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
@@ -322,7 +322,7 @@ class Journal:
         if turn.round != read_count(config, "round"):
             raise MessageError("the server's message names one round in 'round' and another in 'turn'")
         self.check_other_keys(encoded)
-        buffers = layout.beside(model) if self.checks else b""
+        buffers = layout.buffers_digest(model) if self.checks else b""
         own, verified = self._derived(config, arrays, layout, model, encoded, buffers)
         if own is None:
             anchor = self._anchor(arrays)
@@ -368,7 +368,7 @@ class Journal:
         accepted, state = read_count(config, "accepted"), _content(arrays["state"])
         if accepted == self._start():
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
-            begun.beside = buffers
+            begun.buffers = buffers
             if begun.mark.to_bytes() != state:
                 raise RoundError(
                     "the server's history does not begin with the anchor: start from the model that the manifest names"
@@ -395,7 +395,7 @@ class Journal:
                 f"the server's history of this run is not the one that {self.name} has seen: it says that round "
                 f"{accepted} was accepted, with another model or strength; start a new run"
             )
-        if own.beside != buffers:
+        if own.buffers != buffers:
             raise RoundError(
                 "the model's integers are not those of the rounds before: they are in no sum, and the server must keep "
                 "them"
@@ -411,7 +411,7 @@ class Journal:
     def _check_buffers(self, layout: ModelLayout, model: Mapping[str, Any]) -> None:
         """Integers and booleans, which are in no sum, must be those that were agreed on."""
         agreed = self.manifest.terms.buffers
-        if agreed and layout.beside(model).hex() != agreed:
+        if agreed and layout.buffers_digest(model).hex() != agreed:
             raise RoundError(
                 "the model's integers and booleans are not those that the terms name: start from the agreed model"
             )
@@ -501,12 +501,12 @@ class Journal:
         with self.memory().edit() as memory:
             last, given = int(memory["round"]), answers_from(memory, state, "model")
             kept = memory["answer"].get("model", {})
-        answered = given[-1][0] if given else 0
+        answered, draw = (given[-1][0], given[-1][2]) if given else (0, 0)
         kept = kept if answered and kept.get("round") == answered else {}
         over, halvings = kept.get("members", []), kept.get("halvings", 0)
         accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
         reached = {"accepted": accepted, "round": last, "answered": answered}
-        return {**reached, "over": json.dumps(over), "halvings": halvings}
+        return {**reached, "over": json.dumps(over), "halvings": halvings, "of-draw": draw}
 
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""

@@ -9,7 +9,7 @@
     upload   an announcement, what the others said (sums)       the masked vector, its head
     unmask   a request                                          shares of the seeds
     again    requests of a sum that is still open               the same answer once more
-    never    a state and a round                                signed: it never answers there
+    never    a state and a round, or a draw of its cohort       signed: it never answers there
     state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
     answer   a query and the files that it needs (`queries`)    this member's partial, if its rules allow
@@ -49,7 +49,7 @@ from quorumark.round.history import research_seed
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import unpack
 from quorumark.round.statements import Turn
-from quorumark.setup.exchange import advance, expected_messages
+from quorumark.setup.exchange import expected_messages, set_up
 from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import sign
@@ -186,8 +186,6 @@ class MemberNode:
                 "consortium update)"
             )
         round_no = read_count(config, "round")
-        if journal.point not in journal.group.cohort(round_no):
-            raise RoundError(f"{journal.name} is not drawn for round {round_no}: it takes part when it is drawn again")
         with journal.memory().edit() as memory:
             last, nonce = int(memory["round"]), str(memory["nonce"])
             mine = self._seeds or bool(memory["simulation"])
@@ -229,6 +227,7 @@ class MemberNode:
         reply = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
         if isinstance(error, AnsweredError):
             reply |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
+            reply["of-draw"] = error.draw
         return reply
 
     def _notice_settings(self, journal: Journal, now: str) -> bool:
@@ -293,7 +292,7 @@ class MemberNode:
         if side.checks:
             boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
             upload = side.upload(config["announcement"], boxes, vouches)
-            journal.note(verified=side.sure)
+            journal.note(verified=side.history_checked)
         else:
             upload = side.upload(config["announcement"])
         return {"head": upload.head}, {"vector": upload.vector}
@@ -317,7 +316,10 @@ class MemberNode:
         side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
         with side.state.edit() as memory:
             _check_near(read_count(config, "of-round"), int(memory["round"]))
-        said = side.never(_digest(config, "state"), read_count(config, "of-round"))
+        draw = read_count(config, "of-draw") if "of-draw" in config else 0
+        if draw >= group.draws:
+            raise RoundError(f"there is no draw {draw} of this group's cohorts")
+        said = side.never(_digest(config, "state"), read_count(config, "of-round"), draw)
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
     def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
@@ -387,7 +389,7 @@ class MemberNode:
             write_private(spool / name, content)
         consortium = self._home.consortium(terms)
         before = consortium.manifest_path.exists()
-        progress = advance(self._home, self._unlock, terms, spool)
+        progress = set_up(self._home, self._unlock, terms, spool)
         have = _names(config, "have")
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
         fresh = {path.relative_to(spool).as_posix(): path for path in own}
@@ -442,13 +444,20 @@ class MemberNode:
         query = Query.from_bytes(config["query"])
         with unpack_query(consortium, arrays) as asked:
             partial = answer(
-                self._home, self._unlock, asked.reference, asked.suspect, query, audits=asked.audits, place=consortium
+                self._home,
+                self._unlock,
+                asked.reference,
+                asked.suspect,
+                query,
+                audits=asked.audits,
+                after=asked.after,
+                consortium=consortium,
             )
         return {"partial": partial.to_bytes()}, {}
 
     def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         certificate = Certificate.from_bytes(config["certificate"])
-        signed = sign(self._home, self._unlock, certificate, place=self._journal().consortium)
+        signed = sign(self._home, self._unlock, certificate, consortium=self._journal().consortium)
         return {"certificate": signed.to_bytes()}, {}
 
 

@@ -11,6 +11,7 @@
     lora               lora.json, if the query is about an adapter
     base:NAME          the files of the adapter's public base model, if the suspect is a whole model
     audit.0, audit.1…  proofs of the audits whose leaves the query leaves out
+    after              the certificate of the plain query, if this one is by layers
 
 A member takes nobody's word for any of them: the suspect must be the query's, and layout, anchor, groups, lora and base
 must have the digests that the signed manifest names. Files that are not sent are read from the member's own folder,
@@ -34,6 +35,7 @@ from quorumark.consortium.home import ConsortiumFolder
 from quorumark.errors import InputError, MessageError
 from quorumark.model.layout import Source
 from quorumark.model.suspect import Suspect, read_suspect
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
 from quorumark.verify.proof import Audit
 from quorumark.verify.query import how_aligned
@@ -53,7 +55,13 @@ _MOST_FILES = 10_000
 
 
 def pack_query(
-    reference: Reference, suspect: Suspect, query: Query, audits: Sequence[Audit] = (), *, with_base: bool = True
+    reference: Reference,
+    suspect: Suspect,
+    query: Query,
+    audits: Sequence[Audit] = (),
+    *,
+    with_base: bool = True,
+    after: Certificate | None = None,
 ) -> tuple[Config, dict[str, NDArray[Any]]]:
     """What to send for the stage `answer`: only what this query needs. `with_base=False` where the members have an
     adapter's base model in their own folders: it may be large."""
@@ -68,6 +76,8 @@ def pack_query(
         if with_base and whole and reference.base_source is not None:
             arrays |= _packed(BASE, _opened(reference.base_source), "reference.base_source")
     arrays |= {f"{AUDIT}{number}": _octets(audit.to_bytes()) for number, audit in enumerate(audits)}
+    if after is not None:
+        arrays["after"] = _octets(after.to_bytes())
     return {"query": query.to_bytes()}, arrays
 
 
@@ -77,7 +87,7 @@ def _opened(source: Source | Suspect) -> Suspect:
 
 def _packed(prefix: str, model: Suspect, argument: str) -> dict[str, NDArray[Any]]:
     if not model.paths:
-        raise InputError(argument, "must be in files to be sent to members: save it first", "tensors in memory")
+        raise InputError(argument, "must be in files to be sent to members: save it first")
     return {prefix + path.name: _octets(path.read_bytes()) for path in model.paths}
 
 
@@ -95,6 +105,7 @@ class Question:
     reference: Reference
     suspect: Path
     audits: tuple[Audit, ...]
+    after: Certificate | None = None
 
 
 @contextmanager
@@ -118,7 +129,8 @@ def unpack_query(folder: ConsortiumFolder, arrays: Arrays) -> Iterator[Question]
         )
         proofs = sorted(name for name in arrays if name.startswith(AUDIT))
         audits = tuple(Audit.from_bytes(_checked(arrays[name], name).tobytes()) for name in proofs)
-        yield Question(reference, suspect, audits)
+        after = Certificate.from_bytes(_checked(arrays["after"], "after").tobytes()) if "after" in arrays else None
+        yield Question(reference, suspect, audits, after)
 
 
 def _unpacked(folder: Path, prefix: str, arrays: Arrays) -> Path | None:

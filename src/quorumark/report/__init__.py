@@ -18,6 +18,7 @@ from quorumark.files import write_shared
 from quorumark.reasons import Reason
 from quorumark.report.plot import draw
 from quorumark.report.texts import PHRASES, about_charges, about_left_out, sentences
+from quorumark.stamps.record import Dated
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Finding
 
@@ -37,6 +38,7 @@ def certificate_page(
     checked: Sequence[Reason],
     left: Sequence[Reason] = (),
     audit: Mapping[str, str] | None = None,
+    dates: Sequence[Dated] = (),
     command: str | None = None,
 ) -> str:
     """A certificate, or a finding that nobody has signed yet, as one HTML page.
@@ -45,6 +47,7 @@ def certificate_page(
     checked, left: what was checked before the page was made, and what could not be (`check_certificate`); the page
         says so if nothing was.
     audit: what a spot audit showed, as label → text.
+    dates: what time stamps show, where they were checked (`verify.dates`).
     command: how to check it again; by default `quorumark verify check` with the names that are known here.
     """
     finding = certificate.finding if isinstance(certificate, Certificate) else certificate
@@ -79,6 +82,7 @@ def certificate_page(
             matching=sentences(finding.query.matching),
             checked=[*sentences(checked), *(PHRASES["not-checked"].format(what=text) for text in sentences(left))],
             audit=audit,
+            dates=dates,
             command=command or _command(finding),
         )
     )

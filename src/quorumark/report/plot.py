@@ -60,7 +60,7 @@ class Axis:
         return [(self.place(a[1]) + self.place(b[0])) / 2 for a, b in pairwise(self.stretches)]
 
     def ticks(self) -> list[int]:
-        """Whole numbers, at least 30 pixels apart, more where they are long."""
+        """Integers, at least 30 pixels apart, more where they are long."""
         shown = []
         for low, high in self.stretches:
             room = 14 + 8 * max(len(f"{low:.0f}"), len(f"{high:.0f}"))

@@ -12,9 +12,19 @@ from decimal import Decimal
 from quorumark.consortium.records import Terms
 from quorumark.reasons import CODES, Reason, Value
 from quorumark.verify.evidence import Finding, Query
+from quorumark.verify.null import raised_threshold
 from quorumark.verify.omissions import left_out
 
-__all__ = ["PHRASES", "SENTENCES", "about_charges", "about_left_out", "sentence", "sentences"]
+__all__ = [
+    "PHRASES",
+    "SENTENCES",
+    "about_charges",
+    "about_cost",
+    "about_layers",
+    "about_left_out",
+    "sentence",
+    "sentences",
+]
 
 SENTENCES: dict[str, str] = {
     "read.names-stripped": "the prefix '{prefix}' was stripped from the tensors' names",
@@ -55,7 +65,6 @@ SENTENCES: dict[str, str] = {
         "aligned to the anchor: {found:,} of {channels:,} channels were found, {moved:,} of them elsewhere than in the "
         "anchor; {sweeps} sweeps, the last of which still changed something"
     ),
-    "read.stream-signs": "gains of its residual stream had other signs; they were taken into what reads them",
     "read.stream-turned": "its residual stream had been turned; it was turned back to the anchor's",
     "read.signs": "{lines:,} rows or columns of {tensors} tensors had other signs",
     "read.unmixed": "the channels of {blocks:,} blocks that can be mixed were put back to the anchor's",
@@ -63,6 +72,11 @@ SENTENCES: dict[str, str] = {
     "read.channels-left-over": "{surplus:,} of the suspect's {channels:,} channels are left over",
     "untestable.empty": "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test",
     "untestable.coverage": "only {covered:,} of {carriers:,} carrying weights were found in the suspect",
+    "untestable.no-layers": (
+        "nothing is answered by layers: with {coordinates:,} coordinates and this strength the mark pays for at most "
+        "{budget:,} equations; or the consortium agreed on no blocks"
+    ),
+    "untestable.narrow-blocks": "only {broad} of {blocks} blocks depend on many coordinates by themselves",
     "finding.passed": "z = {z} reaches the threshold {threshold}",
     "finding.failed": "z = {z} is below the threshold {threshold}: the mark was not found",
     "finding.coverage": (
@@ -91,8 +105,33 @@ SENTENCES: dict[str, str] = {
     ),
     "finding.weights-missing": "{missing:,} of {carriers:,} carrying weights were not found",
     "finding.alpha": "the threshold was set by a false-alarm probability of {alpha}, not by the consortium's policy",
+    "finding.layers-passed": "by layers: Q = {q} over {blocks} blocks reaches the threshold {threshold}",
+    "finding.layers-failed": (
+        "by layers: Q = {q} over {blocks} blocks is below the threshold {threshold}: the mark was not found in them"
+    ),
+    "finding.far-below": (
+        "z = {z} is far below 0, which chance does not explain: as a rule such a model was trained against an estimate "
+        "of the key"
+    ),
+    "finding.next-align": (
+        "next: ask again with --align, in case channels were moved or scaled; it opens one more equation, and raises "
+        "z* to {threshold} for later queries if that does not pass either"
+    ),
+    "finding.next-layers": (
+        "next: ask by layers (--layers), which still sees a mark whose z was trained away; it opens up to {blocks} "
+        "equations of the {left:,} that are left, and raises z* to {threshold} for later queries if it does not pass"
+    ),
+    "finding.next-lora": (
+        "next: ask again with --lora, in case the suspect is the adapter in other factors, or a whole model that it "
+        "was added to; it opens one more equation, and raises z* to {threshold} for later queries if that does not pass"
+    ),
+    "finding.next-names": (
+        "next: look at the tensors' names and shapes above; a suspect whose carriers are renamed as in the "
+        "consortium's model can be asked about again, and this query counts as one that did not pass"
+    ),
     "finding.raised": (
-        "earlier queries that did not pass, {failed} of them, raised the threshold from {charged} to {threshold}"
+        "earlier queries that did not pass opened equations in the key, {equations} of them, and raised the threshold "
+        "from {charged} to {threshold}"
     ),
     "guard.manifest": "the query was for another manifest or epoch than the one in force",
     "guard.vector": "the query did not name the vector x that this member computed from the suspect",
@@ -101,7 +140,7 @@ SENTENCES: dict[str, str] = {
     "guard.forgotten-leaves": "the query did not leave out {count} leaves that audits opened, the first: {leaves}",
     "guard.unexplained-leaves": "the query left out {count} leaves that no known audit opened, the first: {leaves}",
     "guard.leaf-not-zero": "the vector x was not zero on the leaf {leaf}, which an audit opened",
-    "guard.budget": "all {budget} queries of the consortium's life were used up",
+    "guard.budget": "the query would have opened more than the {budget} equations of the consortium's life",
     "guard.max-answers": "all {answers} answers that this member's policy allows were given",
     "guard.norms": "the query's norms were not those of its vector x",
     "guard.narrow": "the query rested on {effective} coordinates, fewer than {least}",
@@ -114,6 +153,10 @@ SENTENCES: dict[str, str] = {
         "the query was too close to a combination of those answered before; the closest was query {query:.16} of "
         "{answered} (cosine {cosine})"
     ),
+    "guard.no-layers": "this consortium answers nothing by layers",
+    "guard.blocks": "the query's blocks were not those of the agreed rule",
+    "guard.narrow-blocks": "only {broad} of {blocks} blocks depended on many coordinates by themselves",
+    "guard.passed-before": "the plain query about this suspect had passed",
     "guard.not-approved": "nobody had approved the query",
     "guard.per-day": "this member's policy approves {allowed} queries in 24 hours, and {answered} were answered",
     "audit.too-few-shares": "genesis shares of {opened} members were opened, but it takes {needed}",
@@ -167,6 +210,26 @@ SENTENCES: dict[str, str] = {
     "audit.burnt-unexplained": (
         "leaves left out as burnt that nothing explains: {leaves}; the bound is charged for them"
     ),
+    "audit.dated": (
+        "the manifest, and with it everything that the key follows from, existed by {when}: so says the time-stamping "
+        "authority '{authority}', which is not a member"
+    ),
+    "audit.older": (
+        "the suspect first appeared on {appeared}, as you say, after {when}: the key is older than the suspect, and no "
+        "member's clock is trusted for that"
+    ),
+    "audit.not-older": (
+        "the suspect first appeared on {appeared}, as you say, but the earliest stamp shows only that the manifest "
+        "existed by {when}: that it is older than the suspect must be believed"
+    ),
+    "audit.no-roots": (
+        "the manifest has time stamps, {stamps} of them, which were not checked: name the roots that you trust for "
+        "time stamps (--tsa-roots); without them it must be believed that the manifest is older than the suspect"
+    ),
+    "audit.undated": (
+        "no time stamp dates the manifest: that it is older than the suspect must be believed, of the members or of "
+        "somebody else who kept its digest"
+    ),
     "fault.opening-malformed": (
         "opening {number} of {files} is left out: it is damaged, or not an opening of this epoch"
     ),
@@ -208,10 +271,75 @@ SENTENCES: dict[str, str] = {
     "check.no-groups": "the canonical form was not computed again: that takes groups.json as well",
     "check.no-factors": "the canonical form was not computed again: that takes lora.json as well",
     "check.no-base": "the canonical form was not computed again: that takes the adapter's base model as well",
+    "check.dated": (
+        "the {what} existed by {when}, says the time-stamping authority '{authority}', which is not a member; to be "
+        "renewed before {until}"
+    ),
+    "check.renewed": "that stamp of the {what} was renewed in time by {authorities}",
+    "check.stamp-untrusted": (
+        "a time stamp of the {what} by '{authority}', whose certificates lead to none of the roots given"
+    ),
+    "check.stamp-expired": (
+        "a time stamp of the {what} by '{authority}', whose certificates expired on {expired} and which nothing renewed"
+    ),
+    "check.no-roots": (
+        "the time stamps of the {what}, {stamps} of them: name the roots that you trust for time stamps (--tsa-roots)"
+    ),
+    "check.undated": "the {what}: no time stamp dates it, so its times are what members say",
+    "stamp.too-large": "the stamp has {bytes:,} bytes, and none has more than {most:,}",
+    "stamp.malformed": "the file is not an answer of a time-stamping authority, or is truncated or damaged",
+    "stamp.unsorted": "a set in the stamp is not sorted, as DER asks for",
+    "stamp.refused": "the authority refused to stamp: status {status}",
+    "stamp.hash": "the stamp hashes with an algorithm other than SHA-256, SHA-384 and SHA-512",
+    "stamp.other-bytes": "the stamp dates something else",
+    "stamp.nonce": "the stamp answers another request",
+    "stamp.no-certificate": "the certificate of the one who signed the stamp is not in it",
+    "stamp.purpose": "the certificate of '{authority}' is not one for time stamps",
+    "stamp.signer": "what '{authority}' signed names another certificate than the one that the stamp comes with",
+    "stamp.untrusted": "the certificates of '{authority}' lead to none of the roots given",
+    "stamp.not-valid-then": "the certificates of '{authority}' were not valid at {time}, the time of the stamp",
+    "stamp.signature": "the stamp's signature does not hold",
+    "stamp.future": "the stamp of '{authority}' names {time}, which has not come yet by the clock of this machine",
+    "stamp.expired": "the certificates of '{authority}' expired on {expired}, and nothing renewed the stamp before",
+    "stamp.renewed-late": "the stamp was renewed on {renewed}, after its certificates had expired on {expired}",
+    "stamp.renewed-early": "the stamp of {time} is said to be renewed by one of {renewed}, which is older",
+    "stamp.twice": "the stamp is there already",
 }
 """Code → template. Values are numbers (decimals as `Decimal`), strings, or lists that are joined by commas."""
 
 PHRASES: dict[str, str] = {
+    "layers-copy": "Every layer carries the mark.",
+    "layers-copy-why": (
+        "Nearly all bars point to the right and stand out: this is what an untouched copy looks like, or one that was "
+        "changed little."
+    ),
+    "layers-faded": "The layers carry the mark, some of them faintly.",
+    "layers-faded-why": (
+        "Bars point to the right, and some are within chance: this is what a copy looks like that was trained on, "
+        "pruned or mixed with another model. No layer points clearly away from the key."
+    ),
+    "layers-against": "This model was trained against the mark.",
+    "layers-against-why": (
+        "Some layers lean clearly away from the key. Chance does not do that, and neither does training on: somebody "
+        "pushed the weights against an estimate of the key, and went too far in these layers."
+    ),
+    "layers-nothing": "The layers show nothing of the mark.",
+    "layers-nothing-why": (
+        "The bars scatter around 0 as those of an unrelated model do. The same picture results if the mark was taken "
+        "out of every layer by just the right amount, which costs the model much of its accuracy."
+    ),
+    "layers-below": (
+        "z itself is far below 0. A model that knows nothing of the key is as unlikely to be there as it is to be far "
+        "above 0: it leans away from the key because somebody trained it to."
+    ),
+    "by-layers": (
+        "by layers: {blocks} blocks by the rule {rule}, after the certificate {after:.16} that did not pass; answers "
+        "are sealed to {examiner} (key {key:.16}), who alone sees numbers by layer"
+    ),
+    "cost": (
+        "an answer opens {equations} of the {budget:,} equations of the consortium's life, {used:,} of which are used; "
+        "if the query does not pass, z* rises from {now} to {then} for the next ones"
+    ),
     "not-checked": "not checked: {what}",
     "left-out": (
         "left out: {leaves:,} of the key's leaves, {gone:,} of {coordinates:,} coordinates ({percent:.2f} %), with "
@@ -219,6 +347,10 @@ PHRASES: dict[str, str] = {
     ),
     "audit-opened": "leaves of them that the audit {audit:.16} opened: {leaves:,}",
     "unexplained": "NOTHING EXPLAINS why these leaves are left out: {leaves:,}",
+    "charges-by-layers": (
+        "z and Q are two tests, and the asker had a choice of what to leave out and how to read the suspect: both "
+        "thresholds pay for all of that, 10^{log10_choices} ways in all; z* is {charged} instead of {agreed}"
+    ),
     "charges": (
         "the asker had up to 10^{log10_choices} ways to read the suspect and to leave something out; the threshold "
         "pays for that: {charged} instead of {agreed}"
@@ -268,10 +400,35 @@ def about_left_out(query: Query, terms: Terms, audits: Mapping[str, Collection[i
     return texts
 
 
+def about_layers(query: Query) -> list[str]:
+    """What a query by layers asks, and who will see the answers."""
+    if query.layers is None:
+        return []
+    asked = query.layers
+    return [
+        PHRASES["by-layers"].format(
+            blocks=asked.count,
+            rule=asked.rule,
+            after=asked.after,
+            examiner=asked.examiner.name,
+            key=asked.examiner.ed25519,
+        )
+    ]
+
+
+def about_cost(query: Query, terms: Terms, used: int, failed: int, budget: int) -> str:
+    """What an answer costs: equations, and the thresholds of later queries. `used` and `failed` are the others'."""
+    z = terms.policy.as_dict()["z"]
+    now, then = (f"{Decimal(raised_threshold(z, count)):.2f}" for count in (failed, failed + query.equations))
+    return PHRASES["cost"].format(equations=query.equations, budget=budget, used=used, now=now, then=then)
+
+
 def about_charges(finding: Finding) -> list[str]:
     """By how much the threshold was raised for what the asker could choose."""
     if finding.charged == finding.agreed:
         return []
     return [
-        PHRASES["charges"].format(log10_choices=finding.log10_choices, charged=finding.charged, agreed=finding.agreed)
+        PHRASES["charges" if finding.layers is None else "charges-by-layers"].format(
+            log10_choices=finding.log10_choices, charged=finding.charged, agreed=finding.agreed
+        )
     ]

@@ -7,6 +7,7 @@ apart, and no command that members use in earnest reaches it (tests/house/test_l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,10 @@ from quorumark import field, shamir
 from quorumark.consortium.records import Manifest
 from quorumark.errors import InputError
 from quorumark.field import Vector
+from quorumark.model.blocks import blocks_of
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import STATISTICS, Canonical, Model, canonical_form
+from quorumark.verify.null import log10_layers
 
 __all__ = ["KnownKey", "SeededKey", "TensorsInMemory"]
 
@@ -113,6 +116,21 @@ class KnownKey:
         """z of a canonical form, such as `prepare` makes of a suspect, aligned or not."""
         total = sum(int((form.x[part].astype(np.int64) * self.key[part]).sum()) for part in field.chunks(form.x.size))
         return float(total / np.sqrt(float(form.norm2))) if form.norm2 else 0.0
+
+    def z_by_block(self, form: Canonical) -> list[float]:
+        """z of every block by the default rule; 0 where x is 0."""
+        found = []
+        for span in blocks_of(self.layout).spans:
+            x = form.x[span].astype(np.int64)
+            length = math.sqrt(int((x * x).sum()))
+            found.append(float((x * self.key[span]).sum()) / length if length else 0.0)
+        return found
+
+    def q_of(self, form: Canonical) -> tuple[float, float] | None:
+        """Q over all blocks and log10 of its bound; None for a model of one block."""
+        z = self.z_by_block(form)
+        q = sum(one * one for one in z)
+        return (q, float(log10_layers(f"{q:.2f}", len(z)))) if len(z) > 1 else None
 
     def all_z(self, model: Model | Mapping[str, Any]) -> dict[str, float]:
         """By every statistic there is, side by side."""

@@ -47,7 +47,7 @@ _USUAL = {"lr": 0.001}  # what rows that do not name it have: the paper's
 _CHAIN, _OTHER = "chain of attacks", "other"
 _KINDS: dict[str, tuple[str, ...]] = {  # by the Pareto plot's markers: few, so that eyes can tell them apart
     "o": ("fine-tuning",),
-    "s": ("adaptive-fine-tuning",),
+    "s": ("adaptive-fine-tuning", "adaptive-by-part", "removal"),
     "D": ("distillation",),
     "^": ("pruning", "structured-pruning", "channel-removal"),
     "v": ("quantisation", "noise", "overwriting", "averaging", "merging"),
@@ -62,7 +62,7 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """All rows at once: whoever is interrupted has the ones before."""
+    """All rows at once: an interrupted run has the ones before."""
     write_shared(path, table_text(rows).encode())
 
 
@@ -138,7 +138,7 @@ def _drawn(name: str, size: tuple[float, float], draw: Callable[[Any], None]) ->
 
 
 def standalone(svg: str) -> str:
-    """A figure as a file of its own: on white, as whoever shows it may have a dark page."""
+    """A figure as a file of its own: on white, since the page that shows it may be dark."""
     return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace("<svg ", '<svg style="background: #fff" ', 1)
 
 

@@ -18,6 +18,7 @@ __all__ = ["COLUMNS", "ORIGINAL", "Row", "parsed_rows", "table_text"]
 
 COLUMNS = (
     "attack", "budget", "accuracy", "z", "z_aligned", "seconds", "seed", "settings", "examples", "steps", "surplus",
+    "q", "log10_q",
 )  # fmt: skip
 ORIGINAL = "none"
 """The attack that the row of the released model names."""
@@ -25,7 +26,11 @@ ORIGINAL = "none"
 
 @dataclass(frozen=True)
 class Row:
-    """One attacked model. z is None where it could not be tested: too few weights fit."""
+    """One attacked model. z is None where it could not be tested: too few weights fit.
+
+    `q` is Q by layers (docs/layers.md) and `log10_q` its bound, the better of aligned and not; None where there are no
+    layers.
+    """
 
     attack: str
     accuracy: float
@@ -37,6 +42,8 @@ class Row:
     examples: int = 0
     steps: int = 0
     surplus: int = 0
+    q: float | None = None
+    log10_q: float | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -74,7 +81,7 @@ def table_text(rows: Sequence[Row]) -> str:
         settings = json.dumps(dict(row.settings))
         table.writerow(
             [row.attack, row.budget, f"{row.accuracy:.6f}", *zs, f"{row.seconds:.3f}", row.seed, settings, row.examples,
-             row.steps, row.surplus]
+             row.steps, row.surplus, *("" if q is None else f"{q:.2f}" for q in (row.q, row.log10_q))]
         )  # fmt: skip
     return text.getvalue()
 
@@ -93,6 +100,7 @@ def parsed_rows(text: str, source: str) -> list[Row]:
                 Row(
                     line["attack"], float(line["accuracy"]), zs[0], zs[1], float(line["seconds"]), int(line["seed"]),
                     json.loads(line["settings"]), int(line["examples"]), int(line["steps"]), int(line["surplus"]),
+                    *(float(line[name]) if line.get(name) else None for name in ("q", "log10_q")),
                 )
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RecursionError):

@@ -10,6 +10,9 @@ amplitudes   how strong the mark is, weight by weight
 mark         what a member adds for it, and what it refuses
 dither       noise beside the mark
 continuity   no mark where a model jumped
+forecast     the z that a verification would give, without any key
+survey       where members say that they are
+past         earlier rounds from one state, and what settles them
 history      the models that were accepted: the state that a round starts from
 member       a member in a round, without its training
 server       the server's side of a run

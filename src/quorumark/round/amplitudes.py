@@ -24,6 +24,7 @@ from math import isqrt, prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quorumark import codec, field
 from quorumark.canonical import canonical, digest, parse
@@ -139,7 +140,7 @@ def model_digest(model: Vector) -> bytes:
 
 
 class MarkState:
-    """The history of a run, as far as the mark needs it: three whole numbers per row, column and tap, one per tensor.
+    """The history of a run, as far as the mark needs it: three integers per row, column and tap, one per tensor.
 
     `round` counts the accepted rounds, `rho` (in 2^-32) is what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
     `under` is the manifest under which the last one was summed. Two states with the same `digest` and strength give the
@@ -181,6 +182,19 @@ class MarkState:
         """
         shapes = [least(tensor) for tensor in self._total]
         return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
+
+    def embedded(self) -> NDArray[np.float64]:
+        """What was added so far to each carrying weight, over its sign in the key: ΣA as far as the state knows it, of
+        each tensor the shape M, scaled to its sum."""
+        scaled = []
+        for tensor, total in zip(self._total, self._sums, strict=True):
+            shape, _ = least(tensor)
+            scaled.append(total / shape / 2.0**40 if shape else 0.0)
+        whole = Amplitudes(self.layout, "rademacher", self.round, 0, 0, self._total)
+        out = whole.vector.astype(np.float64)
+        for (_, place), factor in zip(whole.tensors(), scaled, strict=True):
+            out[place] *= factor
+        return out
 
     @property
     def silenced(self) -> float:
@@ -243,7 +257,7 @@ class MarkState:
             self.key,
         ):
             raise RoundError(f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}")
-        told = self._checked_norms(norms, embedded)
+        checked = self._checked_norms(norms, embedded)
         before, self.model = self.model, checked_model("model", model, self.layout)
         self.model_digest = model_digest(self.model)
         sums = [axis_sums(carrier, self.model, before) for carrier in self._carriers]
@@ -253,7 +267,7 @@ class MarkState:
         self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
         self._moved = _map(min, self._moved, self._ema)
         if self.strength.needs_norms:
-            each = iter(told)
+            each = iter(checked)
             apart = zip(self._carriers, sums, noise, strict=True)
             learnt = tuple(learnt_axes(carrier, axes, each, extra) for carrier, axes, extra in apart)
             self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
@@ -267,7 +281,7 @@ class MarkState:
         end = self.layout.carrier_size
         self._distance = isqrt(distance(self.model[:end], self.anchor[:end]))
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
-        parts = round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": told})
+        parts = round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": checked})
         self._chain = digest("mark history", self._chain, *parts)
 
     def _noise(self, embedded: Amplitudes | None) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
@@ -303,10 +317,10 @@ class MarkState:
         self._silenced = self.layout.carrier_size - sum(prod(map(sum, axes)) for axes in kept)
 
     def _checked_norms(self, norms: Vector | None, embedded: Amplitudes | None) -> list[int]:
-        """The sum of the members' norms as whole numbers of 2^-40; nothing where the strength needs none."""
+        """The sum of the members' norms as integer multiples of 2^-40; nothing where the strength needs none."""
         if not self.strength.needs_norms:
             if norms is not None:
-                raise InputError("norms", "must be left out under the strength setting alike=mark", "some")
+                raise InputError("norms", "must be left out under the strength setting alike=mark")
             return []
         count = norm_count(self.layout)
         if norms is None and embedded is None:

@@ -137,7 +137,7 @@ def check(state: State, origin: bytes, group: Group, round_no: int, halvings: in
     """
     with state.edit() as memory:
         known = memory["sum"]
-        answered = [last for last, _ in answers_from(memory, origin, "model")]
+        answered = [last for last, *_ in answers_from(memory, origin, "model")]
     if (known.get("origin"), known.get("round")) != (origin.hex(), round_no):
         return None
     fits = (known["group"], known["halvings"]) == (group.id.hex(), halvings) and holds(

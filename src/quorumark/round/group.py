@@ -18,6 +18,7 @@ __all__ = ["Group", "check_round_number", "group_of", "word"]
 _SMALLEST_SET = 3  # of two members, each learns the other's vector from the sum
 LARGEST_ROUND = 1 << 53
 FAR = 1 << 32  # a round's number that is so much later than the last is nobody's: it would use up those between
+DRAWS = 4  # of a cohort from one state: the first, and three redraws
 
 
 def word(number: int) -> bytes:
@@ -27,7 +28,7 @@ def word(number: int) -> bytes:
 
 def check_round_number(number: int) -> int:
     if not is_count(number, 1) or number >= LARGEST_ROUND:
-        raise InputError("round", "must be a whole number, at least 1", repr(number))
+        raise InputError("round", "must be an integer, at least 1", repr(number))
     return number
 
 
@@ -36,7 +37,7 @@ class Group:
     """Who may take part, and how many may collude: up to threshold − 1 members, with the server.
 
     `context` says what the group is for (a manifest's digest, or a name that its members agreed on). With
-    `cohort_size`, so many members are drawn for each round, publicly, and the others rest.
+    `cohort_size`, so many members are drawn from each state, publicly, and the others rest.
     """
 
     roster: tuple[Member, ...]
@@ -53,16 +54,16 @@ class Group:
             raise InputError("roster", f"must list the points 1..{len(points)} in order", points)
         for what in ("name", "ed25519", "x25519"):
             if len({getattr(member, what) for member in self.roster}) != len(points):
-                raise InputError("roster", f"must not give two members one {what}", "a roster that does")
+                raise InputError("roster", f"must not give two members one {what}")
         drawn = self.cohort_size
         if drawn is not None and (not is_count(drawn, _SMALLEST_SET) or drawn > len(points)):
-            raise InputError("cohort_size", f"must be a whole number in {_SMALLEST_SET}..{len(points)}", drawn)
+            raise InputError("cohort_size", f"must be an integer in {_SMALLEST_SET}..{len(points)}", drawn)
         if self.size < _SMALLEST_SET:
             raise InputError("roster", f"must have at least {_SMALLEST_SET} members", len(points))
         if not is_count(self.threshold, 2) or self.threshold > self.size:
-            raise InputError("threshold", f"must be a whole number in 2..{self.size}", self.threshold)
+            raise InputError("threshold", f"must be an integer in 2..{self.size}", self.threshold)
         if not is_count(self.attempts, 1):
-            raise InputError("attempts", "must be a whole number, at least 1", self.attempts)
+            raise InputError("attempts", "must be an integer, at least 1", self.attempts)
 
     @classmethod
     def of_cards(cls, cards: Iterable[Card], threshold: int, context: bytes = b"", **settings: Any) -> Group:
@@ -115,13 +116,21 @@ class Group:
         """min(t, n − T + 1): one of t is honest; and so many can stop a round by staying away in any case."""
         return min(self.threshold, self.size - self.quorum + 1)
 
-    def cohort(self, round_no: int) -> tuple[int, ...]:
-        """The members drawn for a round: those with the n smallest digests of (group, round, point)."""
+    @property
+    def draws(self) -> int:
+        """How many cohorts may be drawn from one state. Members take part in no later one, so that it is known which
+        must be closed before the state is used under another manifest."""
+        return 1 if self.size == len(self.roster) else DRAWS
+
+    def cohort(self, state: bytes, draw: int = 0) -> tuple[int, ...]:
+        """The members drawn from a state: those with the n smallest digests of (group, state, draw, point).
+
+        A round's number is not in it: a server that skips numbers has the same members to answer, who do so once.
+        """
         everyone = range(1, len(self.roster) + 1)
-        if self.cohort_size is None:
+        if self.size == len(self.roster):
             return tuple(everyone)
-        number = word(check_round_number(round_no))
-        lot = sorted(everyone, key=lambda x: digest("secagg cohort", self.id, number, word(x)))
+        lot = sorted(everyone, key=lambda x: digest("secagg cohort", self.id, state, word(draw), word(x)))
         return tuple(sorted(lot[: self.size]))
 
     def member(self, point: int) -> Member:
@@ -144,16 +153,17 @@ class Group:
     def header(self, step: str, session: bytes, sender: int, attempt: int = 0) -> Header:
         return Header(self.id.hex(), session.hex(), f"secagg/{step}", sender, attempt=attempt)
 
-    def session(self, round_no: int, purpose: str) -> bytes:
+    def session(self, round_no: int, purpose: str, draw: int = 0) -> bytes:
         """What *ready* belongs to; the later messages belong to ctx."""
-        return digest("secagg session", self.id, word(round_no), purpose.encode())
+        redrawn = [word(draw)] if draw else []
+        return digest("secagg session", self.id, word(round_no), purpose.encode(), *redrawn)
 
 
 def group_of(manifest: Manifest) -> Group:
     """The consortium's group for secure aggregation.
 
     Its settings are in the terms that all signed, under `policy`: `attempts` (20), and `cohort`, the number of members
-    who are drawn for each round (all). More attempts cost no secrecy: the quorum depends on K, t and the cohort's size.
+    who are drawn from each state (all). More attempts cost no secrecy: the quorum depends on K, t and the cohort alone.
     """
     policy = manifest.terms.policy
     return Group.of_manifest(manifest, attempts=policy.attempts, cohort_size=policy.cohort)

@@ -66,11 +66,13 @@ class History:
         # until an amendment names the model after the warm-up rounds as the anchor nothing is marked: signs will change
         self.warming = bool(self.strength.warmup_rounds) and manifest.genesis.terms == terms.digest().hex()
         if anchor_digest(layout.digest(), encoded) != terms.anchor:
-            raise InputError("model", "must be the initial model that the manifest names as its anchor", "another")
+            raise InputError("model", "must be the initial model that the manifest names as its anchor")
         self.manifest, self.layout, self.earlier = manifest, layout, tuple(earlier)
         start = 0 if self.warming else self.strength.warmup_rounds
         self.mark = MarkState(self.strength, layout, terms.key, encoded, start)
-        self.beside = b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.beside`)
+        self.buffers = (
+            b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.buffers_digest`)
+        )
         self._known: Amplitudes | None = None
         self._halvings = 0
 
@@ -124,7 +126,7 @@ class History:
         """
         marks = b"" if amplitudes is None else amplitudes.digest()
         parts = [self.manifest.digest(), word(round_no), word(repeats), self.mark.digest(), marks]
-        return digest("round", *parts, *([self.beside] if self.beside else []))
+        return digest("round", *parts, *([self.buffers] if self.buffers else []))
 
     def unclosed(self) -> tuple[Manifest, ...]:
         """Earlier manifests under which a sum from this state could still be opened: those from the one that its model
@@ -145,33 +147,33 @@ class History:
         vector = codec.decode(opened[:size], layout.dtype)
         with np.errstate(over="ignore"):
             rounded = layout.flatten(layout.unflatten(vector, like))
-        told = opened[size:].copy() if norms else None
+        summed_norms = opened[size:].copy() if norms else None
         places = {spec.name: place for spec, place in layout.spans()}
         held = set()
         if not _fits(rounded):
             held |= {name for name, place in places.items() if not _fits(rounded[place])}
-        if told is not None and not _norms_fit(told):
-            held |= {name for name, part in norm_places(layout) if not _norms_fit(told[part])}
+        if summed_norms is not None and not _norms_fit(summed_norms):
+            held |= {name for name, part in norm_places(layout) if not _norms_fit(summed_norms[part])}
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
         if held:
             before = layout.flatten(like)
             for name in held:
                 rounded[places[name]] = before[places[name]]
-            if told is not None:
+            if summed_norms is not None:
                 for name, part in norm_places(layout):
                     if name in held:
-                        told[part] = 0
+                        summed_norms[part] = 0
             embedded = None if embedded is None else embedded.without(held)
             embedded = embedded if embedded is not None and embedded.marks else None
         weights = layout.unflatten(rounded, like)
         encoded = codec.encode(rounded, name="the opened sum")
         for name in held:  # as it was accepted before, to the last bit
             encoded[places[name]] = self.mark.model[places[name]]
-        return Settled(weights, encoded, embedded, told, tuple(sorted(held)))
+        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)))
 
-    def restored(self, mark: MarkState, beside: bytes = b"") -> History:
+    def restored(self, mark: MarkState, buffers: bytes = b"") -> History:
         """The same consortium's history at another state."""
-        self.mark, self.beside, self._known = mark, beside, None
+        self.mark, self.buffers, self._known = mark, buffers, None
         return self
 
 

@@ -74,13 +74,13 @@ class RoundMember:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
         self.checks = checks_sums(manifest)
-        self.sure = True  # whether it has seen for itself that its history is what was summed
+        self.history_checked = True  # whether it has seen for itself that its history is what was summed
         self.turn: Turn | None = None
         self._identity = identity
         self._share, self._own_key = share, own_key
         self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
         self._result: NDArray[Any] | None = None
-        self._closed: frozenset[str] = frozenset()  # earlier groups in which nothing from this state can be opened
+        self._closed: frozenset[tuple[str, int]] = frozenset()  # under earlier manifests: groups and draws
         self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
         self._scaled: tuple[int, Vector, Any] | None = None
         self._paper: Amplitudes | None = None
@@ -100,11 +100,12 @@ class RoundMember:
         1. The mark is as strong as the state says, or halved because enough members asked for that; that of a sum which
            is made again is as it was.
         2. Under earlier manifests nothing can be opened from this state any more.
-        3. It has not answered from this state, or that sum can never be opened, or it is made again.
+        3. It is drawn, and nothing can be opened under earlier draws.
+        4. It has not answered from this state, or that sum can never be opened, or it is made again.
         """
         history = self._known()
         if not turn.repeats:
-            statements.check_halved(self.group, history.state, turn.halvings, turn.strong)
+            statements.check_halved(self.group, history.state, turn.halvings, turn.strong, turn.draw)
         with self.secagg.state.edit() as memory:
             closed = self._check_closed(memory, history, turn)
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
@@ -117,25 +118,25 @@ class RoundMember:
         """What the round starts from."""
         return self._known().state
 
-    def _check_closed(self, memory: Mapping[str, Any], history: History, turn: Turn) -> frozenset[str]:
+    def _check_closed(self, memory: Mapping[str, Any], history: History, turn: Turn) -> frozenset[tuple[str, int]]:
         if memory["consents"].get(history.state.hex()) or memory["simulation"]:
             return frozenset()
         found = []
         for manifest in history.unclosed():
             group = group_of(manifest)
-            statements.check_closed(group, history.state, turn.closed.get(manifest.digest().hex(), {}))
-            found.append(group.id.hex())
+            statements.check_closed(group, history.state, turn.closed)
+            found += [(group.id.hex(), draw) for draw in range(group.draws)]
         return frozenset(found)
 
-    def answered(self, state: bytes) -> int:
-        """The last round in which it answered from a state, 0 if it did not."""
+    def answered(self, state: bytes) -> tuple[int, int]:
+        """The last round in which it answered from a state, and its draw; 0 if it did not."""
         with self.secagg.state.edit() as memory:
             given = answers_from(memory, state, "model")
-        return given[-1][0] if given else 0
+        return (given[-1][0], given[-1][2]) if given else (0, 0)
 
-    def never(self, state: bytes, round_no: int) -> bytes:
-        """Signed: it has answered nothing from this state in this round (0: in any), and never will."""
-        return self.secagg.never(state, round_no)
+    def never(self, state: bytes, round_no: int, draw: int = 0) -> bytes:
+        """Signed: it has answered nothing from this state in this round (0: under this draw), and never will."""
+        return self.secagg.never(state, round_no, draw)
 
     # --- a round ---
 
@@ -219,7 +220,7 @@ class RoundMember:
         round_no, amplitudes = self._joined["model"]
         binding = self._known().binding(round_no, amplitudes, self._begun().repeats)
         boxes = checked_sums.seal_keys(self._identity, self.group, round_no, binding)
-        return boxes, checked_sums.vouch(self._identity, self.group, round_no, binding) if self.sure else b""
+        return boxes, checked_sums.vouch(self._identity, self.group, round_no, binding) if self.history_checked else b""
 
     def upload(self, announcement: bytes, boxes: Sequence[bytes] = (), vouches: Sequence[bytes] = ()) -> Upload:
         """The weighted model, this member's part of the mark and its dither, under masks: exactly what it joined the
@@ -260,7 +261,7 @@ class RoundMember:
         if len(vouches) != len(plan.members):
             raise MessageError("the server must hand on what every member of the announced set vouches for")
         checked_sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
-        self.sure = True
+        self.history_checked = True
         key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = checked_sums.tag(key, whole[:-1], first=self.point == plan.members[0])
         checked_sums.keep(self.secagg, self._known().state, self._begun(), key)
@@ -348,7 +349,7 @@ def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> N
         if share.info != ShareInfo.under(manifest, point, share.info.block):
             raise InputError("share", "must be this member's, of the manifest's epoch", f"epoch {share.info.epoch}")
         if share.root().hex() != manifest.roots[point - 1]:
-            raise InputError("share", "must be what the manifest's root commits to", "another")
+            raise InputError("share", "must be what the manifest's root commits to")
     elif not isinstance(share, np.ndarray) or share.shape != (manifest.share_length,):
         received = getattr(share, "shape", type(share).__name__)
         raise InputError("share", f"must be a vector of {manifest.share_length} elements", received)

@@ -6,10 +6,10 @@ under every later manifest, in every later run. It is in no backup: a memory tha
     group, left     the group that it takes part in, and those that it left for good
     round, open     the last round that it joined, and whether it may still do something there
     purposes        keys of that round
-    answered        state → purpose → the rounds in which it answered, and their groups
+    answered        state → purpose → the rounds in which it answered, their groups and draws
     answer          the last answer for each purpose, to be sent again
-    sent            the last vector for each purpose: its state, rounds, members and halvings, to make a sum again
-    closed          groups and states in which it said that it answers nothing
+    sent            the last vector for each purpose: its state, draw, rounds, members and halvings, to make a sum again
+    closed          groups, states and draws in which it said that it answers nothing
     nonce, known    of a memory made anew: what the others must have seen, and the states that are newer than that
     nonces          of other members whose memory is new, and the state that this member was at when it saw them
     marked          whether it has ever answered for a sum with a mark in it
@@ -165,7 +165,7 @@ class FolderState(State):
         write_private(self._path, nonce + self._cipher.encrypt(nonce, content, _FORMAT))
 
 
-_FORMAT = b"quorumark-rounds/v2"
+_FORMAT = b"quorumark-rounds/v3"
 _LARGEST = 1 << 28  # bytes: keys of a round, and a line for each state that it ever answered from
 
 
@@ -183,10 +183,11 @@ def adopt(memory: Memory, group: Group) -> None:
     memory.update(group=now, open=False, purposes={})
 
 
-def answers_from(memory: Memory, state: bytes, purpose: str) -> list[tuple[int, str]]:
-    """The rounds in which this member answered from a state, and their groups: more than one only where a sum was made
-    again, or the operator consented."""
-    return [(int(last), str(group)) for last, group in memory["answered"].get(state.hex(), {}).get(purpose, [])]
+def answers_from(memory: Memory, state: bytes, purpose: str) -> list[tuple[int, str, int]]:
+    """The rounds in which this member answered from a state, their groups and draws: more than one only where a sum was
+    made again, or the operator consented."""
+    given = memory["answered"].get(state.hex(), {}).get(purpose, [])
+    return [(int(last), str(group), int(draw)) for last, group, draw in given]
 
 
 def is_newer(memory: Memory, state: bytes) -> bool:

@@ -15,14 +15,15 @@ The next `offer` is told the model that the strategy made of it. A RoundError gi
 
 From each model one sum is opened. Before the server asks for the first answer it writes what it needs to open the sum
 later (nothing secret): if it dies, or too few answer, `prepare` asks again. What cannot be opened any more is given up
-by the members (statements "never"), or made again from the same results.
+by the members (statements "never"), or made again from the same results. Where cohorts are drawn, and too few of one
+come, `prepare` has it drawn anew, once enough of the first have said that they answer nothing more.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,21 +42,20 @@ from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, MarkState
+from quorumark.round.forecast import expected_z
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
 from quorumark.round.movement import norm_count
+from quorumark.round.past import Past
 from quorumark.round.secagg.messages import Upload, pack
 from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Said, Turn
-from quorumark.round.survey import HANDED_OUT, Where, candidates, where_they_are
+from quorumark.round.survey import HANDED_OUT, Ask, ask_where, candidates
 
 __all__ = ["Ask", "RoundServer"]
 
 Config = dict[str, Any]
 Weights = Mapping[str, Any]
-Ask = Callable[[str, Config], Mapping[int, Config]]
-"""Asks every member that can be reached for a stage, and gives what they said, by point."""
-
 _RUN = "quorumark-engine-run/v2"
 
 
@@ -92,7 +92,7 @@ class RoundServer:
         self._under = manifest  # it was summed under
         self._last: dict[str, Any] = {}  # of the last accepted sum: what members check it by
         self._turn = Turn(max(1, after))
-        self._past = _Past()
+        self._past = Past(manifest, self.group, b"")
         self._nonces: dict[int, str] = {}
         self._said: dict[int, tuple[bytes, bytes]] = {}  # boxes and vouchers of those who are ready
         self._announcement = b""
@@ -104,7 +104,7 @@ class RoundServer:
         else:
             self._anchor = layout.encode(model)
             self.history = History(manifest, layout, self._anchor, earlier)
-            self.history.beside = layout.beside(model) if self.checks else b""
+            self.history.buffers = layout.buffers_digest(model) if self.checks else b""
 
     # --- before a round ---
 
@@ -125,11 +125,7 @@ class RoundServer:
                     f"{server.group.quorum} must; it is asked for again in the next round"
                 )
             self._drop_open()
-        for round_no in sorted(past.answered):
-            if not self._is_given_up(past, round_no):
-                self._gather(ask, past, round_no)
-        for manifest in self.history.unclosed():
-            self._close(ask, past, manifest)
+        past.settle(ask, self.history.unclosed())
         return None
 
     def _ask_again(self, server: SecAggServer, ask: Ask) -> bool:
@@ -144,42 +140,22 @@ class RoundServer:
                     continue  # `excluded` says why
         return server.answers >= server.group.quorum
 
-    def _ask_to_give_up(self, left: _Open, past: _Past, ask: Ask) -> bool:
+    def _ask_to_give_up(self, left: _Open, past: Past, ask: Ask) -> bool:
         """Whether enough members say that they never answer for an open sum."""
         if left.manifest.digest() == self.manifest.digest():
-            self._gather(ask, past, left.server.plan.round)
-            return self._is_given_up(past, left.server.plan.round)
-        return self._close(ask, past, left.manifest)
+            past.drawn[left.server.plan.round] = left.server.draw
+            past.gather(ask, left.server.plan.round)
+            return past.is_given_up(left.server.plan.round)
+        return past.close_all(ask, left.manifest)
 
-    def _gather(self, ask: Ask, past: _Past, round_no: int) -> None:
-        """Statements that give a round up, if there can be enough: a member that signs one can no longer help to open
-        that sum, nor to make it again."""
-        free = [x for x, where in self._ask_where(ask).items() if not where.answered]
-        if len(free) < self.group.closing:
-            return
-        told = {"state": past.state.hex(), "of-round": round_no, "of-manifest": self.manifest.digest().hex()}
-        for point, said in ask("never", told).items():
-            if "never" in said:
-                past.never.setdefault(round_no, {})[point] = said["never"]
+    @property
+    def cohort(self) -> tuple[int, ...]:
+        """Who is drawn from the present model."""
+        return self._current_past().cohort
 
-    def _is_given_up(self, past: _Past, round_no: int) -> bool:
-        found = statements.signers(self.group, "never", past.state, word(round_no), past.never.get(round_no, {}))
-        return len(found) >= self.group.closing
-
-    def _close(self, ask: Ask, past: _Past, manifest: Manifest) -> bool:
-        """Gathers statements of the members under an earlier manifest, by their points under it."""
-        name, group = manifest.digest().hex(), group_of(manifest)
-        known = past.closed.setdefault(name, {})
-        if len(statements.signers(group, "never", past.state, word(0), known)) < group.closing:
-            told = {"state": past.state.hex(), "of-round": 0, "of-manifest": name}
-            for said in ask("never", told).values():
-                if "never" in said:
-                    known[int(said["point-there"])] = said["never"]
-        return len(statements.signers(group, "never", past.state, word(0), known)) >= group.closing
-
-    def _current_past(self) -> _Past:
+    def _current_past(self) -> Past:
         if self._past.state != self.history.state:
-            self._past = _Past(self.history.state)
+            self._past = Past(self.manifest, self.group, self.history.state)
         return self._past
 
     # --- a round ---
@@ -217,7 +193,7 @@ class RoundServer:
         history, past = self.history, self._current_past()
         if history.warming and history.round > history.strength.warmup_rounds:
             raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
-        repeats = max((r for r in past.answered if not self._is_given_up(past, r)), default=0)
+        repeats = max((r for r in past.standing() if past.drawn[r] == past.draw), default=0)
         halvings = past.halved.get(repeats, 0) if repeats else past.halvings
         self._turn = Turn(
             self.round_no,
@@ -227,6 +203,7 @@ class RoundServer:
             past.strong,
             past.closed,
             past.newer,
+            past.draw,
         )
         self._amplitudes = None
         if self.marks and history.strength.rule != "paper":
@@ -245,7 +222,8 @@ class RoundServer:
             self._amplitudes = amplitudes
         marks = self._amplitudes if purpose == "model" else None
         binding = self.history.binding(self.round_no, marks, self._turn.repeats)
-        self._sum = SecAggServer(self.group, self.round_no, binding, self.length(purpose), purpose)
+        about = self.group, self.round_no, binding, self.length(purpose), purpose
+        self._sum = SecAggServer(*about, origin=self.history.state, draw=self._turn.draw)
 
     def length(self, purpose: str = "model") -> int:
         if purpose != "model":
@@ -274,12 +252,19 @@ class RoundServer:
     def take_strong(self, point: int, message: bytes) -> None:
         """A member says that the mark of this round is too strong for its update: it does not take part."""
         past, level = self._current_past(), self._turn.halvings
-        if statements.signers(self.group, "strong", past.state, word(level), {point: message}):
+        if statements.signers(self.group, "strong", past.state, word(level), {point: message}, past.draw):
             past.strong.setdefault(level, {})[point] = message
 
-    def take_answered(self, point: int, round_no: int, members: tuple[int, ...], halvings: int = 0) -> None:  # noqa: ARG002
+    def take_answered(
+        self,
+        point: int,  # noqa: ARG002
+        round_no: int,
+        members: tuple[int, ...],
+        halvings: int = 0,
+        draw: int = 0,
+    ) -> None:
         """A member does not take part because it has answered in an earlier round from this model, over these members,
-        with a mark that was halved so many times.
+        with a mark that was halved so many times, of a cohort that was drawn anew so many times.
 
         That is the member's word: what follows from it is checked by all who take part.
         """
@@ -287,6 +272,7 @@ class RoundServer:
             return
         past = self._current_past()
         past.answered[round_no], past.halved[round_no] = tuple(members), min(halvings, statements.HALVINGS)
+        past.drawn[round_no] = max(0, min(draw, self.group.draws - 1))
 
     def take_nonce(self, point: int, nonce: str) -> None:
         """A member's memory was made anew: the others must see this before it may take part."""
@@ -305,7 +291,7 @@ class RoundServer:
             said = past.newer.get(point, {})
             if (
                 point not in self._said
-                and len(statements.signers(self.group, "newer", past.state, bytes.fromhex(nonce), said))
+                and len(statements.signers(self.group, "newer", past.state, bytes.fromhex(nonce), said, past.draw))
                 >= self.group.closing
             ):
                 found[point] = {"turn": replace(self._turn, newer=past.newer).to_bytes()}
@@ -319,8 +305,9 @@ class RoundServer:
                 self._check_repeated(server, past)
             self._announcement = server.announce()
         except RoundError:
-            complaints = past.strong.get(self._turn.halvings, {})
+            complaints = past.complaints(self._turn.halvings)
             if len(complaints) < self.group.blocking or past.halvings != self._turn.halvings:
+                past.short = True
                 raise
             past.halvings += 1
             raise RoundError(
@@ -329,7 +316,7 @@ class RoundServer:
             ) from None
         return self._announcement
 
-    def _check_repeated(self, server: SecAggServer, past: _Past) -> None:
+    def _check_repeated(self, server: SecAggServer, past: Past) -> None:
         members = past.answered.get(self._turn.repeats, ())
         missing = set(members) - set(server.ready)
         if missing or not members:
@@ -340,7 +327,7 @@ class RoundServer:
             )
         server.leave_out(set(server.ready) - set(members))
 
-    def told(self, point: int) -> tuple[bytes, list[bytes], list[bytes]]:
+    def announced_to(self, point: int) -> tuple[bytes, list[bytes], list[bytes]]:
         """For the upload of a member of the announced set: the announcement, its boxes, and everybody's vouchers."""
         if not self.checks:
             return self._announcement, [], []
@@ -353,7 +340,7 @@ class RoundServer:
 
     def asked(self, point: int) -> Config:
         """The same as an engine carries it."""
-        announcement, boxes, vouches = self.told(point)
+        announcement, boxes, vouches = self.announced_to(point)
         config: Config = {"round": self.round_no, "announcement": announcement}
         return config | ({"boxes": pack(boxes), "vouches": pack(vouches)} if self.checks else {})
 
@@ -363,7 +350,11 @@ class RoundServer:
         return len(head) + vector.nbytes
 
     def retry(self) -> bytes:
-        self._announcement = self._running().retry()
+        try:
+            self._announcement = self._running().retry()
+        except RoundError:
+            self._current_past().short = True
+            raise
         return self._announcement
 
     def request(self, point: int) -> bytes:
@@ -403,7 +394,7 @@ class RoundServer:
         left = self._open
         if left is not None:
             self._sum, self._amplitudes = left.server, left.amplitudes
-            self._turn = Turn(left.server.plan.round, left.halvings)
+            self._turn = Turn(left.server.plan.round, left.halvings, draw=left.server.draw)
         opened = self._running().finish()
         whole = opened[: len(opened) - self.checks]
         self._settled = self.history.settle(whole, self.like, self._amplitudes, norms=self._has_norms)
@@ -447,6 +438,11 @@ class RoundServer:
         """ρ up to the last model that was offered."""
         return self.history.mark.rho / (1 << 32)
 
+    @property
+    def expected_z(self) -> float:
+        """What a verification of the last model that was offered would give, as far as its mark's amplitudes tell."""
+        return expected_z(self.history.mark, self.manifest.terms.statistic) if self.marks else 0.0
+
     def accept(self, model: Weights) -> None:
         """The model that the strategy made of the last sum is the global one now."""
         settled, encoded = self.settled, self.layout.encode(model)
@@ -488,16 +484,16 @@ class RoundServer:
         in which rounds from the present model they have answered. With `go_on` the run goes on from the newest model
         that t members name as their last; the others check it, as if this server had said it.
         """
-        said = self._ask_where(ask)
+        said = ask_where(ask, self.history.state)
         if go_on:
             self._go_on(ask)
-            said = self._ask_where(ask)
+            said = ask_where(ask, self.history.state)
         start = self.round_no
         for point, where in said.items():
             if where.round - start < FAR:
                 self.round_no = max(self.round_no, where.round)
             if where.answered and where.accepted <= self.history.mark.round:  # it has not gone on from there
-                self.take_answered(point, where.answered, where.over, where.halvings)
+                self.take_answered(point, where.answered, where.over, where.halvings, where.draw)
 
     def _go_on(self, ask: Ask) -> None:
         replies = ask("state", {"of-state": self.history.state.hex(), "with-model": True})
@@ -513,9 +509,6 @@ class RoundServer:
         """How many members must name a state before a run goes on from it: t, of which at most t − 1 lie."""
         return self.group.threshold
 
-    def _ask_where(self, ask: Ask) -> dict[int, Where]:
-        return where_they_are(ask("state", {"of-state": self.history.state.hex(), "with-model": False}))
-
     def _adopt(self, said: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         model = {name: np.array(arrays[f"model:{name}"]) for name in self.like}
         encoded = self.layout.encode(model)
@@ -523,10 +516,10 @@ class RoundServer:
         start = encoded if history.warming else self._anchor
         state, key = arrays["state"].tobytes(), self.manifest.terms.key
         mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, start)
-        beside = self.layout.beside(model) if self.checks else b""
+        buffers = self.layout.buffers_digest(model) if self.checks else b""
         self._last = {name: said[f"sum-{name}"] for name in HANDED_OUT}
         self._last |= {name: arrays.get(name) for name in ("rest", "norms")}
-        self.history, self.like, self.resumed = history.restored(mark, beside), model, model
+        self.history, self.like, self.resumed = history.restored(mark, buffers), model, model
 
     def save(self, model: Weights) -> None:
         """The model first, then the state that names it: a crash leaves the round before, or this one."""
@@ -552,6 +545,9 @@ class RoundServer:
             "mark": self.history.mark.to_bytes().decode(),
             "notes": self.notes,
         }
+        past = self._current_past()
+        if past.draw:  # without these statements the members of this draw take part in nothing
+            body["draw"] = {"state": past.state.hex(), "number": past.draw, "closed": statements.plain(past.closed)}
         write_private(self._folder / "run.json", canonical(body))
         self._tidy(name, summed)
         if self._open is None:  # its successor is on disk
@@ -599,7 +595,7 @@ class RoundServer:
             start = model if history.warming else self._anchor
             state, key = body["mark"].encode(), self.manifest.terms.key
             mark = MarkState.from_bytes(state, history.strength, self.layout, key, model, start)
-            self.history = history.restored(mark, self.layout.beside(self.resumed) if self.checks else b"")
+            self.history = history.restored(mark, self.layout.buffers_digest(self.resumed) if self.checks else b"")
             path = self._folder / f"sum-{mark.round}.npz"
             if self.accepted:
                 if not path.is_file():  # a pipe would be waited for
@@ -609,6 +605,10 @@ class RoundServer:
                     self._last |= {name: int(found[name]) for name in ("tag", "round", "halvings")}
                     self._last |= {name: str(found[name]) for name in ("under", "held")}
             self.round_no = max(self.round_no, int(body["round"]))
+            drawn = body.get("draw", {})
+            if drawn.get("state") == self.history.state.hex():
+                past = self._current_past()
+                past.draw, past.closed = int(drawn["number"]), statements.from_plain(drawn["closed"], str)
             self._tidy(body["model"], path.name)
             self._resume_open()
         except (KeyError, AttributeError, StopIteration, *DAMAGED) as error:
@@ -638,20 +638,6 @@ class _Open:
     halvings: int
     manifest: Manifest
     amplitudes: Amplitudes | None
-
-
-class _Past:
-    """What is known of earlier rounds from one state."""
-
-    def __init__(self, state: bytes = b"") -> None:
-        self.state = state
-        self.halvings = 0
-        self.answered: dict[int, tuple[int, ...]] = {}
-        self.halved: dict[int, int] = {}  # of those rounds
-        self.never: dict[int, dict[int, bytes]] = {}
-        self.strong: dict[int, dict[int, bytes]] = {}
-        self.closed: dict[str, dict[int, bytes]] = {}
-        self.newer: dict[int, dict[int, bytes]] = {}
 
 
 def _smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:

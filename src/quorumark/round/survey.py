@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quorumark.checks import is_count
 from quorumark.errors import RoundError
 
-__all__ = ["Where", "candidates", "where_they_are"]
+__all__ = ["Ask", "Where", "ask_where", "candidates"]
 
 HANDED_OUT = ("tag", "round", "halvings", "under", "held")
 """What members are told of the sum that a model comes from, and hand out with it: `sum-tag`, …"""
 
 Reply = Mapping[str, Any]
+Ask = Callable[[str, dict[str, Any]], Mapping[int, dict[str, Any]]]
+"""Asks every member that can be reached for a stage, and gives what they said, by point."""
 
 
 @dataclass(frozen=True)
 class Where:
     """A member's own word: how many rounds it has accepted, the last one that it joined, and the one in which it has
-    answered from the server's present state (0: none), over which members, with how many halvings of the mark."""
+    answered from the server's present state (0: none), over which members, with how many halvings of the mark, under
+    which draw of the cohort."""
 
     accepted: int = 0
     round: int = 0
     answered: int = 0
     over: tuple[int, ...] = ()
     halvings: int = 0
+    draw: int = 0
 
     @classmethod
     def of(cls, reply: Reply) -> Where:
@@ -41,17 +45,19 @@ class Where:
             over = json.loads(reply.get("over", "[]"))
         except (ValueError, TypeError, RecursionError):
             over = None
+        numbers["draw"] = reply.get("of-draw", 0)
         if not all(is_count(number) for number in numbers.values()):
-            raise RoundError("it does not say where it is in whole numbers")
+            raise RoundError("it does not say where it is in integers")
         if not isinstance(over, list) or not all(is_count(point, 1) for point in over):
             raise RoundError("it does not say as a list of points over whom it has answered")
         return cls(over=tuple(over), **numbers)
 
 
-def where_they_are(replies: Mapping[int, Reply]) -> dict[int, Where]:
-    """By point; who says it in no way that can be read is left out."""
+def ask_where(ask: Ask, state: bytes) -> dict[int, Where]:
+    """Where the members are, and in which round from a state they have answered, by point. A reply that cannot be read
+    is left out."""
     found = {}
-    for point, reply in replies.items():
+    for point, reply in ask("state", {"of-state": state.hex(), "with-model": False}).items():
         try:
             found[point] = Where.of(reply)
         except RoundError:

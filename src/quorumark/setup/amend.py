@@ -118,20 +118,21 @@ def sign(
     unlock: Unlock,
     terms: Terms,
     folder: Path,
-    place: ConsortiumFolder | None = None,
+    consortium: ConsortiumFolder | None = None,
     pinned: str | None = None,
 ) -> tuple[Manifest, tuple[str, ...]]:
     """Signs the amendment; once all have signed, makes it the manifest in force. Who is still awaited.
 
-    A member with new keys has no `place` yet: it takes the manifests so far from the folder, up to the `pinned` digest.
+    A member with new keys has no `consortium` yet: it takes the manifests so far from the folder, up to the
+    `pinned` digest.
     """
-    known = place is not None
-    if place is None:
+    known = consortium is not None
+    if consortium is None:
         newcomers_chain = chain_for_newcomer(folder, terms, pinned)
-        place = home.consortium(newcomers_chain[0].terms)
-    with only_one(place.path):
-        place.check_idle()
-        chain = place.chain() if known else newcomers_chain
+        consortium = home.consortium(newcomers_chain[0].terms)
+    with only_one(consortium.path):
+        consortium.check_idle()
+        chain = consortium.chain() if known else newcomers_chain
         if chain[-1].terms.digest() == terms.digest():
             return chain[-1], ()
         identity = home.identity(unlock)
@@ -139,7 +140,7 @@ def sign(
         manifest = successor(chain[-1], terms)
         if known:
             show_chain(chain, folder)
-        place.remember_signed(chain[-1].digest().hex(), manifest.digest().hex())
+        consortium.remember_signed(chain[-1].digest().hex(), manifest.digest().hex())
         signature = identity.sign("manifest", manifest.sign_bytes()).hex()
         write_shared(folder / f"signature-{point}.hex", signature.encode())
         for member in terms.roster:
@@ -151,7 +152,7 @@ def sign(
         missing = tuple(member.name for member in terms.roster if member.point not in manifest.signatures)
         if not missing:
             verify_chain([*chain, manifest])
-            place.adopt([*chain, manifest])
+            consortium.adopt([*chain, manifest])
         return manifest, missing
 
 
@@ -159,11 +160,13 @@ def update(home: HomeFolder, manifest: Manifest, history: Path) -> ConsortiumFol
     """Takes over a later manifest that this member missed. Its share of a later epoch must then be recovered."""
     chain = follow_back(manifest, history)
     manifest.terms.point_of(home.card().ed25519)
-    place = home.consortium(chain[0].terms)
-    with only_one(place.path):
-        place.check_idle()
-        place.check_followed_by(chain)
+    consortium = home.consortium(chain[0].terms)
+    with only_one(consortium.path):
+        consortium.check_idle()
+        consortium.check_followed_by(chain)
         for before, link in itertools.pairwise(chain):
-            place.remember_signed(before.digest().hex(), link.digest().hex())  # none that this member's own forbids
-        place.adopt(chain)
-    return place
+            consortium.remember_signed(
+                before.digest().hex(), link.digest().hex()
+            )  # none that this member's own forbids
+        consortium.adopt(chain)
+    return consortium

@@ -104,7 +104,9 @@ class Ceremony:
             try:
                 session_secret = exchange(self._key, body[32:].hex())
             except MessageError:
-                raise MessageError(f"{self._name(point)} reveals a key of no use (step '{self.NAME}/reveal')") from None
+                raise MessageError(
+                    f"{self._name(point)} reveals a key that cannot be used (step '{self.NAME}/reveal')"
+                ) from None
             secret = session_secret + self._identity.exchange(self.terms.member(point).x25519)
             self._pairs[point] = derive_key(secret, f"{self.NAME} pair", bytes.fromhex(self.session))
         # where nearly everybody's values are generated, a dealer's own are too

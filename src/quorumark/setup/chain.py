@@ -15,7 +15,7 @@ from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, RecordError
 from quorumark.files import write_exchanged
 
-__all__ = ["chain_for_newcomer", "find_place", "place_for_newcomer", "show_chain", "started_from"]
+__all__ = ["chain_for_newcomer", "find_consortium", "folder_for_newcomer", "show_chain", "started_from"]
 
 
 def show_chain(chain: list[Manifest], folder: Path) -> None:
@@ -34,20 +34,20 @@ def started_from(folder: Path) -> str | None:
     return read_exchanged(path, "a digest").decode(errors="replace").strip() if path.exists() else None
 
 
-def find_place(home: HomeFolder, terms: Terms, which: str | None = None) -> ConsortiumFolder | None:
+def find_consortium(home: HomeFolder, terms: Terms, which: str | None = None) -> ConsortiumFolder | None:
     """The consortium that these terms follow (or are already in force in); None if this member holds none such."""
     if which is not None:
         return home.only_consortium(which)
     found = []
-    for place in home.consortia():
-        if not place.manifest_path.exists():
+    for consortium in home.consortia():
+        if not consortium.manifest_path.exists():
             continue
-        current = place.manifest().terms
+        current = consortium.manifest().terms
         with contextlib.suppress(RecordError):
             if current.digest() != terms.digest():
                 check_terms_follow(terms, current)
             current.point_of(home.card().ed25519)
-            found.append(place)
+            found.append(consortium)
     if len(found) > 1:
         raise RecordError(f"these terms could follow several consortia of {str(home.path)!r}: name one by its id")
     return found[0] if found else None
@@ -56,7 +56,7 @@ def find_place(home: HomeFolder, terms: Terms, which: str | None = None) -> Cons
 def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[Manifest]:
     """The manifests so far, every link checked, up to the one that this member was told of: `pinned`, its digest.
 
-    Without it whoever writes to the folder could invent a consortium.
+    Without it anyone who writes to the folder could invent a consortium.
     """
     if pinned is None:
         raise CeremonyError(
@@ -76,11 +76,11 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
     return chain
 
 
-def place_for_newcomer(home: HomeFolder, chain: list[Manifest]) -> ConsortiumFolder:
+def folder_for_newcomer(home: HomeFolder, chain: list[Manifest]) -> ConsortiumFolder:
     """Where a member who is new, or who comes back, keeps a consortium."""
-    place = home.consortium(chain[0].terms)
-    place.check_followed_by(chain)
-    if place.manifest_path.exists() and place.manifest().digest() == chain[-1].digest():
+    consortium = home.consortium(chain[0].terms)
+    consortium.check_followed_by(chain)
+    if consortium.manifest_path.exists() and consortium.manifest().digest() == chain[-1].digest():
         raise CeremonyError("this member holds the manifest in force: it is not new (leave --from away)")
     with contextlib.suppress(RecordError):
         chain[-1].terms.point_of(home.card().ed25519)
@@ -88,4 +88,4 @@ def place_for_newcomer(home: HomeFolder, chain: list[Manifest]) -> ConsortiumFol
             "this member belongs to the consortium, but its own manifest is older: first run quorumark consortium "
             "update, then quorumark share recover"
         )
-    return place
+    return consortium

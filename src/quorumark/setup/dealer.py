@@ -132,11 +132,11 @@ def accept(
         raise RecordError("the dealing is for other terms than this member agreed to")
     identity = home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)
-    place = home.consortium(manifest.terms)
-    if place.manifest_path.exists() and place.manifest().digest() != manifest.digest():
+    consortium = home.consortium(manifest.terms)
+    if consortium.manifest_path.exists() and consortium.manifest().digest() != manifest.digest():
         raise CeremonyError("this member already holds a share of another dealing under these terms")
-    if place.share_path().exists():
-        kept = place.share(unlock)
+    if consortium.share_path().exists():
+        kept = consortium.share(unlock)
         if kept.info.session != manifest.genesis.session or kept.root().hex() != manifest.roots[point - 1]:
             raise CeremonyError("the share that this member keeps is not the one of this dealing")
     else:
@@ -146,8 +146,8 @@ def accept(
             raise CeremonyError("the dealer's file for this member describes another share than the dealing does")
         if sealed.root().hex() != manifest.roots[point - 1]:
             raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
-        sealed.copy_to(place.share_path(), unlock)
-    place.remember_signed(manifest.terms.digest().hex(), manifest.digest().hex())
+        sealed.copy_to(consortium.share_path(), unlock)
+    consortium.remember_signed(manifest.terms.digest().hex(), manifest.digest().hex())
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
     write_shared(source / f"signature-{point}.hex", signature.encode())
     for member in manifest.terms.roster:
@@ -160,7 +160,7 @@ def accept(
         verify_manifest(manifest)
     except SignatureError:
         return None
-    write_shared(place.manifest_path, manifest.to_bytes())
+    write_shared(consortium.manifest_path, manifest.to_bytes())
     return manifest
 
 

@@ -1,6 +1,6 @@
 """Ceremonies over a folder that all members can reach: a network share, a synchronised folder, a stick.
 
-Each member calls `advance` (setup), `check` (health) or `reshare` whenever it likes; it does all that can be done with
+Each member calls `set_up` (setup), `check` (health) or `reshare` whenever it likes; it does all that can be done with
 what is there, writes its messages and says what it waits for. A crash at any point loses nothing: the state is sealed
 on disk before a message is written, every step can be done again with the same result, and messages are files that
 appear whole or not at all.
@@ -37,13 +37,13 @@ from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, MessageError, RecordError
 from quorumark.files import only_one, write_exchanged, write_private, write_shared
 from quorumark.setup.ceremony import Ceremony
-from quorumark.setup.chain import chain_for_newcomer, place_for_newcomer, show_chain, started_from
+from quorumark.setup.chain import chain_for_newcomer, folder_for_newcomer, show_chain, started_from
 from quorumark.setup.check import CheckMember
 from quorumark.setup.dkg import DkgMember, KeyCeremony, check_terms, openers, relay_sum
 from quorumark.setup.paper import PaperMember, check_paper_terms
 from quorumark.setup.reshare import ReshareMember
 
-__all__ = ["Progress", "advance", "check", "discard", "expected_messages", "reshare"]
+__all__ = ["Progress", "check", "discard", "expected_messages", "reshare", "set_up"]
 
 _KIND = "ceremony"
 _LARGEST_WRAPPING = 1 << 13  # header, signature, and all that is not as long as the key
@@ -59,7 +59,7 @@ class Progress:
     step: str
     waiting: tuple[str, ...]
     manifest: Manifest | None = None
-    found: str = ""
+    finding: str = ""
 
     @property
     def finished(self) -> bool:
@@ -79,7 +79,7 @@ def _silent(_: str) -> None:
 # --- setup ------------------------------------------------------------------------------------------------
 
 
-def advance(
+def set_up(
     home: HomeFolder, unlock: Unlock, terms: Terms, folder: str | os.PathLike[str], note: Note = _silent
 ) -> Progress:
     """Does what can be done now of a setup without a dealer. Call it again when others have written.
@@ -89,17 +89,17 @@ def advance(
     """
     check_paper_terms(terms) if terms.setup == "paper" else check_terms(terms)
     terms.point_of(home.card().ed25519)  # nothing is made for terms of others
-    place = home.consortium(terms)
-    with only_one(place.path):
-        if place.manifest_path.exists():
-            if _about(place).get("context") == terms.digest().hex():
-                place.ceremony_path.unlink()  # a power cut came between the two
-            if place.share_path().exists():
-                return Progress("sign", (), place.manifest())
+    consortium = home.consortium(terms)
+    with only_one(consortium.path):
+        if consortium.manifest_path.exists():
+            if _about(consortium).get("context") == terms.digest().hex():
+                consortium.ceremony_path.unlink()  # a power cut came between the two
+            if consortium.share_path().exists():
+                return Progress("sign", (), consortium.manifest())
             raise CeremonyError("the ceremony is finished, but this member's share is gone: it must be recovered")
         kind = PaperMember if terms.setup == "paper" else DkgMember
         visit: _Visit[KeyCeremony] = _Visit(
-            home, unlock, place, folder, note, terms.digest(), lambda identity, seed: kind(identity, terms, seed)
+            home, unlock, consortium, folder, note, terms.digest(), lambda identity, seed: kind(identity, terms, seed)
         )
         return visit.attempt(_setup_steps)
 
@@ -142,7 +142,7 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
     visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
     visit.sign(terms.digest().hex(), unsigned, member.sign())
     manifest: Manifest = visit.use("sign", member.signed)
-    write_shared(visit.place.manifest_path, manifest.to_bytes())
+    write_shared(visit.consortium.manifest_path, manifest.to_bytes())
     visit.forget("share and manifest kept")
     return Progress("sign", (), manifest)
 
@@ -151,28 +151,28 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
 
 
 def check(
-    home: HomeFolder, unlock: Unlock, place: ConsortiumFolder, folder: str | os.PathLike[str], note: Note = _silent
+    home: HomeFolder, unlock: Unlock, consortium: ConsortiumFolder, folder: str | os.PathLike[str], note: Note = _silent
 ) -> Progress:
     """Does what can be done now of a health check of the shares on disk; `found` says what it showed."""
-    with only_one(place.path):
-        manifest = place.manifest()
+    with only_one(consortium.path):
+        manifest = consortium.manifest()
         context = digest("check", manifest.digest())
-        before = _finished_before(place, context, Path(folder), manifest.terms.point_of(home.card().ed25519))
+        before = _finished_before(consortium, context, Path(folder), manifest.terms.point_of(home.card().ed25519))
         if before is not None:
             note("this folder's check was finished before, and this is what it showed: a new one takes a new folder")
             return Progress("health", (), manifest, before)
-        share = place.verify_share(unlock)
+        share = consortium.verify_share(unlock)
         visit: _Visit[CheckMember] = _Visit(
             home,
             unlock,
-            place,
+            consortium,
             folder,
             note,
             context,
             lambda identity, seed: CheckMember(identity, manifest, share, seed),
         )
         progress = visit.attempt(_check_steps)
-        return progress if progress.waiting else Progress("health", (), manifest, progress.found)
+        return progress if progress.waiting else Progress("health", (), manifest, progress.finding)
 
 
 def _check_steps(visit: _Visit[CheckMember]) -> Progress:
@@ -185,12 +185,12 @@ def _check_steps(visit: _Visit[CheckMember]) -> Progress:
     found: str = visit.use("health", member.finish)
     visit.finish(found)
     visit.forget("checked")
-    return Progress("health", (), found=found)
+    return Progress("health", (), finding=found)
 
 
-def _finished_before(place: ConsortiumFolder, context: bytes, folder: Path, point: int) -> str | None:
+def _finished_before(consortium: ConsortiumFolder, context: bytes, folder: Path, point: int) -> str | None:
     """What the ceremony in this folder showed, if this member finished it: running it again changes nothing."""
-    path, own = place.path / "finished.json", folder / "1-commit" / f"{point}.msg"
+    path, own = consortium.path / "finished.json", folder / "1-commit" / f"{point}.msg"
     if not path.exists() or not own.is_file():
         return None
     record = parse(read_file(path, "a record"), _FINISHED, "a record")
@@ -202,9 +202,9 @@ def _hash_file(path: Path) -> str:
     return hashlib.sha256(read_exchanged(path, "a message")).hexdigest()
 
 
-def _about(place: ConsortiumFolder) -> dict[str, Any]:
+def _about(consortium: ConsortiumFolder) -> dict[str, Any]:
     """What the ceremony under way here says of itself in the open: its context, and what this member signed in it."""
-    return SealedReader(place.ceremony_path, None, _KIND).about if place.ceremony_path.exists() else {}
+    return SealedReader(consortium.ceremony_path, None, _KIND).about if consortium.ceremony_path.exists() else {}
 
 
 # --- new shares -------------------------------------------------------------------------------------------
@@ -215,32 +215,32 @@ def reshare(
     unlock: Unlock,
     folder: str | os.PathLike[str],
     terms: Terms | None = None,
-    place: ConsortiumFolder | None = None,
+    consortium: ConsortiumFolder | None = None,
     pinned: str | None = None,
     note: Note = _silent,
 ) -> Progress:
     """Does what can be done now of making new shares: for the members in `terms`, or for the present ones.
 
-    A member who holds a share names its `place`. One who is new, or comes back, needs `terms` and the digest of the
-    manifest in force (`pinned`), and takes the manifests so far from the folder.
+    A member who holds a share names its `consortium`. One who is new, or comes back, needs `terms` and the digest of
+    the manifest in force (`pinned`), and takes the manifests so far from the folder.
     """
     folder = Path(folder)
     newcomers_chain: list[Manifest] = []
-    if place is None or pinned is not None:
+    if consortium is None or pinned is not None:
         if terms is None:
             raise CeremonyError("who is new to the consortium must know the terms that were agreed")
-        place = _newcomers_place(home, folder, terms)
-        if place is None:
+        consortium = _newcomers_folder(home, folder, terms)
+        if consortium is None:
             newcomers_chain = chain_for_newcomer(folder, terms, pinned)
-            place = place_for_newcomer(home, newcomers_chain)
-    with only_one(place.path):
-        chain = newcomers_chain or place.chain()
+            consortium = folder_for_newcomer(home, newcomers_chain)
+    with only_one(consortium.path):
+        chain = newcomers_chain or consortium.chain()
         agreed = terms or chain[-1].terms
         agreed.point_of(home.card().ed25519)
         if not newcomers_chain and len(chain) > 1 and chain[-1].epoch > chain[-2].epoch:
             # the last resharing is in force here; in its own folder, or where that was lost, its last step may be left
             here = started_from(folder) == chain[-1].predecessor
-            left = _about(place).get("context") == _reshare_context(chain[-1].predecessor, chain[-1].terms).hex()
+            left = _about(consortium).get("context") == _reshare_context(chain[-1].predecessor, chain[-1].terms).hex()
             another = agreed.digest() != chain[-1].terms.digest()  # terms that the last one did not bring into force
             if not another and (here or (left and started_from(folder) is None)):
                 if not left:
@@ -248,7 +248,7 @@ def reshare(
                 elif not here:
                     note(f"the last step to epoch {chain[-1].epoch} was left; newer shares take another folder then")
                 show_chain(chain[:-1], folder)
-                return _keep(home, unlock, place, folder, note)
+                return _keep(home, unlock, consortium, folder, note)
             if here and not left:
                 raise CeremonyError(f"{str(folder)!r} is the folder of the last resharing: use a new, empty one")
             if left:
@@ -257,39 +257,39 @@ def reshare(
                     "discard it (--although-signed), if somebody never will: the old share then stays"
                 )
         check_terms_follow(agreed, chain[-1].terms)
-        if not place.ceremony_path.exists() and place.has_signed(chain[-1].digest().hex()):
+        if not consortium.ceremony_path.exists() and consortium.has_signed(chain[-1].digest().hex()):
             raise CeremonyError(
                 "this member has signed a successor of the present manifest: bring it into force first, or, if it "
                 "never can be, run quorumark setup discard --although-signed"
             )
         share = None
         if not newcomers_chain:
-            share = place.verify_share(unlock)
+            share = consortium.verify_share(unlock)
             show_chain(chain, folder)
 
         def make(identity: Identity, seed: bytes) -> ReshareMember:
             return ReshareMember(identity, chain, agreed, seed, None if share is None else share.vector())
 
         context = _reshare_context(chain[-1].digest().hex(), agreed)
-        visit: _Visit[ReshareMember] = _Visit(home, unlock, place, folder, note, context, make)
+        visit: _Visit[ReshareMember] = _Visit(home, unlock, consortium, folder, note, context, make)
         if visit.member.unchecked:
             note(f"warning: {visit.member.unchecked}")
         progress = visit.attempt(lambda v: _reshare_steps(v, share))
-        return progress if progress.waiting else _keep(home, unlock, place, folder, note)
+        return progress if progress.waiting else _keep(home, unlock, consortium, folder, note)
 
 
 def _reshare_context(before: str | None, terms: Terms) -> bytes:
     return digest("reshare", bytes.fromhex(before or ""), terms.digest())
 
 
-def _newcomers_place(home: HomeFolder, folder: Path, terms: Terms) -> ConsortiumFolder | None:
-    """A newcomer's place once its manifest is in force: then it is new no longer."""
-    for place in home.consortia():
-        if not place.manifest_path.exists():
+def _newcomers_folder(home: HomeFolder, folder: Path, terms: Terms) -> ConsortiumFolder | None:
+    """A newcomer's folder once its manifest is in force: then it is new no longer."""
+    for consortium in home.consortia():
+        if not consortium.manifest_path.exists():
             continue
-        current = place.manifest()
+        current = consortium.manifest()
         if current.terms.digest() == terms.digest() and current.predecessor == started_from(folder):
-            return place
+            return consortium
     return None
 
 
@@ -308,21 +308,21 @@ def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progr
     unsigned: Manifest = visit.use("health", member.finish)
     visit.keep_share(member, ShareInfo.under(unsigned, member.point), unsigned.epoch)
     if old is not None and old.info.epoch == 0 and member.deals_here:
-        write_archive(visit.place.archive_path, old, member.archive_keys())
+        write_archive(visit.consortium.archive_path, old, member.archive_keys())
     visit.sign(str(unsigned.predecessor), unsigned, member.sign())
     chain: list[Manifest] = visit.use("sign", member.signed)
-    visit.place.adopt(chain)  # the manifest's replacement is the step to the new epoch
+    visit.consortium.adopt(chain)  # the manifest's replacement is the step to the new epoch
     visit.empty()  # the seed of this ceremony is needed no more
     return Progress("sign", (), chain[-1])
 
 
-def _keep(home: HomeFolder, unlock: Unlock, place: ConsortiumFolder, folder: Path, note: Note) -> Progress:
+def _keep(home: HomeFolder, unlock: Unlock, consortium: ConsortiumFolder, folder: Path, note: Note) -> Progress:
     """The last step: all say that they hold their new shares under the new manifest; only then are old ones erased.
 
     If one were erased earlier, members who are not so far yet and lose their way could leave fewer than t of either.
     """
-    manifest = place.manifest()
-    place.verify_share(unlock)
+    manifest = consortium.manifest()
+    consortium.verify_share(unlock)
     identity, terms = home.identity(unlock), manifest.terms
     point = terms.point_of(identity.ed25519)
     step = folder / f"{len(ReshareMember.STEPS)}-kept"
@@ -343,34 +343,34 @@ def _keep(home: HomeFolder, unlock: Unlock, place: ConsortiumFolder, folder: Pat
     for member in terms.roster:
         data = read_exchanged(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
         open_message(data, terms, header(member.point))
-    place.tidy()
-    if _about(place).get("context") == _reshare_context(manifest.predecessor, terms).hex():
-        place.ceremony_path.unlink()  # not that of the next ceremony, if it is under way already
+    consortium.tidy()
+    if _about(consortium).get("context") == _reshare_context(manifest.predecessor, terms).hex():
+        consortium.ceremony_path.unlink()  # not that of the next ceremony, if it is under way already
         note("all hold their new shares: the old one is erased")
     return Progress("kept", (), manifest)
 
 
-def discard(place: ConsortiumFolder, although_signed: bool = False) -> bool:
+def discard(consortium: ConsortiumFolder, although_signed: bool = False) -> bool:
     """Forgets a ceremony that cannot go on; whether there was one. The next needs a new, empty folder.
 
     Once this member has signed, the others may finish without it, and its share would be missing; once its manifest is
     in force, they wait for it to say so: that takes `although_signed`. Without a ceremony, that forgets an amendment
     which was signed and never came into force.
     """
-    with only_one(place.path):
-        there = place.ceremony_path.exists()
-        about = _about(place)
+    with only_one(consortium.path):
+        there = consortium.ceremony_path.exists()
+        about = _about(consortium)
         if there and about.get("signed") and not although_signed:
             raise CeremonyError(
                 "this member has signed already: the others may finish, or have. Go on with this ceremony; only if "
                 "nobody has finished, and nobody will, give --although-signed"
             )
-        signed = {str(about.get("signed"))} if there else place.pending() if although_signed else set()
-        forgotten = signed & place.pending()
+        signed = {str(about.get("signed"))} if there else consortium.pending() if although_signed else set()
+        forgotten = signed & consortium.pending()
         if forgotten:
-            place.forget_signed(forgotten)
+            consortium.forget_signed(forgotten)
             there = True
-        place.ceremony_path.unlink(missing_ok=True)
+        consortium.ceremony_path.unlink(missing_ok=True)
         return there
 
 
@@ -386,15 +386,15 @@ class _Visit(Generic[Member]):
         self,
         home: HomeFolder,
         unlock: Unlock,
-        place: ConsortiumFolder,
+        consortium: ConsortiumFolder,
         folder: str | os.PathLike[str],
         note: Note,
         context: bytes,
         make: Callable[[Identity, bytes], Member],
     ) -> None:
-        self.place, self._unlock, self._folder, self._note = place, unlock, Path(folder), note
+        self.consortium, self._unlock, self._folder, self._note = consortium, unlock, Path(folder), note
         identity = home.identity(unlock)
-        fresh = not place.ceremony_path.exists()
+        fresh = not consortium.ceremony_path.exists()
         if fresh:
             self._state: dict[str, Any] = {
                 "context": context.hex(),
@@ -405,7 +405,7 @@ class _Visit(Generic[Member]):
                 "signed": "",
             }
         else:
-            self._state = json.loads(read_sealed(place.ceremony_path, unlock, _KIND))
+            self._state = json.loads(read_sealed(consortium.ceremony_path, unlock, _KIND))
             self._saved = canonical(self._state)
         if self._state["context"] != context.hex():
             raise CeremonyError(UNDER_WAY)
@@ -442,7 +442,7 @@ class _Visit(Generic[Member]):
     def keep_share(self, member: KeyCeremony | ReshareMember, info: ShareInfo, epoch: int) -> None:
         if member.share is None:
             raise CeremonyError("this member has no share yet")
-        path = self.place.share_path(epoch)
+        path = self.consortium.share_path(epoch)
         with ShareWriter(path, self._unlock, info, member.salt, member.others_salts) as file:
             file.write(member.share)
 
@@ -450,11 +450,11 @@ class _Visit(Generic[Member]):
         """Remembers that this ceremony is finished, and what it showed."""
         commit = _hash_file(self._path("commit", self.member.point))
         record = {"format": _FINISHED, "context": self._state["context"], "commit": commit, "found": found}
-        write_private(self.place.path / "finished.json", canonical(record))
+        write_private(self.consortium.path / "finished.json", canonical(record))
 
     def sign(self, predecessor: str, manifest: Manifest, message: bytes) -> None:
         """Says this member's signature, having written down what it signs: one successor of each manifest."""
-        self.place.remember_signed(predecessor, manifest.digest().hex())
+        self.consortium.remember_signed(predecessor, manifest.digest().hex())
         self._state["signed"] = manifest.digest().hex()
         self._save()
         self.publish("sign", message)
@@ -466,7 +466,7 @@ class _Visit(Generic[Member]):
 
     def forget(self, what: str) -> None:
         """The ceremony is over."""
-        self.place.ceremony_path.unlink()
+        self.consortium.ceremony_path.unlink()
         self._note(what)
 
     # --- files ---
@@ -533,5 +533,5 @@ class _Visit(Generic[Member]):
         content = canonical(self._state)
         if getattr(self, "_saved", None) != content:
             about = {"context": self._state["context"], "signed": self._state["signed"]}
-            write_sealed(self.place.ceremony_path, self._unlock, _KIND, content, about)
+            write_sealed(self.consortium.ceremony_path, self._unlock, _KIND, content, about)
             self._saved = content

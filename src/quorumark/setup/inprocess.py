@@ -21,9 +21,9 @@ from quorumark.errors import CeremonyError
 from quorumark.field import Stream, Vector
 from quorumark.setup.dealer import commitment, draw_key
 from quorumark.setup.dkg import DkgMember, openers, relay_sum
-from quorumark.setup.exchange import advance
+from quorumark.setup.exchange import set_up
 
-__all__ = ["deal_key", "found", "make_key"]
+__all__ = ["deal_key", "make_key", "set_up_all"]
 
 
 def make_key(
@@ -59,11 +59,11 @@ def make_key(
     return manifest, shares
 
 
-def found(homes: Sequence[tuple[HomeFolder, Unlock]], terms: Terms, folder: str | os.PathLike[str]) -> Manifest:
+def set_up_all(homes: Sequence[tuple[HomeFolder, Unlock]], terms: Terms, folder: str | os.PathLike[str]) -> Manifest:
     """The ceremony over a folder: every member is called in turn until all have finished."""
     steps = 0
     while True:
-        progress = [advance(home, unlock, terms, folder) for home, unlock in homes]
+        progress = [set_up(home, unlock, terms, folder) for home, unlock in homes]
         manifest = progress[-1].manifest
         if manifest is not None and all(one.manifest is not None for one in progress):
             return manifest

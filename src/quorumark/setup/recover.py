@@ -46,35 +46,37 @@ def _header(manifest: Manifest, step: str, sender: int, recipient: int = 0, sess
     return Header(manifest.digest().hex(), session, f"recover/{step}", sender, recipient)
 
 
-def request(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]) -> str:
+def request(
+    home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]
+) -> str:
     """Asks `helpers` (t points, not this member's) for this member's share; the request's nonce."""
-    with only_one(place.path):
-        manifest, identity = place.manifest(), home.identity(unlock)
+    with only_one(consortium.path):
+        manifest, identity = consortium.manifest(), home.identity(unlock)
         point = manifest.terms.point_of(identity.ed25519)
         _check_helpers(manifest, point, helpers)
-        if place.share_path().exists():
-            raise CeremonyError(f"{str(place.share_path())!r} is still there: move it away if it is damaged")
+        if consortium.share_path().exists():
+            raise CeremonyError(f"{str(consortium.share_path())!r} is still there: move it away if it is damaged")
         if any(folder.glob("*.msg")):
             raise CeremonyError(f"{str(folder)!r} holds an earlier recovery: use a new, empty folder")
         nonce, key = os.urandom(32).hex(), X25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw().hex()
         body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers), "key": public})
         kept = {"request": body.decode(), "manifest": manifest.digest().hex(), "key": key.private_bytes_raw().hex()}
-        write_sealed(place.path / "recovery.sealed", unlock, "recovery", canonical(kept))
+        write_sealed(consortium.path / "recovery.sealed", unlock, "recovery", canonical(kept))
         message = identity.write(_header(manifest, "request", point), body)
         write_shared(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
         return nonce
 
 
 def help_recover(
-    home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path
+    home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path
 ) -> tuple[str, tuple[str, ...]]:
     """Helps with a request that names this member as a helper: says hello; answers once all helpers have.
 
     Whose share it is for, and which helpers are awaited.
     """
-    with only_one(place.path):
-        manifest, identity = place.manifest(), home.identity(unlock)
+    with only_one(consortium.path):
+        manifest, identity = consortium.manifest(), home.identity(unlock)
         terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
         data = read_file(folder / "request.msg", "a request")
         point = int.from_bytes(data[:2], "big")
@@ -85,14 +87,14 @@ def help_recover(
             if manifest.digest().hex().encode() in data:  # its header names the manifest that it was made under
                 raise
             raise MessageError(
-                f"{error}: it was not made under the manifest in force here; whoever is behind finishes the ceremony "
-                "that is under way there, or takes over the later one with quorumark consortium update"
+                f"{error}: it was not made under the manifest in force here; a member that is behind finishes the "
+                "ceremony that is under way there, or takes over the later one with quorumark consortium update"
             ) from None
         nonce, helpers, requesters_key = _read_request(body, manifest, point)
         if own not in helpers:
             raise CeremonyError(f"{name!r} asks other members for help, not this one")
         # a key for each request: helping two members at once must not mix their masks
-        state = place.path / f"help-{_hash(body)[:16]}.sealed"
+        state = consortium.path / f"help-{_hash(body)[:16]}.sealed"
         answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
         if not state.exists() and answer.exists():
             check_sealed(read_file(answer, "an answer", _most(manifest)), terms, answered)
@@ -106,7 +108,7 @@ def help_recover(
         missing = tuple(terms.member(h).name for h in helpers if not (folder / f"hello-{h}.msg").exists())
         if missing:
             return name, missing
-        share = place.verify_share(unlock)
+        share = consortium.verify_share(unlock)
         # the salt is the shared number itself (its polynomial at 0); all the rest is wanted at the member's own point
         at_secret, at_point = (shamir.lagrange(helpers, x)[helpers.index(own)] for x in (0, point))
         salt = field.scale(at_secret, share.others_salts[point - 1])
@@ -123,12 +125,12 @@ def help_recover(
         return name, ()
 
 
-def finish(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
+def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
     """Puts the answers together, checks the share against its root and keeps it; or the names still missing."""
-    with only_one(place.path):
-        manifest, identity = place.manifest(), home.identity(unlock)
+    with only_one(consortium.path):
+        manifest, identity = consortium.manifest(), home.identity(unlock)
         terms, point = manifest.terms, manifest.terms.point_of(identity.ed25519)
-        state = place.path / "recovery.sealed"
+        state = consortium.path / "recovery.sealed"
         if not state.exists():
             raise CeremonyError("no recovery was asked for here: run it with --helpers first")
         kept = json.loads(read_sealed(state, unlock, "recovery"))
@@ -154,10 +156,12 @@ def finish(home: HomeFolder, place: ConsortiumFolder, unlock: Unlock, folder: Pa
             names = ", ".join(terms.member(h).name for h in helpers)
             raise CeremonyError(f"what {names} sent is not this member's share: one of them is wrong; ask others")
         info = ShareInfo.under(manifest, point)
-        with ShareWriter(place.share_path(), unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)) as file:
+        with ShareWriter(
+            consortium.share_path(), unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)
+        ) as file:
             file.write(values)
         state.unlink()
-        place.tidy()
+        consortium.tidy()
         return ()
 
 

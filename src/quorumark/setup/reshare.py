@@ -17,7 +17,7 @@ new share of ρ. What was dealt and the old shares are erased. Steps, in the sty
 Why t−1 of the old and t′−1 of the new members learn nothing: at least m of the dealings are honest, any m columns of
 the Vandermonde matrix are invertible, so the N combinations ρ are uniform, and so are both their polynomials; the
 differences are uniform because of the old one, the new shares because of the new one. What it cannot do: make t old
-members forget. Whoever kept t old copies still has the key.
+members forget. Anyone who kept t old copies still has the key.
 
 Who lies about its share could move everybody to another key. It is noticed if more of D than t + the liars take part;
 and, for a key of signs with K′ ≥ 2t′−1 new members, always, because what comes out must be signs. Where neither holds

@@ -22,7 +22,7 @@ __all__ = ["reconstruct_key"]
 
 def reconstruct_key(
     home: HomeFolder,
-    place: ConsortiumFolder,
+    consortium: ConsortiumFolder,
     unlock: Unlock,
     handed_over: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -31,10 +31,10 @@ def reconstruct_key(
 
     Every share is first checked against its root in the signed manifest, so a wrong one is named by its member.
     """
-    manifest, identity = place.manifest(), home.identity(unlock)
+    manifest, identity = consortium.manifest(), home.identity(unlock)
     terms = manifest.terms
     vectors = {}
-    for share in [place.share(unlock), *(ShareFile(path, Unlock.by_identity(identity)) for path in handed_over)]:
+    for share in [consortium.share(unlock), *(ShareFile(path, Unlock.by_identity(identity)) for path in handed_over)]:
         name = terms.member(share.info.point).name
         if share.info != ShareInfo.under(manifest, share.info.point, share.info.block):
             raise ShareError(f"the share of {name!r} belongs to another consortium or epoch")

@@ -3,7 +3,8 @@
     partial = answer(home, unlock, ours, "suspect.safetensors", query, approved=True)       # each member
 
 A member computes x from the suspect itself and takes nobody's word for it; the one number that leaves its machine is
-⟨x, its share⟩ mod p. The answers are a Shamir sharing of Y = ⟨x, τ⟩, which is opened anyway, and say no more.
+⟨x, its share⟩ mod p. The answers are a Shamir sharing of Y = ⟨x, τ⟩, which is opened anyway, and say no more. By layers
+(docs/layers.md) it is one number for each block, sealed to the examiner that the query names.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import EvidenceError, GuardError, InputError, KeystoreError
 from quorumark.field import P, derive_key
+from quorumark.model.blocks import Blocks
 from quorumark.model.layout import Source
 from quorumark.model.statistic import inner_product
 from quorumark.model.suspect import Suspect
+from quorumark.reasons import Reason
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.combine import check_signed
 from quorumark.verify.evidence import Partial, Query, now
 from quorumark.verify.guard import check_query
+from quorumark.verify.layered import Layers, seal
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.proof import Audit, explain
-from quorumark.verify.query import Progress, difference, prepare_again
+from quorumark.verify.query import Progress, agreed_blocks, difference, prepare_again
 from quorumark.verify.reference import Reference
 from quorumark.verify.rules import read_rules
 
-__all__ = ["answer", "answer_with", "whitened"]
+__all__ = ["answer", "answer_layers", "answer_with", "seal_context", "whitened"]
 
 
 def answer(
@@ -48,17 +54,18 @@ def answer(
     approved: bool = False,
     members: Collection[int] = (),
     audits: Sequence[Audit] = (),
-    place: ConsortiumFolder | None = None,
+    after: Certificate | None = None,
+    consortium: ConsortiumFolder | None = None,
     progress: Progress | None = None,
 ) -> Partial:
     """A member's partial, from its home. A GuardError says why the member does not answer; the ledger keeps that too.
 
     `members`: for the paper's variant, the points whose answers are to be added up under masks (none: an open partial).
     `audits`: what the query leaves out, where the member took no part in opening it. What they prove goes into the
-    ledger, whatever becomes of the query.
+    ledger, whatever becomes of the query. `after`: for a query by layers, the certificate of the plain one before it.
     """
-    place = place or home.only_consortium()
-    manifest = place.manifest()
+    consortium = consortium or home.only_consortium()
+    manifest = consortium.manifest()
     if manifest.digest() != reference.manifest.digest():
         raise EvidenceError("this member's manifest in force is another one than the query's: compare their digests")
     prepared = prepare_again(reference, suspect, query, progress)
@@ -67,38 +74,72 @@ def answer(
     identity = home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)
     _check_set(manifest, point, members)
-    ledger = Ledger.open(place, manifest)
+    if query.layers is not None and members:
+        raise InputError("members", "must be none for a query by layers, whose answers are sealed", list(members))
+    blocks = agreed_blocks(reference)
+    ledger = Ledger.open(consortium, manifest)
     with ledger.exclusive():  # nobody else answers here between the check and the entry
-        for name, leaves in explain(place.chain(), audits, ledger.audits()).items():
+        for name, leaves in explain(consortium.chain(), audits, ledger.audits()).items():
             ledger.record_burnt(leaves, name)
+        rules = read_rules(home.rules_path)
         try:
-            approved_by = check_query(query, prepared.form.x, manifest, ledger, read_rules(home.rules_path), approved)
+            if query.layers is not None:
+                _check_before(query, query.layers, after, manifest, ledger)
+            approved_by = check_query(query, prepared.form.x, manifest, ledger, rules, approved, blocks)
         except GuardError as error:
             ledger.record_refusal(query, error.reason)
             raise
-        value = _inner_product(place, unlock, manifest, point, prepared.form.x)
+        cut = blocks if query.layers is not None and blocks is not None else Blocks((0, prepared.form.x.size), ("",))
+        values = _inner_products(consortium, unlock, manifest, point, prepared.form.x, cut)
         history = {x: outcome for x, outcome in ledger.known().items() if x != query.x}
+        opened = {x: count for x, count in ledger.equations().items() if x in history and count > 1}
         # on disk before the answer leaves: a crash costs an answer, never an entry
         ledger.record_answer(query, prepared.form.x, approved_by)
-    return answer_with(identity, manifest, query, value, members, history, ledger.head)
+    if query.layers is not None:
+        return answer_layers(identity, manifest, query, values, history, ledger.head, opened)
+    return answer_with(identity, manifest, query, values[0], members, history, ledger.head, opened)
 
 
-def _inner_product(place: ConsortiumFolder, unlock: Unlock, manifest: Manifest, point: int, x: NDArray[Any]) -> int:
-    """⟨x, σ ⊙ s⟩ mod p over the sealed share, checked against its root in the same pass."""
-    share = place.share(unlock)
+def _check_before(query: Query, layers: Layers, after: Certificate | None, manifest: Manifest, ledger: Ledger) -> None:
+    """A query by layers costs many equations: it is answered after a plain one about the same x did not pass."""
+    if after is None or after.digest() != layers.after:
+        raise EvidenceError("a query by layers takes the certificate of the plain query before it: pass it (--after)")
+    check_signed(after, manifest)
+    found = after.finding
+    plain = found.query.layers is None and found.query.x == query.x and found.value == layers.value
+    if not plain:
+        raise EvidenceError("the certificate before the query is not that of a plain query about the same suspect")
+    if found.verdict == "PASSED" or ledger.known().get(query.x) == "passed":
+        raise GuardError(
+            "the plain query about this suspect has passed: that is proof enough, and an answer by layers would only "
+            "tell of the key",
+            reason=Reason.of("guard.passed-before"),
+        )
+    if ledger.known().get(query.x) != "failed":
+        ledger.record_outcome(query.x, "failed", after.digest())
+
+
+def _inner_products(
+    consortium: ConsortiumFolder, unlock: Unlock, manifest: Manifest, point: int, x: NDArray[Any], blocks: Blocks
+) -> list[int]:
+    """⟨x_b, σ ⊙ s⟩ mod p of each block over the sealed share, checked against its root in the same pass."""
+    share = consortium.share(unlock)
     if share.info != ShareInfo.under(manifest, point, share.info.block):
-        raise KeystoreError(f"{str(place.share_path())!r} belongs to another consortium, member or epoch")
+        raise KeystoreError(f"{str(consortium.share_path())!r} belongs to another consortium, member or epoch")
     tree = Tree(salt_seed(share.salt), share.info.leaf, share.info.length)
-    total, start = 0, 0
+    totals, start = [0] * blocks.count, 0
     for piece in share.pieces():
         tree.update(piece)
         used = piece[: max(0, x.size - start)]  # the keys of the archives come after the key
         if used.size:
-            total += inner_product(whitened(manifest, x, start, used.size), used)
+            signed = whitened(manifest, x, start, used.size)
+            for block, low, high in blocks.of(start, start + used.size):
+                part = slice(low - start, high - start)
+                totals[block] += inner_product(signed[part], used[part])
         start += piece.size
     if tree.root().hex() != manifest.roots[point - 1]:
-        raise KeystoreError(f"{str(place.share_path())!r} is not the share that the manifest's root commits to")
-    return total % P
+        raise KeystoreError(f"{str(consortium.share_path())!r} is not the share that the manifest's root commits to")
+    return [total % P for total in totals]
 
 
 def whitened(manifest: Manifest, x: NDArray[Any], start: int, count: int) -> NDArray[Any]:
@@ -115,6 +156,7 @@ def answer_with(
     members: Collection[int] = (),
     history: Mapping[str, str] | None = None,
     ledger: str = "00" * 32,
+    blocks: Mapping[str, int] | None = None,
 ) -> Partial:
     """Signs ⟨x, share⟩ as a partial: open, or masked for a set of members.
 
@@ -132,20 +174,49 @@ def answer_with(
                 pair = canonical({"query": query.digest(), "members": list(chosen), "pair": sorted((point, other))})
                 mask = int.from_bytes(derive_key(secret, "partial mask", pair), "big")
                 value += mask if point < other else -mask
-    return Partial.sign(
-        identity,
-        manifest=query.manifest,
-        epoch=query.epoch,
-        point=point,
-        query=query.digest(),
-        suspect=query.suspect,
-        x=query.x,
-        answer=str(value % P),
-        members=chosen,
-        history=dict(history or {}),
-        ledger=ledger,
-        created=now(),
-    )
+    about = _about(query, point, history, blocks, ledger)
+    return Partial.sign(identity, **about, answer=str(value % P), members=chosen)
+
+
+def answer_layers(
+    identity: Identity,
+    manifest: Manifest,
+    query: Query,
+    values: Sequence[int],
+    history: Mapping[str, str] | None = None,
+    ledger: str = "00" * 32,
+    blocks: Mapping[str, int] | None = None,
+) -> Partial:
+    """Signs ⟨x_b, share⟩ of every block, sealed to the query's examiner; 0 for blocks that are left out."""
+    if query.layers is None:
+        raise InputError("query", "must be one by layers", "a plain one")
+    point = manifest.terms.point_of(identity.ed25519)
+    kept = [value if norm2 else 0 for value, norm2 in zip(values, query.layers.norm2, strict=True)]
+    sealed = seal(kept, query.layers.examiner, seal_context(query, point))
+    about = _about(query, point, history, blocks, ledger)
+    return Partial.sign(identity, **about, answer="", members=(), sealed=sealed)
+
+
+def seal_context(query: Query, point: int) -> bytes:
+    """What sealed numbers answer, and whose they are."""
+    return canonical({"query": query.digest(), "point": point})
+
+
+def _about(
+    query: Query, point: int, history: Mapping[str, str] | None, blocks: Mapping[str, int] | None, ledger: str
+) -> dict[str, Any]:
+    return {
+        "manifest": query.manifest,
+        "epoch": query.epoch,
+        "point": point,
+        "query": query.digest(),
+        "suspect": query.suspect,
+        "x": query.x,
+        "history": dict(history or {}),
+        "blocks": dict(blocks or {}),
+        "ledger": ledger,
+        "created": now(),
+    }
 
 
 def _check_set(manifest: Manifest, point: int, members: Collection[int]) -> tuple[int, ...]:

@@ -135,14 +135,33 @@ def check_audit(
     archives: Sequence[str | os.PathLike[str]] = (),
     earlier: Sequence[Challenge] = (),
     vouched: Sequence[Challenge] = (),
+    age: Sequence[Reason] | None = None,
 ) -> AuditResult:
     """Checks an audit from public files alone. `chain`: all manifests up to the query's; `x`: computed by the reader.
 
     `archives`: copies of members' archives, after a resharing. `earlier`: the challenges of the audits in which the
     query's burnt leaves were opened; each is charged for, since its seed may have been chosen. `vouched`: those whose
-    seeds the reader drew, or confirmed with its author; they cost nothing. What the question itself gets wrong is an
-    error; a member's fault is named in the result, and the audit goes on without that member.
+    seeds the reader drew, or confirmed with its author; they cost nothing. `age`: what time stamps show of the
+    key's age (`dates.about_age`); without it, the result says what must be believed about that.
+
+    What the question itself gets wrong is an error; a member's fault is named in the result, and the audit goes on
+    without that member.
     """
+    result = _checked(challenge, query, x, chain, openings, archives, earlier, vouched)
+    return replace(result, reasons=(*result.reasons, *([Reason.of("audit.undated")] if age is None else age)))
+
+
+def _checked(
+    challenge: Challenge,
+    query: Query,
+    x: Integers,
+    chain: Sequence[Manifest],
+    openings: Sequence[bytes],
+    archives: Sequence[str | os.PathLike[str]],
+    earlier: Sequence[Challenge],
+    vouched: Sequence[Challenge],
+) -> AuditResult:
+    """The check in twelve steps; the key's age is not its business."""
     # 1.–3. the chain, the query under its last manifest, the challenge for that query, leaves drawn from the seed
     verify_chain(chain)
     manifest = chain[-1]

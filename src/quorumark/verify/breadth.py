@@ -6,7 +6,7 @@ remainders may depend on far fewer: if all x_j are ±25 but for four entries 26,
 
     Y mod 25 = τ_a + 2·τ_b + 4·τ_c + 8·τ_d                       which shows four signs, whatever the others are.
 
-In general, for a frequency ω, Y·ω mod 1 = Σ φ_j·τ_j mod 1, where φ_j is x_j·ω less the nearest whole number: the answer
+In general, for a frequency ω, Y·ω mod 1 = Σ φ_j·τ_j mod 1, where φ_j is x_j·ω less the nearest integer: the answer
 modulo 1/ω sees the vector φ instead of x. So the rule for x is asked of every φ: it is 0, or it rests on E coordinates,
 
     ‖φ‖₂⁴/‖φ‖₄⁴ ≥ E                                                for all ω = a/m with m ≤ 254.
@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Narrow", "narrow_remainder"]
+__all__ = ["Narrow", "narrow_histograms", "narrow_remainder"]
 
 _LARGEST = 127  # an entry of 8 bits
 _ORDER = 2 * _LARGEST
@@ -62,16 +62,41 @@ def narrow_remainder(x: NDArray[Any], least: int) -> Narrow | None:
     return _narrow_fraction(np.bincount(sizes, minlength=_LARGEST + 1).astype(np.float64), least)
 
 
+def narrow_histograms(counts: NDArray[np.int64], least: int) -> NDArray[np.bool_]:
+    """Which of several vectors of 8-bit entries have a narrow remainder; `counts[i, v]` entries of i have the size v.
+
+    One walk over all fractions does it for all of them.
+    """
+    table, values = counts.astype(np.float64).T, np.arange(counts.shape[1])
+    narrow = np.zeros(len(counts), np.bool_)
+    for m in range(2, _ORDER + 1):
+        effective = _effective(m, _coprime(m), values, table)
+        narrow |= effective.min(0) < least
+    return narrow
+
+
+def _coprime(m: int) -> NDArray[np.int64]:
+    return np.array([a for a in range(1, m // 2 + 1) if gcd(a, m) == 1])
+
+
+def _effective(
+    m: int, times: NDArray[np.int64], values: NDArray[np.int64], counts: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """‖φ‖₂⁴/‖φ‖₄⁴ for ω = a/m and each column of `counts`; infinite where φ is 0."""
+    rest = times[:, None] * values % m
+    squares = np.minimum(rest, m - rest).astype(np.float64) ** 2
+    two, four = squares @ counts, squares**2 @ counts
+    # floating point errs by less than 10^-13 here, far below 1 of 10^9 coordinates
+    found: NDArray[np.float64] = np.where(four > 0, two * two / np.maximum(four, 1), np.inf)
+    return found
+
+
 def _narrow_fraction(counts: NDArray[np.float64], least: int) -> Narrow | None:
     """`counts[v]` entries have the size v. A histogram is all that it takes, whatever the number of coordinates."""
     values, found = np.arange(counts.size), []
     for m in range(2, _ORDER + 1):
-        times = np.array([a for a in range(1, m // 2 + 1) if gcd(a, m) == 1])
-        rest = times[:, None] * values % m
-        squares = np.minimum(rest, m - rest).astype(np.float64) ** 2
-        two, four = squares @ counts, squares**2 @ counts
-        # floating point errs by less than 10^-13 here, far below 1 of 10^9 coordinates
-        effective = np.where(four > 0, two * two / np.maximum(four, 1), np.inf)
+        times = _coprime(m)
+        effective = _effective(m, times, values, counts)
         worst = int(np.argmin(effective))
         if effective[worst] < least:
             found.append(Narrow(int(times[worst]), m, int(effective[worst])))

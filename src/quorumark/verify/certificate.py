@@ -2,7 +2,7 @@
 
 It is an in-toto Statement v1 in a DSSE envelope, so that common tools can store it, show it and check its signatures:
 
-    subject         the suspect's files, each by its SHA-256
+    subject         the suspect's files, each by its SHA-256, and the digest of OpenSSF model signing over all of them
     predicateType   what the rest means: "urn:quorumark:certificate:v1"
     predicate       the finding, with the query and all partials: everything that a reader needs to compute it again
 
@@ -22,16 +22,26 @@ from quorumark.canonical import canonical, digest, read_json
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest, Member
 from quorumark.errors import RecordError, SignatureError
+from quorumark.model.signing import signing_digest
 from quorumark.verify.evidence import Finding
 
 if TYPE_CHECKING:
     from securesystemslib.dsse import Envelope
 
-__all__ = ["PAYLOAD_TYPE", "PREDICATE_TYPE", "STATEMENT_TYPE", "Certificate", "verify_signatures"]
+__all__ = [
+    "PAYLOAD_TYPE",
+    "PREDICATE_TYPE",
+    "SIGNING_SUBJECT",
+    "STATEMENT_TYPE",
+    "Certificate",
+    "verify_signatures",
+]
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:quorumark:certificate:v1"
+SIGNING_SUBJECT = "openssf-model-signing"
+"""The name of the subject with the digest that a signature by OpenSSF model signing has for the same files."""
 
 _WHAT = "a certificate"
 _FIELDS = {"_type", "subject", "predicateType", "predicate"}
@@ -45,7 +55,9 @@ def _refuse(good: bool, why: str) -> None:
 def _subject(finding: Finding) -> list[dict[str, Any]]:
     """The suspect's files; for a model that was never a file, its digest as the query states it."""
     files = [{"name": file.name, "digest": {"sha256": file.sha256}} for file in finding.query.files]
-    return files or [{"name": "memory", "digest": {"quorumark-suspect": finding.query.suspect}}]
+    if not files:
+        return [{"name": "memory", "digest": {"quorumark-suspect": finding.query.suspect}}]
+    return [*files, {"name": SIGNING_SUBJECT, "digest": {"sha256": signing_digest(finding.query.files)}}]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from quorumark.errors import EvidenceError
 from quorumark.model.layout import Source
 from quorumark.model.suspect import Suspect, read_suspect
 from quorumark.reasons import Reason
-from quorumark.verify.certificate import Certificate, verify_signatures
-from quorumark.verify.combine import again
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.combine import again, check_signed
 from quorumark.verify.evidence import Finding, Query
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.null import raised_threshold
@@ -22,26 +22,26 @@ from quorumark.verify.omissions import Audits, Omitted
 from quorumark.verify.query import Progress, difference, how_aligned, prepare_again
 from quorumark.verify.reference import Reference
 
-__all__ = ["check_certificate", "check_signed", "sign"]
+__all__ = ["check_certificate", "sign"]
 
 
 def sign(
-    home: HomeFolder, unlock: Unlock, certificate: Certificate, *, place: ConsortiumFolder | None = None
+    home: HomeFolder, unlock: Unlock, certificate: Certificate, *, consortium: ConsortiumFolder | None = None
 ) -> Certificate:
     """Adds a member's signature to a combined certificate, once everything in it follows from the partials.
 
     The member's ledger learns the outcome, and the queries that the others know of. That an uncorroborated one passed
     is not learnt, since one liar could have made 64 unmarked models "pass", and combine them: it stays open.
     """
-    place = place or home.only_consortium()
-    manifest = place.manifest()
+    consortium = consortium or home.only_consortium()
+    manifest = consortium.manifest()
     finding = certificate.finding
     if again(manifest, finding) != finding:
         raise EvidenceError("the certificate says something else than its partials: do not sign it")
     if certificate.payload != Certificate.of(finding).payload:
         # readers may ignore fields x-…, but a member who signs them has said what they say
         raise EvidenceError("the certificate holds fields that this release does not know: do not sign it")
-    ledger = Ledger.open(place, manifest)
+    ledger = Ledger.open(consortium, manifest)
     known = ledger.audits()
     strange = [name for name, leaves in finding.audits.items() if known.get(name) != leaves]
     if strange:
@@ -59,7 +59,7 @@ def sign(
             "others' (setup check), or members who lie together frame this one"
         )
     signed = certificate.signed_by(identity)
-    ledger.learn(finding.known, certificate.digest())
+    ledger.learn(finding.known, certificate.digest(), finding.blocks)
     passed = finding.verdict == "PASSED"
     if not passed or finding.corroboration != "uncorroborated":
         ledger.record_outcome(finding.query.x, "passed" if passed else "failed", certificate.digest())
@@ -132,7 +132,7 @@ def _check_left_out(
         return
     # t members signed that they know of those audits; a reader who does not believe it takes the higher threshold
     omitted = Omitted.of(finding.query, manifest.terms, {name: proved[name] for name in proved.keys() - set(missing)})
-    threshold = raised_threshold(omitted.charged(finding.agreed), finding.failed)
+    threshold = raised_threshold(omitted.charged(finding.agreed), finding.equations)
     if finding.verdict == "PASSED" and Decimal(finding.z) < Decimal(threshold):
         raise EvidenceError(
             f"the query leaves out leaves that the audit {missing[0][:16]} is said to have opened; without a proof of "
@@ -152,12 +152,3 @@ def _missing(reference: Reference, suspect: Suspect, query: Query) -> Reason | N
         whole = how["align"] or is_whole(suspect, reference.layout, reference.lora)
         return Reason.of("check.no-base") if whole else None
     return None
-
-
-def check_signed(certificate: Certificate, manifest: Manifest) -> None:
-    """That all whose partials count signed a certificate, and that everything in it follows from those partials."""
-    verify_signatures(certificate, manifest)
-    if again(manifest, certificate.finding) != certificate.finding:
-        raise EvidenceError(
-            "the certificate says something else than the partials in it: it was altered, or made by a faulty program"
-        )

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
-from quorumark.consortium.identity import Identity, verify
-from quorumark.consortium.records import Terms
 from quorumark.field import P
 from quorumark.model.statistic import vector_digest
 from quorumark.model.suspect import SuspectFile
 from quorumark.reasons import Reason
+from quorumark.verify.layered import Found, Layers, Opened
+from quorumark.verify.signed import SignedByMember
 
-__all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "Signed", "now", "vector_digest"]
+__all__ = ["CORROBORATION", "VERDICTS", "Finding", "Partial", "Query", "now", "vector_digest"]
 
 VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
 CORROBORATION = ("uncorroborated", "corroborated", "corrected")
@@ -47,6 +46,13 @@ def _are(reasons: tuple[object, ...], family: str) -> bool:
     return all(isinstance(reason, Reason) and reason.family == family for reason in reasons)
 
 
+_BLOCKS = "must map digests of its queries to numbers of equations, at least 2"
+
+
+def _are_blocks(blocks: object, known: Mapping[str, str]) -> bool:
+    return isinstance(blocks, Mapping) and all(x in known and is_count(count, 2) for x, count in blocks.items())
+
+
 @dataclass(frozen=True)
 class Query:
     """What is asked. All of it but `created` follows from the suspect, the manifest, the layout, the anchor and
@@ -60,7 +66,8 @@ class Query:
     `alignment` is "none", or procedures, each with the digest of what was agreed on for it: the groups for an alignment
     (docs/alignment.md), the factors for an adapter (docs/lora.md), both joined by "+".
     `surplus` counts the suspect's channels that the alignment left over: with any, a low z does not clear the suspect
-    (docs/alignment.md, "Limits").
+    (docs/alignment.md, "Limits"). `blocks` is how many blocks the agreed rule gives, 0 without one. `layers` makes it a
+    query by layers (docs/layers.md); None: a plain one.
     """
 
     FORMAT: ClassVar[str] = "quorumark-query/v1"
@@ -83,6 +90,8 @@ class Query:
     matching: tuple[Reason, ...]
     created: str
     surplus: int = 0
+    blocks: int = 0
+    layers: Layers | None = None
 
     def __post_init__(self) -> None:
         for name in ("manifest", "suspect", "x"):
@@ -97,6 +106,7 @@ class Query:
             "norm4",
             "burnt_norm2",
             "surplus",
+            "blocks",
         ):
             require(is_count(getattr(self, name)), f"a query's {name}", "must be an integer, at least 0")
         require(self.carriers > 0, "a query's carriers", "must be at least 1")
@@ -113,6 +123,11 @@ class Query:
         require(is_time(self.created), "a query's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     @property
+    def equations(self) -> int:
+        """How many equations in the key an answer opens."""
+        return 1 if self.layers is None else self.layers.count
+
+    @property
     def effective(self) -> int:
         """‖x‖₂⁴/‖x‖₄⁴: on how many coordinates x really depends, rounded down."""
         return self.norm2 * self.norm2 // self.norm4 if self.norm4 else 0
@@ -123,6 +138,7 @@ class Query:
             "files": [file.as_dict() for file in self.files],
             "burnt": list(self.burnt),
             "matching": [reason.as_dict() for reason in self.matching],
+            "layers": None if self.layers is None else self.layers.as_dict(),
         }
 
     def same_but_time(self, other: Query) -> bool:
@@ -144,53 +160,24 @@ class Query:
             SuspectFile(**take(entry, field_names(SuspectFile), "a suspect's file")) for entry in taken["files"]
         )
         matching = tuple(Reason.from_dict(entry) for entry in taken["matching"])
-        return cls(**{**taken, "burnt": tuple(taken["burnt"]), "matching": matching})
+        layers = None if taken["layers"] is None else Layers.from_dict(taken["layers"])
+        return cls(**{**taken, "burnt": tuple(taken["burnt"]), "matching": matching, "layers": layers})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         return cls.from_dict(parse(data, cls.FORMAT, "a query"))
 
 
-class Signed(ABC):
-    """A record that the member at its `point` signs, for one purpose and over everything but the signature."""
-
-    FORMAT: ClassVar[str]
-    PURPOSE: ClassVar[str]
-
-    point: int
-    signature: str
-
-    @abstractmethod
-    def as_dict(self) -> dict[str, Any]: ...
-
-    def signed_bytes(self) -> bytes:
-        """What the signature covers."""
-        body = self.as_dict()
-        del body["signature"]
-        return canonical({"format": self.FORMAT, **body})
-
-    def to_bytes(self) -> bytes:
-        return canonical({"format": self.FORMAT, **self.as_dict()})
-
-    @classmethod
-    def sign(cls, identity: Identity, **values: Any) -> Self:
-        """The record with its member's signature."""
-        unsigned = cls(**{**values, "signature": "00" * 64})
-        return cls(**{**values, "signature": identity.sign(cls.PURPOSE, unsigned.signed_bytes()).hex()})
-
-    def verify(self, terms: Terms) -> None:
-        """Whether the member at its point signed it; a SignatureError names it."""
-        member = terms.member(self.point)
-        verify(member.ed25519, self.PURPOSE, self.signed_bytes(), self.signature, member.name)
-
-
 @dataclass(frozen=True)
-class Partial(Signed):
+class Partial(SignedByMember):
     """A member's answer y = ⟨x, s⟩ mod p (in decimal digits), signed.
 
     `members` is empty for an open partial. For a masked one, λ·y plus masks that cancel over these points, it names
     the fixed set. `history` maps the x digests of all queries that this member answered before, or knows of, to what
-    became of them; `ledger` is the head of its hash-chained ledger after this answer.
+    became of them; `blocks` says of those that were answered by layers how many equations that opened. `ledger` is the
+    head of its hash-chained ledger after this answer.
+
+    An answer by layers has one number for each block, sealed to the query's examiner: `sealed` instead of `answer`.
     """
 
     FORMAT: ClassVar[str] = "quorumark-partial/v1"
@@ -205,9 +192,11 @@ class Partial(Signed):
     answer: str
     members: tuple[int, ...]
     history: Mapping[str, str]
+    blocks: Mapping[str, int]
     ledger: str
     created: str
     signature: str = field(repr=False)
+    sealed: str = field(repr=False, default="")
 
     def __post_init__(self) -> None:
         for name in ("manifest", "query", "suspect", "x", "ledger"):
@@ -218,10 +207,16 @@ class Partial(Signed):
             "a partial's epoch and point",
             "must be integers, from 0 and from 1",
         )
-        sound = isinstance(self.answer, str) and re.fullmatch("0|[1-9][0-9]{0,18}", self.answer) is not None
-        require(
-            sound and int(self.answer) < P, "a partial's answer", "must be an integer below 2^61 − 1, in decimal digits"
-        )
+        if self.sealed:
+            sound = (
+                isinstance(self.sealed, str) and re.fullmatch("[A-Za-z0-9+/]{64,2000}={0,2}", self.sealed) is not None
+            )
+            require(sound and self.answer == "", "a sealed partial", "must be in base64, with no answer beside it")
+            require(self.members == (), "a sealed partial", "must not be masked")
+        else:
+            sound = isinstance(self.answer, str) and re.fullmatch("0|[1-9][0-9]{0,18}", self.answer) is not None
+            sound = sound and self.sealed == "" and int(self.answer) < P
+            require(sound, "a partial's answer", "must be an integer below 2^61 − 1, in decimal digits")
         require(
             all(is_count(x, 1) for x in self.members) and list(self.members) == sorted(set(self.members)),
             "a partial's members",
@@ -231,6 +226,7 @@ class Partial(Signed):
             is_hex(x, 32) and outcome in OUTCOMES for x, outcome in self.history.items()
         )
         require(sound, "a partial's history", "must map digests to passed, failed or open")
+        require(_are_blocks(self.blocks, self.history), "a partial's blocks", _BLOCKS)
         require(is_time(self.created), "a partial's time", "must be in UTC like 2026-01-31T12:00:00Z")
 
     @property
@@ -239,7 +235,11 @@ class Partial(Signed):
 
     def as_dict(self) -> dict[str, Any]:
         body = {f.name: getattr(self, f.name) for f in fields(self)}
-        return body | {"members": list(self.members), "history": dict(self.history)}
+        return body | {"members": list(self.members), "history": dict(self.history), "blocks": dict(self.blocks)}
+
+    def digest(self) -> str:
+        """What an examiner names it by."""
+        return digest("partial", self.to_bytes()).hex()
 
     @classmethod
     def from_dict(cls, body: object) -> Self:
@@ -257,13 +257,16 @@ class Finding:
     """What a coalition's partials say, with everything that it rests on: the predicate of a certificate.
 
     `value` is Y = ⟨x, τ⟩ as a signed integer in digits, `z` = Y/‖x‖; `threshold` the z* that applied, which is
-    `agreed` (the policy's z*, or the one for `alpha`) raised by `failed` earlier queries. `wrong` lists points whose
-    partials contradict the others. `reasons` are codes: why this verdict, and what limits it. `known` are all
-    earlier queries that any of the partials knows of.
+    `agreed` (the policy's z*, or the one for `alpha`) raised for the `equations` that earlier queries opened without
+    passing. `wrong` lists points whose partials contradict the others. `reasons` are codes: why this verdict, and what
+    limits it. `known` are all earlier queries that any of the partials knows of, `blocks` how many equations those of
+    them opened that were answered by layers.
 
     `audits` explain what the query leaves out: leaves, by the digest of the challenge that had them opened.
     `log10_choices` counts the choices that the asker had (`omissions`). `charged` is `agreed` raised for them,
-    before `failed` raises it further; `log10_p` and `log10_bound` allow for them too.
+    before `equations` raise it further; `log10_p` and `log10_bound` allow for them too.
+
+    By layers, `layers` has Q and `opened` the examiner's word for it; `value` and z are the plain query's.
     """
 
     FORMAT: ClassVar[str] = "quorumark-certificate/v1"
@@ -286,16 +289,19 @@ class Finding:
     audits: Mapping[str, tuple[int, ...]]
     log10_choices: str
     charged: str
-    failed: int
+    equations: int
     threshold: str
     known: Mapping[str, str]
+    blocks: Mapping[str, int]
+    layers: Found | None
+    opened: Opened | None
     verdict: str
     reasons: tuple[Reason, ...]
     created: str
 
     def __post_init__(self) -> None:
         require(is_text(self.consortium, 100) and bool(self.consortium), "a finding's consortium", "must be a name")
-        for name in ("members", "quorum", "failed"):
+        for name in ("members", "quorum", "equations"):
             require(is_count(getattr(self, name)), f"a finding's {name}", "must be an integer, at least 0")
         require(self.verdict in VERDICTS, "a verdict", f"must be one of {', '.join(VERDICTS)}")
         require(self.corroboration in CORROBORATION, "corroboration", f"must be one of {', '.join(CORROBORATION)}")
@@ -317,6 +323,10 @@ class Finding:
         require(sound, "a finding's names", "must map points to names")
         sound = isinstance(self.known, Mapping) and all(is_hex(x, 32) and o in OUTCOMES for x, o in self.known.items())
         require(sound, "a finding's known queries", "must map digests to passed, failed or open")
+        require(_are_blocks(self.blocks, self.known), "a finding's blocks", _BLOCKS)
+        by_layers = self.query.layers is not None
+        sound = (self.layers is not None) == by_layers and (self.opened is not None) == by_layers
+        require(sound, "a finding by layers", "must be about a query by layers, and have Q and the examiner's word")
         sound = isinstance(self.audits, Mapping) and all(
             is_hex(name, 32)
             and isinstance(leaves, tuple)
@@ -337,6 +347,9 @@ class Finding:
             "wrong": list(self.wrong),
             "audits": {name: list(leaves) for name, leaves in self.audits.items()},
             "known": dict(self.known),
+            "blocks": dict(self.blocks),
+            "layers": None if self.layers is None else self.layers.as_dict(),
+            "opened": None if self.opened is None else self.opened.as_dict(),
             "reasons": [reason.as_dict() for reason in self.reasons],
         }
 
@@ -355,6 +368,8 @@ class Finding:
                 "partials": tuple(Partial.from_dict(entry) for entry in taken["partials"]),
                 "wrong": tuple(taken["wrong"]),
                 "audits": {name: tuple(leaves) for name, leaves in audits.items()},
+                "layers": None if taken["layers"] is None else Found.from_dict(taken["layers"]),
+                "opened": None if taken["opened"] is None else Opened.from_dict(taken["opened"]),
                 "reasons": tuple(Reason.from_dict(entry) for entry in taken["reasons"]),
             }
         )

@@ -1,13 +1,13 @@
 """A member's guard over the key: what it refuses to answer, and why (docs/verification.md, "The guard").
 
-An answered query opens Y = ⟨x, τ⟩, one linear equation in the secret key τ ∈ {±1}^d with a public x. Three things
-follow from too many of them, or from crafted ones:
+An answered query opens Y = ⟨x, τ⟩, one linear equation in the secret key τ ∈ {±1}^d with a public x; one by layers
+opens an equation for each block (docs/layers.md). Three things follow from too many of them, or from crafted ones:
 
-    a direction     n answers give a vector of cosine √(n/d) with τ: Σ Y_i·x_i/‖x_i‖², if the x_i are orthogonal
-    a forgery       n models that failed combine into one "model" of z ≈ √n: 64 give 8
+    a direction     n equations give a vector of cosine √(n/d) with τ: Σ Y_i·x_i/‖x_i‖², if the x_i are orthogonal
+    a forgery       n equations of models that failed combine into one "model" of z ≈ √n: 64 give 8
     an oracle       answers whose combination rests on few coordinates read those off: x₂ = x₁ + e_j gives τ_j
 
-The first is bounded by a budget, the second by raising z* (`ledger.reconcile` counts, `null.raised_threshold` raises),
+The first is bounded by a budget, the second by raising z* (`combine.reconcile` counts, `null.raised_threshold` raises),
 the third by rules on every query: x, its remainders (`breadth`), and what x adds to the span of the queries answered
 before (its residual r) must rest on many coordinates, measured as ‖r‖₂⁴/‖r‖₄⁴ ≥ E. The residuals of m answers are
 orthogonal, so a combination v of them with ‖v‖₂ = 1 has ‖v‖₄ ≤ √m·E^(−1/4): it rests on at least E/m² coordinates,
@@ -33,43 +33,65 @@ forget; others hold the later heads of its ledger in its partials.
 from __future__ import annotations
 
 import calendar
-import hashlib
-import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from quorumark.consortium.policy import Policy
-from quorumark.consortium.records import Manifest
-from quorumark.errors import GuardError, KeystoreError
+from quorumark.consortium.policy import NO_BLOCKS, Policy
+from quorumark.consortium.records import Manifest, Terms
+from quorumark.consortium.strength import ONE
+from quorumark.errors import GuardError
+from quorumark.model.blocks import Blocks
 from quorumark.model.statistic import norms, vector_digest
 from quorumark.reasons import Reason, Value
 from quorumark.verify.breadth import narrow_remainder
 from quorumark.verify.evidence import Query
+from quorumark.verify.layered import BROAD, Layers, broad_blocks
 from quorumark.verify.ledger import Ledger
+from quorumark.verify.residual import Asked, residual
 from quorumark.verify.rules import AnswerRules
-from quorumark.verify.vectors import Numbers, StoredVector
+from quorumark.verify.vectors import Numbers
 
-__all__ = ["budget", "check_query", "least_effective"]
+__all__ = ["block_breadth", "budget", "check_query", "layers_offered", "least_effective"]
 
 _ADDED = 1024  # coordinates that what a query adds must rest on
 _DISTINCT = 1e-10  # what floating point can tell: far above its 2^-52, below 1024 places in 10^9 coordinates
 _DAY = 24 * 60 * 60
-_FLOATS = 1 << 22  # float64 numbers in memory while residuals are computed: 32 MB
 _SHOWN = 5  # leaves in a reason
 
 
-def budget(coordinates: int, policy: Policy | None = None) -> int:
-    """How many different x are answered in a consortium's life: max(16, ⌊d/10⁴⌋), or `budget` in the terms' policy.
+def budget(terms: Terms, reached: int | None = None) -> int:
+    """How many equations are answered in a consortium's life: ⌊(ρ/4)²·d⌋, or `budget` in the terms' policy.
 
-    n answers give a vector of cosine √(n/d) with the key: 1 % at this bound, from d = 160,000 on.
+    n equations give a vector of cosine √(n/d) with the key, so all answers together tell a quarter of the ρ that the
+    public models tell. ρ is what the terms aim at, or what was `reached` (in 2^-32) if that is less. Where the model is
+    too small for that, or the rule has no ρ, it is max(16, ⌊d/10⁴⌋), for plain queries only.
     """
-    agreed = None if policy is None else policy.budget
-    return max(16, coordinates // 10_000) if agreed is None else agreed
+    if terms.policy.budget is not None:
+        return terms.policy.budget
+    return max(_plain_budget(terms), _quarter(terms, reached))
+
+
+def _plain_budget(terms: Terms) -> int:
+    return max(16, terms.coordinates // 10_000)
+
+
+def _quarter(terms: Terms, reached: int | None) -> int:
+    """⌊(ρ/4)²·d⌋; 0 for rules of strength without a ρ."""
+    rho = min(terms.strength.rho, terms.strength.rho if reached is None else reached)
+    return rho * rho * terms.coordinates // (16 * ONE * ONE)
+
+
+def layers_offered(terms: Terms, reached: int | None = None) -> bool:
+    """Whether members answer by layers at all: a rule for blocks, a key of signs, and a budget that allows it."""
+    agreed = terms.policy.blocks != NO_BLOCKS and terms.key == "rademacher"
+    return agreed and _quarter(terms, reached) >= _plain_budget(terms)
+
+
+def block_breadth(terms: Terms) -> int:
+    """On how many coordinates each block of a query by layers must rest."""
+    return min(least_effective(terms.coordinates, terms.policy), _ADDED)
 
 
 def least_effective(coordinates: int, policy: Policy | None = None) -> int:
@@ -90,22 +112,35 @@ def _require(good: bool, code: str, text: str, **values: Value) -> None:
 
 
 def check_query(
-    query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, rules: AnswerRules, approved: bool
+    query: Query,
+    x: Numbers,
+    manifest: Manifest,
+    ledger: Ledger,
+    rules: AnswerRules,
+    approved: bool,
+    blocks: Blocks | None = None,
 ) -> str:
     """Whether this member answers a query with the vector x, which it has computed from the suspect itself.
 
-    A GuardError says why not, and its `reason` says so in a code. Otherwise it returns who approved: "person" (the
-    command's --approve) or "rules".
+    `blocks`: those of the layout, by the terms' rule; needed where anything was or is asked by layers. A GuardError
+    says why not, and its `reason` says so in a code. Otherwise it returns who approved: "person" (the command's
+    --approve) or "rules".
     """
     with ledger.exclusive():
-        return _check_query(query, x, manifest, ledger, rules, approved)
+        return _check_query(query, x, manifest, ledger, rules, approved, blocks)
 
 
 def _check_query(
-    query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, rules: AnswerRules, approved: bool
+    query: Query,
+    x: Numbers,
+    manifest: Manifest,
+    ledger: Ledger,
+    rules: AnswerRules,
+    approved: bool,
+    blocks: Blocks | None,
 ) -> str:
     terms, d = manifest.terms, manifest.terms.coordinates
-    again = query.x in ledger.answered()  # the same answer once more tells nobody anything
+    again = query.equations <= ledger.opened(query.x)  # the same answer once more tells nobody anything
 
     # 1. It is about this consortium as it is now, and x is the vector that it names.
     _require(
@@ -163,14 +198,17 @@ def _check_query(
             leaf=leaf,
         )
 
-    # 4. The budget, for the consortium's life: n answers give a vector of cosine √(n/d) with the key.
+    # 4. The budget, for the consortium's life: n equations give a vector of cosine √(n/d) with the key.
     if not again:
-        known, most = ledger.known().keys() | {query.x}, budget(d, terms.policy)
+        opened = ledger.equations()
+        opened[query.x] = max(query.equations, opened.get(query.x, 0))
+        most = budget(terms, rules.reached)
         _require(
-            len(known) <= most,
+            sum(opened.values()) <= most,
             "budget",
-            f"{most} different queries are the budget of this consortium's life, and all are used; the members can "
-            "amend the terms with another policy budget=N, which tells more of the key",
+            f"{most} equations are the budget of this consortium's life; {sum(opened.values()) - query.equations} are "
+            f"used, and this query would open {query.equations}; the members can amend the terms with another policy "
+            "budget=N, which tells more of the key",
             budget=most,
         )
         answers = len(ledger.answered()) + 1
@@ -210,18 +248,23 @@ def _check_query(
         least=min(least, _ADDED),
     )
 
-    # 6. So does what x adds to the answers that were given. Signs in burnt leaves are public, so whatever an earlier x
+    # 6. By layers: offered here, and enough blocks are as broad by themselves. The others are not answered.
+    if query.layers is not None:
+        _check_layers(query.layers, x, terms, rules, blocks)
+
+    # 7. So does what x adds to the answers that were given. Signs in burnt leaves are public, so whatever an earlier x
     # had there can be subtracted, and must not make up the number.
     if not again:
-        _check_residual(x, ledger, least, [slice(i * terms.leaf, (i + 1) * terms.leaf) for i in burnt])
+        _check_residual(query, x, ledger, least, [slice(i * terms.leaf, (i + 1) * terms.leaf) for i in burnt], blocks)
 
-    # 7. A person approved it, or the member's rules do.
+    # 8. A person approved it, or the member's rules do.
     if approved:
         return "person"
     _require(
-        rules.approve == "always",
+        rules.approve == "always" and (query.layers is None or rules.layers),
         "not-approved",
-        "nobody has approved this query here; look at the suspect and its purpose, then answer with --approve",
+        "nobody has approved this query here; look at the suspect, its purpose and what it costs, then answer with "
+        "--approve",
     )
     today = ledger.answers_since(calendar.timegm(time.gmtime()) - _DAY)
     _require(
@@ -243,12 +286,43 @@ def _leaves(numbers: Sequence[int]) -> str:
     return f"the leaves {', '.join(map(str, numbers[:_SHOWN]))}{f' and {more} more' if more > 0 else ''}"
 
 
-def _check_residual(x: Numbers, ledger: Ledger, least: int, public: Sequence[slice]) -> None:
+def _check_layers(layers: Layers, x: Numbers, terms: Terms, rules: AnswerRules, blocks: Blocks | None) -> None:
+    if blocks is None or blocks.count < 2 or not layers_offered(terms, rules.reached):
+        text = (
+            "this consortium answers nothing by layers: its model is too small, its mark too weak, its key not of "
+            "signs, or it agreed on no blocks"
+        )
+        raise GuardError(text, reason=Reason.of("guard.no-layers"))
+    measured = broad_blocks(x, blocks, block_breadth(terms))
+    _require(
+        layers.rule == terms.policy.blocks and (layers.norm1, layers.norm2) == measured,
+        "blocks",
+        f"the query's blocks and norms are not those of the agreed rule {terms.policy.blocks!r}; prepare it again",
+    )
+    _require(
+        100 * layers.count >= BROAD * blocks.count,
+        "narrow-blocks",
+        f"only {layers.count} of {blocks.count} blocks depend on many coordinates by themselves, fewer than {BROAD} %; "
+        "ask about a model whose weights differ from the anchor in more places",
+        broad=layers.count,
+        blocks=blocks.count,
+    )
+
+
+def _check_residual(
+    query: Query, x: Numbers, ledger: Ledger, least: int, public: Sequence[slice], blocks: Blocks | None
+) -> None:
     past = ledger.kept_queries()
+    asked = None
+    if query.layers is not None:
+        # the whole of x was opened before. Alone, its blocks are orthogonal, and broad by themselves
+        past = [entry for entry in past if entry["x"] != query.x]
+        asked = [b for b, norm2 in enumerate(query.layers.norm2) if norm2]
     if not past:
         return
     least = min(least, _ADDED)
-    found = _residual(x, [ledger.vector_path(entry["x"]) for entry in past], public)
+    answered = [Asked(ledger.vector_path(entry["x"]), entry["equations"] > 1) for entry in past]
+    found = residual(x, answered, public, () if blocks is None else blocks.edges, asked)
     if found.known:
         return  # an answered x but for leaves that were burnt since: its answer follows from the earlier one
     nearest = int(np.argmax(np.abs(found.cosines)))
@@ -271,71 +345,3 @@ def _check_residual(x: Numbers, ledger: Ledger, least: int, public: Sequence[sli
         f"read off signs of the key; the closest is {earlier} (cosine {cosine:.3f}), whose result stands",
         **near,
     )
-
-
-@dataclass(frozen=True)
-class _Residual:
-    """r = x − its projection onto the span of stored vectors: ‖r‖₂², ⌊‖r‖₂⁴/‖r‖₄⁴⌋; x's cosines with the stored ones,
-    and whether it is one of them; `distinct`: the smallest ‖Σ b_i·x_i/‖x_i‖‖² over them and x, for ‖b‖ = 1."""
-
-    squared: float
-    effective: int
-    cosines: NDArray[np.float64]
-    known: bool
-    distinct: float
-
-
-def _residual(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> _Residual:
-    """What x adds to stored vectors, outside of coordinates that are public.
-
-    r = x − Σ a_i·x_i with G·a = c, where G_ij = ⟨x_i, x_j⟩ and c_i = ⟨x_i, x⟩ (scaled to vectors of length 1). Files
-    are read in step, piece by piece; the projection is repeated on what is left until r is orthogonal to rounding. m
-    stored vectors cost about m²·d multiplications.
-
-    r can be far smaller than rounding, and still be one coordinate that integers read exactly: x_1 = 32·c_1 − c_2,
-    x_2 = 32·c_2 − c_3, … So `distinct`, the smallest eigenvalue of G, says whether rounding can hide anything.
-    """
-    count = len(paths)
-    gram, names = np.zeros((count + 1, count + 1)), [hashlib.blake2b() for _ in range(count + 1)]
-    for rows in _in_step(x, paths, public):
-        gram += rows @ rows.T
-        for name, row in zip(names, rows, strict=True):
-            name.update(row)
-    lengths = np.sqrt(gram.diagonal())
-    first = {name.digest(): i for i, name in reversed(list(enumerate(names)))}  # equal ones but for public coordinates
-    told = [i for i in sorted(first.values()) if lengths[i] > 0]
-    lengths[lengths == 0] = 1  # a vector that was on public coordinates alone
-    unit = gram / np.outer(lengths, lengths)
-    distinct = float(np.linalg.eigvalsh(unit[np.ix_(told, told)])[0])
-    weights, target = np.zeros(count), gram[:count, count]
-    for _ in range(4):
-        weights += np.linalg.lstsq(unit[:count, :count], target / lengths[:count], rcond=1e-12)[0] / lengths[:count]
-        two = four = 0.0
-        target = np.zeros(count)
-        for rows in _in_step(x, paths, public):
-            rest = rows[count] - weights @ rows[:count]
-            square = rest * rest
-            two, four = two + float(square.sum()), four + float(square @ square)
-            target += rows[:count] @ rest
-        if np.abs(target / lengths[:count]).max() <= 1e-9 * lengths[count]:
-            break
-    effective = math.floor(two * two / four) if four > 0 else 0
-    return _Residual(two, effective, unit[:count, count], first[names[count].digest()] < count, distinct)
-
-
-def _in_step(x: Numbers, paths: Sequence[Path], public: Sequence[slice]) -> Iterator[NDArray[np.float64]]:
-    """Pieces of the stored vectors, and of x as the last row, as a matrix in a bounded memory; 0 where it is public."""
-    stored = [StoredVector(path) for path in paths]
-    wrong = [path for path, vector in zip(paths, stored, strict=True) if vector.size != x.size]
-    if wrong:
-        raise KeystoreError(f"{str(wrong[0])!r} is not a vector of this consortium: it has another length")
-    width = max(1024, _FLOATS // (len(paths) + 1))
-    for start in range(0, x.size, width):
-        part = x[start : start + width]
-        rows = np.empty((len(paths) + 1, part.size))
-        for row, vector in zip(rows, stored, strict=False):
-            row[:] = vector.take(part.size)
-        rows[-1] = part
-        for span in public:
-            rows[:, max(span.start - start, 0) : max(span.stop - start, 0)] = 0
-        yield rows

@@ -33,10 +33,10 @@ __all__ = ["Ledger"]
 FORMAT = "quorumark-ledger/v1"
 HEAD_FORMAT = "quorumark-ledger-head/v1"
 _KINDS = {
-    "answered": {"x", "suspect", "query", "files", "left_out", "approved_by"},
+    "answered": {"x", "suspect", "query", "files", "left_out", "equations", "approved_by"},
     "refused": {"query", "reason"},
     "outcome": {"x", "outcome", "certificate"},
-    "seen": {"x", "outcome", "source"},
+    "seen": {"x", "outcome", "equations", "source"},
     "burnt": {"leaves", "audit"},
 }
 _COMMON = {"number", "previous", "time", "kind"}
@@ -47,6 +47,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "reason": lambda v: _is_refusal(v),
     "source": lambda v: v == "" or is_hex(v, 32),
     "number": is_count,
+    "equations": lambda v: is_count(v, 1),
     "time": lambda v: is_time(v) and _moment(v) is not None,
     "files": lambda v: isinstance(v, list) and all(is_text(name) for name in v),
     "outcome": lambda v: v in ("passed", "failed", "open"),
@@ -67,8 +68,8 @@ class Ledger:
     method returns, and commands that run at the same time wait for each other.
     """
 
-    def __init__(self, place: ConsortiumFolder, manifest: Manifest) -> None:
-        self._place = place
+    def __init__(self, consortium: ConsortiumFolder, manifest: Manifest) -> None:
+        self._consortium = consortium
         self._start = digest("ledger", bytes.fromhex(manifest.genesis.terms)).hex()
         self._depth = 0
         self.entries: tuple[Mapping[str, Any], ...] = ()
@@ -76,9 +77,9 @@ class Ledger:
         self.notes: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, place: ConsortiumFolder, manifest: Manifest) -> Ledger:
+    def open(cls, consortium: ConsortiumFolder, manifest: Manifest) -> Ledger:
         """The ledger of a member in a consortium, checked; an empty one if there is none yet."""
-        ledger = cls(place, manifest)
+        ledger = cls(consortium, manifest)
         with ledger.exclusive():
             return ledger
 
@@ -92,7 +93,7 @@ class Ledger:
             finally:
                 self._depth -= 1
             return
-        with locked(self._place.path / ".ledger.lock", wait=True):
+        with locked(self._consortium.path / ".ledger.lock", wait=True):
             try:
                 self._depth = 1
                 self._read()
@@ -103,12 +104,12 @@ class Ledger:
     # --- reading ---
 
     def _wrong(self, line: int, what: str) -> RecordError:
-        path = str(self._place.ledger_path)
+        path = str(self._consortium.ledger_path)
         return RecordError(f"line {line} of {path!r} {what}; put the ledger and its head back from a backup")
 
     def _read(self) -> None:
         """Reads and checks everything, and repairs what a crash during an append leaves behind."""
-        path = self._place.ledger_path
+        path = self._consortium.ledger_path
         content = read_file(path, "a ledger") if path.exists() else b""
         *lines, tail = content.split(b"\n")
         entries = [self._entry(number, line) for number, line in enumerate(lines, 1)]
@@ -157,7 +158,7 @@ class Ledger:
 
     def _kept_head(self) -> tuple[int, str]:
         """How many lines there were when the last append was finished, and the hash of the last one."""
-        path = self._place.ledger_head_path
+        path = self._consortium.ledger_head_path
         if not path.exists():
             return 0, self._start
         body = parse(read_file(path, "a ledger's head"), HEAD_FORMAT, "a ledger's head")
@@ -170,15 +171,15 @@ class Ledger:
 
     def _keep_head(self, count: int, head: str) -> None:
         body = {"format": HEAD_FORMAT, "number": count, "head": head}
-        write_private(self._place.ledger_head_path, canonical(body))
+        write_private(self._consortium.ledger_head_path, canonical(body))
 
     def _cut(self, size: int) -> None:
         try:
-            with self._place.ledger_path.open("r+b") as file:
+            with self._consortium.ledger_path.open("r+b") as file:
                 file.truncate(size)
                 os.fsync(file.fileno())
         except OSError as error:
-            raise KeystoreError(f"cannot repair {str(self._place.ledger_path)!r}: {error.strerror}") from None
+            raise KeystoreError(f"cannot repair {str(self._consortium.ledger_path)!r}: {error.strerror}") from None
 
     def _append(self, kind: str, **values: Any) -> None:
         """The line first, then the head: whatever a crash leaves of it, `_read` can tell."""
@@ -186,13 +187,13 @@ class Ledger:
         entry = {"number": number, "previous": self.head, "time": now(), "kind": kind} | values
         line = canonical({"format": FORMAT, **entry})
         try:
-            descriptor = os.open(self._place.ledger_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = os.open(self._consortium.ledger_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise KeystoreError(f"cannot write {str(self._place.ledger_path)!r}: {error.strerror}") from None
+            raise KeystoreError(f"cannot write {str(self._consortium.ledger_path)!r}: {error.strerror}") from None
         head = digest("ledger entry", line).hex()
         self._keep_head(number, head)
         self.entries, self.head = (*self.entries, entry), head
@@ -205,15 +206,16 @@ class Ledger:
         if approved_by not in ("person", "rules"):
             raise InputError("approved_by", "must be person or policy", repr(approved_by))
         if vector_digest(x) != query.x:
-            raise InputError("x", "must be the vector that the query names", "another one")
+            raise InputError("x", "must be the vector that the query names")
         with self.exclusive():
             path = self.vector_path(query.x)
             if not path.exists():
                 StoredVector.write(path, x)
-            if query.x not in self.answered():
+            if query.equations > self.opened(query.x):
                 files = [file.name for file in query.files]
                 asked = {"x": query.x, "suspect": query.suspect, "query": query.digest()}
-                self._append("answered", **asked, files=files, left_out=len(query.burnt), approved_by=approved_by)
+                about = {"left_out": len(query.burnt), "equations": query.equations, "approved_by": approved_by}
+                self._append("answered", **asked, files=files, **about)
 
     def record_refusal(self, query: Query, reason: Reason) -> None:
         """A query that was refused, once for each reason; the first thousand of them."""
@@ -235,8 +237,9 @@ class Ledger:
             if not told or not entry.items() <= told[-1].items():
                 self._append("outcome", **entry)
 
-    def learn(self, known: Mapping[str, str], source: str = "") -> None:
+    def learn(self, known: Mapping[str, str], source: str = "", blocks: Mapping[str, int] | None = None) -> None:
         """What somebody else says of earlier queries; `source` is the digest of the certificate that says so, if any.
+        `blocks`: how many equations those of them opened that were answered by layers.
 
         Hearsay counts if it makes things worse, and never if it makes them better: "failed" replaces open and another's
         "passed"; "passed" counts for an x that nobody had mentioned, and replaces nothing. Only a certificate
@@ -248,13 +251,18 @@ class Ledger:
         for x, outcome in known.items():
             _hex("x", x)
             _check_outcome(outcome, ("passed", "failed", "open"))
+        for x, count in (blocks or {}).items():
+            if x not in known or not is_count(count, 2):
+                raise InputError("blocks", "must have numbers from 2 on, of queries that are known", repr(count))
         with self.exclusive():
-            states = self._states()
+            states, opened = self._states(), self.equations()
             for x, outcome in sorted(known.items()):
                 state, certified = states.get(x, (None, False))
                 worse = outcome == "failed" and state in ("open", "passed") and not certified
-                if (state is None or worse) and not self._full:
-                    self._append("seen", x=x, outcome=outcome, source=source)
+                count = max((blocks or {}).get(x, 1), opened.get(x, 1))
+                if (state is None or worse or count > opened.get(x, 1)) and not self._full:
+                    told = outcome if state is None or worse else state
+                    self._append("seen", x=x, outcome=told, equations=count, source=source)
 
     def record_burnt(self, leaves: Sequence[int], audit_digest: str) -> None:
         """Leaves of the shares that an audit opened: their signs are public, and no query may rest on them again.
@@ -282,7 +290,9 @@ class Ledger:
             if entry["kind"] == "outcome":
                 states[entry["x"]] = entry["outcome"], True
             elif entry["kind"] == "seen":
-                states[entry["x"]] = entry["outcome"], False
+                before, certified = states.get(entry["x"], (None, False))
+                # hearsay of more equations leaves the outcome, and who says it, as they were
+                states[entry["x"]] = entry["outcome"], certified and before == entry["outcome"]
             elif entry["kind"] == "answered" and states.get(entry["x"]) in (None, ("passed", False)):
                 # "passed" by hearsay, spread before the query was asked, must not hide what becomes of it now
                 states[entry["x"]] = "open", False
@@ -291,6 +301,19 @@ class Ledger:
     def known(self) -> dict[str, str]:
         """All queries that this member answered or heard of, by x: passed, failed or open."""
         return {x: outcome for x, (outcome, _) in self._states().items()}
+
+    def equations(self) -> dict[str, int]:
+        """For each known x how many equations answers opened, or are said to have: 1, or one for each block."""
+        found = dict.fromkeys(self.known(), 1)
+        for entry in self.entries:
+            if "equations" in entry:
+                found[entry["x"]] = max(found[entry["x"]], entry["equations"])
+        return found
+
+    def opened(self, x: str) -> int:
+        """How many equations about x this member's own answers open; 0 if it has not answered."""
+        own = (entry for entry in self.entries if entry["kind"] == "answered" and entry["x"] == x)
+        return max((entry["equations"] for entry in own), default=0)
 
     def answered(self) -> set[str]:
         """The x of the queries that this member answered."""
@@ -305,11 +328,18 @@ class Ledger:
         return tuple(sorted({leaf for leaves in self.audits().values() for leaf in leaves}))
 
     def vector_path(self, x: str) -> Path:
-        return self._place.queries_path / f"{x}.bin"
+        return self._consortium.queries_path / f"{x}.bin"
 
     def kept_queries(self) -> list[Mapping[str, Any]]:
-        """The answered queries. All their vectors must be there: x + e_j is a fresh query to a member that forgot x."""
-        answered = [entry for entry in self.entries if entry["kind"] == "answered"]
+        """The answered queries, one for each x, as the first answer's entry with the most equations that were opened.
+
+        All their vectors must be there: x + e_j is a fresh query to a member that forgot x.
+        """
+        first: dict[str, Mapping[str, Any]] = {}
+        for entry in self.entries:
+            if entry["kind"] == "answered":
+                first.setdefault(entry["x"], {**entry, "equations": self.opened(entry["x"])})
+        answered = list(first.values())
         for path in (self.vector_path(entry["x"]) for entry in answered):
             if not path.exists():
                 raise KeystoreError(

@@ -6,17 +6,35 @@ approximation: P(z ≥ a) ≤ exp(−a²/2). The normal tail is what z follows i
 
 Everything that ends up in a certificate is computed here with integers and the decimal module, so that another
 machine, years later, prints the same digits.
+
+By layers (docs/layers.md): with blocks b of coordinates, z_b = ⟨x_b, τ_b⟩/‖x_b‖ and Q = Σ z_b² over B blocks. Each z_b
+is sub-gaussian with variance 1, E exp(λ·z_b²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2, and blocks are independent; the best λ
+gives P(Q ≥ q) ≤ (q/m)^(m/2)·exp(−(q − m)/2) for q ≥ m = B, again without any approximation.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal
+from fractions import Fraction
 from math import isqrt
 
+from quorumark.checks import plain_decimal
 from quorumark.errors import InputError
 
-__all__ = ["cosine_text", "decimal_of", "log10_bound", "log10_p", "raised_threshold", "threshold_for", "z_text"]
+__all__ = [
+    "cosine_text",
+    "decimal_of",
+    "layers_threshold",
+    "log10_bound",
+    "log10_layers",
+    "log10_p",
+    "raised_threshold",
+    "three_digits",
+    "threshold_for",
+    "z_text",
+]
 
 _DIGITS = 6  # decimals of z and of a cosine in a certificate
 # contexts of our own: what a host program does to the default one must not change a certificate
@@ -76,16 +94,59 @@ def threshold_for(alpha: str) -> str:
     return f"{_UP.quantize(exact, Decimal('0.000001')):f}"
 
 
-def raised_threshold(z: str, failed: int) -> str:
-    """z* + √n, n = how many different models were tested before and failed (docs/verification.md, "The guard").
+def raised_threshold(z: str, equations: int) -> str:
+    """z* + √E, E = how many equations queries opened that did not pass (docs/verification.md, "The guard").
 
-    n answered queries with unit vectors x_1 … x_n, none of them marked, can be combined into one "model" whose z is the
-    norm of (z_1, …, z_n), about √n: so much is not evidence.
+    A plain query opens one, a query by layers one for each block. With unit vectors x_1 … x_E, none of them marked,
+    they can be combined into one "model" whose z is the norm of (z_1, …, z_E), about √E: so much is not evidence.
     """
-    if failed < 0:
-        raise InputError("failed", "must not be negative", failed)
-    root = _MATH.sqrt(Decimal(failed))
+    if equations < 0:
+        raise InputError("equations", "must not be negative", equations)
+    root = _MATH.sqrt(Decimal(equations))
     return f"{_UP.quantize(_MATH.add(decimal_of('z*', z), root), Decimal('0.000001')):f}"
+
+
+def log10_layers(q: str, freedom: int, log_choices: Decimal = Decimal(0)) -> str:
+    """log10 of N·(q/m)^(m/2)·exp(−(q − m)/2) for Q with m degrees of freedom, after N choices; at most 0."""
+    exponent = _MATH.subtract(log_choices, _layers_exponent(decimal_of("q", q), freedom))
+    return _two(_MATH.divide(min(exponent, Decimal(0)), _LN10))
+
+
+def layers_threshold(z: str, freedom: int, log_choices: Decimal = Decimal(0)) -> str:
+    """The q* whose bound, after N choices, is that of z*: exp(−z*²/2); rounded up to two decimals.
+
+    The bound falls in q from m on, and m + 2·√(m·u) + 2·u is always enough for exp(−u).
+    """
+    half = _MATH.divide(_MATH.multiply(decimal_of("z*", z), decimal_of("z*", z)), Decimal(2))
+    wanted, m = _MATH.add(half, log_choices), Decimal(freedom)
+    low = m
+    high = _MATH.add(m, _MATH.multiply(Decimal(2), _MATH.add(_MATH.sqrt(_MATH.multiply(m, wanted)), wanted)))
+    while _MATH.subtract(high, low) > Decimal("0.0001"):
+        middle = _MATH.divide(_MATH.add(low, high), Decimal(2))
+        low, high = (low, middle) if _layers_exponent(middle, freedom) >= wanted else (middle, high)
+    return f"{_UP.quantize(high, Decimal('0.01')):f}"
+
+
+def _layers_exponent(q: Decimal, freedom: int) -> Decimal:
+    """(q − m)/2 − (m/2)·ln(q/m): minus the logarithm of the bound; 0 up to m."""
+    m = Decimal(freedom)
+    if freedom < 1:
+        raise InputError("freedom", "must be at least 1", freedom)
+    if q <= m:
+        return Decimal(0)
+    logarithm = _MATH.multiply(m, _MATH.ln(_MATH.divide(q, m)))
+    return _MATH.divide(_MATH.subtract(_MATH.subtract(q, m), logarithm), Decimal(2))
+
+
+def three_digits(squares: Sequence[tuple[int, int]]) -> str:
+    """Q = Σ Y_b²/‖x_b‖² from pairs (Y_b, ‖x_b‖²), rounded down to three digits.
+
+    An exact Q is more than a number: with the exact Y it can be solved for the Y_b where blocks are few.
+    """
+    total = sum((Fraction(value * value, norm2) for value, norm2 in squares), Fraction(0))
+    hundredths = int(total * 100)  # rounded down
+    unit = 10 ** max(0, len(str(hundredths)) - 3)
+    return plain_decimal(f"{Decimal(hundredths // unit * unit).scaleb(-2, _MATH):f}")
 
 
 def _two(value: Decimal) -> str:

@@ -1,7 +1,7 @@
 """What a query leaves out, and what that costs (docs/verification.md, "What a query leaves out").
 
 x is 0 on leaves of the key that audits opened, since their signs are public. Leaving out is a choice, and a choice made
-by somebody who has seen a marked model is worth something: that model shows a part ρ of the key's signs, and whoever
+by somebody who has seen a marked model is worth something: that model shows a part ρ of the key's signs, and anyone who
 may drop the leaves on which an innocent suspect disagrees with it raises that suspect's z by about 0.64·ρ·√(d/leaf).
 
 So a member answers only if the query leaves out exactly what this member knows to be opened (`guard`, 3), and a
@@ -25,7 +25,8 @@ exp(−z*²/2)/2, and so has any −n_S ≥ √(b² + 2·ln N). If neither happe
 The threshold is the smaller of the two. After an audit of 0.7 % of 11,000 leaves it is 7.2 instead of 6.
 
 The asker also chooses how the suspect is read, among the V ways that the terms allow: as it is, aligned (where the
-terms name groups), as an adapter. That choice comes first, by the union bound: z* above is √(z*² + 2·ln V).
+terms name groups), as an adapter. That choice comes first, by the union bound: z* above is √(z*² + 2·ln V). A query by
+layers has two tests, z and Q: V counts twice, so that each has half of the significance.
 """
 
 from __future__ import annotations
@@ -88,13 +89,18 @@ class Omitted:
         choices = min(_any_leaves(total, len(burnt)), _MATH.add(seeds, _any_leaves(total, len(rest))))
         whole = query.norm2 + query.burnt_norm2
         share = _MATH.divide(Decimal(query.burnt_norm2), Decimal(whole)) if whole else Decimal(0)
-        return cls(used, tuple(sorted(rest)), choices, share, _variants(terms))
+        tests = 1 if query.layers is None else 2
+        return cls(used, tuple(sorted(rest)), choices, share, tests * _variants(terms))
 
     @property
     def log10_choices(self) -> str:
         """log10(N·V), to two decimals, rounded up."""
-        both = _MATH.add(self.log_choices, _MATH.ln(Decimal(self.variants)))
-        return f"{_UP.quantize(_MATH.divide(both, _LN10), Decimal('0.01')):f}"
+        return f"{_UP.quantize(_MATH.divide(self.log_all, _LN10), Decimal('0.01')):f}"
+
+    @property
+    def log_all(self) -> Decimal:
+        """ln(N·V): all choices and tests, for the union bound."""
+        return _MATH.add(self.log_choices, _MATH.ln(Decimal(self.variants)))
 
     @property
     def _free(self) -> bool:

@@ -25,7 +25,8 @@ from quorumark.consortium.shares import ShareFile
 from quorumark.errors import RecordError
 from quorumark.field import P, Vector
 from quorumark.verify.challenge import Challenge, check_challenge
-from quorumark.verify.evidence import Query, Signed
+from quorumark.verify.evidence import Query
+from quorumark.verify.signed import SignedByMember
 
 __all__ = ["LIFE", "Burns", "KeyOpening", "ShareOpening", "leaf_dict", "leaf_from", "open_leaves"]
 
@@ -67,7 +68,7 @@ def leaf_from(body: object) -> Opening:
 
 
 @dataclass(frozen=True, eq=False)
-class _Answer(Signed):
+class _Answer(SignedByMember):
     """What both kinds of openings share: what they answer, whose they are, and the signature over all of it."""
 
     PURPOSE: ClassVar[str] = "audit"
@@ -158,7 +159,7 @@ class Burns(Protocol):
 
 def open_leaves(
     home: HomeFolder,
-    place: ConsortiumFolder,
+    consortium: ConsortiumFolder,
     unlock: Unlock,
     challenge: Challenge,
     query: Query,
@@ -171,7 +172,7 @@ def open_leaves(
     `answered`: whether this member has answered the query. It opens nothing for one that it has not, and no more than
     a quarter of its leaves in its life.
     """
-    manifest = place.manifest()
+    manifest = consortium.manifest()
     check_challenge(challenge, query, manifest)
     if not answered:
         raise RecordError("this member has not answered the query that the challenge is about: answer it first")
@@ -182,9 +183,9 @@ def open_leaves(
             f"with this audit {after} of {leaves} leaves would be burnt, but a member opens at most a quarter of them "
             f"in its life: the key must not be given away piece by piece"
         )
-    share, identity = place.verify_share(unlock), home.identity(unlock)
+    share, identity = consortium.verify_share(unlock), home.identity(unlock)
     common = {"manifest": query.manifest, "challenge": challenge.digest(), "point": share.info.point}
-    opening: Signed
+    opening: SignedByMember
     if manifest.epoch == 0:
         opening = ShareOpening.sign(identity, **common, leaves=_opened(share, challenge.leaves))
     else:

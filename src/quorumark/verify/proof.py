@@ -32,7 +32,7 @@ from quorumark.consortium.records import Manifest
 from quorumark.errors import EvidenceError, QuorumarkError
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import Challenge, check_challenge, genesis_digest
-from quorumark.verify.check import check_signed
+from quorumark.verify.combine import check_signed
 from quorumark.verify.leaves import check_opening, from_archives, from_shares
 from quorumark.verify.omissions import Audits
 from quorumark.verify.opening import KeyOpening, leaf_dict, leaf_from

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +21,32 @@ from quorumark.align.alignment import PROCEDURE, Alignment
 from quorumark.align.groups import Groups
 from quorumark.align.lora import Lora, gauge_suspect
 from quorumark.align.procedure import align as align_suspect
-from quorumark.consortium.records import Terms
+from quorumark.consortium.identity import verify_card
+from quorumark.consortium.policy import NO_BLOCKS
+from quorumark.consortium.records import Card, Terms
 from quorumark.errors import EvidenceError, InconclusiveError, InputError, RecordError
+from quorumark.model.blocks import Blocks, blocks_of
 from quorumark.model.layout import ModelLayout, Source
 from quorumark.model.statistic import Canonical, Model, canonical_form
 from quorumark.model.suspect import Counted, Match, Suspect, match_layout, non_finite, read_suspect
 from quorumark.reasons import Reason, printable
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query, now
+from quorumark.verify.guard import block_breadth, budget, layers_offered
+from quorumark.verify.layered import BROAD, Examiner, Layers, broad_blocks
 from quorumark.verify.reference import Reference
 
-__all__ = ["Prepared", "agreed_alignment", "difference", "how_aligned", "omitted", "prepare", "prepare_again"]
+__all__ = [
+    "AskLayers",
+    "Prepared",
+    "agreed_alignment",
+    "agreed_blocks",
+    "difference",
+    "how_aligned",
+    "omitted",
+    "prepare",
+    "prepare_again",
+]
 
 NO_ALIGNMENT = "none"
 _LEAST_COVERAGE = 50  # percent of the carriers: with fewer it is another model
@@ -54,6 +71,7 @@ def prepare(
     lora: bool = False,
     burnt: Collection[int] = (),
     created: str | None = None,
+    layers: AskLayers | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
     """What to ask about a suspect. An InconclusiveError says why nothing can be asked: then nothing is accused either.
@@ -61,7 +79,8 @@ def prepare(
     `align`: the suspect's channels are first put where the anchor has them (docs/alignment.md). `lora`: the suspect is
     an adapter, or a whole model that one was added to; its factors are put where the anchor's are (docs/lora.md). Each
     is another query than the one without. `burnt`: the leaves that audits opened; they are left out. Members answer if
-    these are exactly the leaves that they know to be opened, or are proved to be with the query.
+    these are exactly the leaves that they know to be opened, or are proved to be with the query. `layers`: ask block by
+    block (docs/layers.md), after the plain query did not pass.
     """
     manifest, layout = reference.manifest, reference.layout
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
@@ -77,6 +96,8 @@ def prepare(
             "the suspect is the anchor itself, all zeros, or not finite: there is nothing in it to test",
             reason=Reason.of("untestable.empty"),
         )
+    blocks = agreed_blocks(reference)
+    cut = None if layers is None else _by_layers(reference, blocks, form, layers)
     query = Query(
         manifest=manifest.digest().hex(),
         epoch=manifest.epoch,
@@ -96,8 +117,51 @@ def prepare(
         matching=(*_matching(read.counted, read.match), *read.reasons),
         created=created or now(),
         surplus=read.surplus,
+        blocks=0 if blocks is None else blocks.count,
+        layers=cut,
     )
     return Prepared(query, form)
+
+
+def agreed_blocks(reference: Reference) -> Blocks | None:
+    """The blocks that the terms' rule gives for the layout; None where they agreed on none."""
+    rule = reference.manifest.terms.policy.blocks
+    return None if rule == NO_BLOCKS else blocks_of(reference.layout, rule)
+
+
+def _by_layers(reference: Reference, blocks: Blocks | None, form: Canonical, asked: AskLayers) -> Layers:
+    terms = reference.manifest.terms
+    if blocks is None or blocks.count < 2 or not layers_offered(terms):
+        raise InconclusiveError(
+            f"this consortium answers nothing by layers: with {terms.coordinates:,} coordinates and this strength the "
+            f"mark would pay for at most {budget(terms):,} equations, too few; or it agreed on no blocks",
+            reason=Reason.of("untestable.no-layers", coordinates=terms.coordinates, budget=budget(terms)),
+        )
+    norm1, norm2 = broad_blocks(form.x, blocks, block_breadth(terms))
+    broad = sum(value > 0 for value in norm2)
+    if 100 * broad < BROAD * blocks.count:
+        raise InconclusiveError(
+            f"only {broad} of the {blocks.count} blocks depend on many coordinates by themselves, and {BROAD} % must",
+            reason=Reason.of("untestable.narrow-blocks", broad=broad, blocks=blocks.count),
+        )
+    return Layers(terms.policy.blocks, asked.after, asked.value, norm1, norm2, asked.examiner)
+
+
+@dataclass(frozen=True)
+class AskLayers:
+    """What it takes to ask by layers: the digest of the certificate that did not pass and its Y, and the examiner."""
+
+    after: str
+    value: str
+    examiner: Examiner
+
+    @classmethod
+    def of(cls, before: Certificate, examiner: Card) -> Self:
+        """After a certificate, with answers for the holder of a card."""
+        if before.finding.verdict == "PASSED" or before.finding.query.layers is not None:
+            raise EvidenceError("a query by layers comes after a plain one that did not pass")
+        verify_card(examiner)
+        return cls(before.digest(), before.finding.value, Examiner.of(examiner))
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +264,7 @@ def _aligned(match: Match, found: Alignment) -> list[Reason]:
     code = "read.aligned" if found.stable else "read.aligned-unsettled"
     reasons = [Reason.of(code, found=matched, channels=ours, moved=sum(found.moved), sweeps=found.sweeps)]
     if found.rotation is not None:
-        reasons.append(Reason.of("read.stream-turned" if found.rotation.mixes else "read.stream-signs"))
+        reasons.append(Reason.of("read.stream-turned"))
     if found.signs:
         changed = sum(int((signs < 0).sum()) for signs in found.signs.values())
         reasons.append(Reason.of("read.signs", lines=changed, tensors=len({name for name, _ in found.signs})))
@@ -265,7 +329,11 @@ def prepare_again(
 ) -> Prepared:
     """What a query should be for this suspect, its files' names included: a certificate signs them."""
     how = how_aligned(reference.manifest.terms, query.alignment)
-    return prepare(reference, suspect, **how, burnt=query.burnt, created=query.created, progress=progress)
+    cut = query.layers
+    layers = None if cut is None else AskLayers(cut.after, cut.value, cut.examiner)
+    return prepare(
+        reference, suspect, **how, burnt=query.burnt, created=query.created, layers=layers, progress=progress
+    )
 
 
 def difference(mine: Query, theirs: Query) -> str:

@@ -45,7 +45,7 @@ def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
 class Anchor:
     """The anchor as its digest sees it, in fixed point with 40 fractional bits, read in blocks.
 
-    Smaller parts are not committed to. Rows are balanced whatever their size, so whoever could choose them after
+    Smaller parts are not committed to. Rows are balanced whatever their size, so anyone who could choose them after
     the key is known would give any model any z.
     """
 

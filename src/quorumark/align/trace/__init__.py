@@ -13,7 +13,7 @@ This needs the extra `torch`. Verifiers do not need it: they read the groups fro
 
 from __future__ import annotations
 
-from quorumark.align.trace.derive import derive_groups, derive_scalings, derive_signs
+from quorumark.align.trace.derive import UnknownOperation, derive_groups, derive_scalings, derive_signs
 from quorumark.align.trace.labels import Knob, Scaling
 
-__all__ = ["Knob", "Scaling", "derive_groups", "derive_scalings", "derive_signs"]
+__all__ = ["Knob", "Scaling", "UnknownOperation", "derive_groups", "derive_scalings", "derive_signs"]

@@ -19,16 +19,18 @@ from quorumark.align.trace.labels import (
     values_of,
 )
 from quorumark.align.trace.operations import MIXES, PRODUCTS, SUMS
+from quorumark.align.trace.zeros import KnownZeros
 
 __all__ = ["Trace"]
 
 
-class Trace:
+class Trace(KnownZeros):
     """The labels of every tensor that was seen, and what was joined and pinned."""
 
     def __init__(self, model: Any) -> None:
         import torch
 
+        super().__init__()
         self.torch: Any = torch
         self.atoms = DisjointSets()
         self.scales = Scales()
@@ -36,15 +38,21 @@ class Trace:
         self.head_of: dict[int, int] = {}  # root of an atom → the head that it belongs to
         self.heads: dict[bytes, int] = {}  # the atoms of a head → its label
         self.pinned: set[int] = set()  # atoms that cannot move
+        self.held: set[int] = set()  # those of them that inputs, outputs or constants hold in place
+        self.lost: set[int] = set()  # tensors without labels that come from something that was not understood
+        self.apart: set[str] = set()  # tensors whose rows are read in parts, each of which could be permuted on its own
         self.held_in_head: set[int] = set()  # atoms that can move only with their head
         self.operations_of: dict[int, set[int]] = defaultdict(set)  # atom → numbers of its operations
         self.nonlinear: set[int] = set()  # atoms that went through something other than a linear map
         self.operation_count = 0
         self.shared_axes: set[tuple[str, int]] = set()  # axes that several heads read (grouped queries)
         self.components: dict[int, list[Component]] = {}
-        self.kept_alive: list[Any] = []  # so that no other object gets the same id
+        self.used: set[int] = set()  # tensors that an operation has read
+        self.stacked: dict[int, int] = {}  # tensors put together from others, and the axis along which
+        self.unknown: set[str] = set()  # operations that are not understood
         self.aliases: dict[str, list[str]] = {}  # tied weights: all names of a tensor, by the first
-        names: dict[int, str] = {}
+        self.parameters: list[Any] = []
+        self.names = names = dict[int, str]()
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) in names:
                 self.aliases[names[id(tensor)]].append(name)
@@ -52,7 +60,7 @@ class Trace:
                 names[id(tensor)] = name
                 self.aliases[name] = [name]
                 self.components[id(tensor)] = self._parameter(name, tensor.shape)
-                self.kept_alive.append(tensor)
+                self.parameters.append(tensor)
 
     def _parameter(self, name: str, shape: Sequence[int]) -> list[Component]:
         found = []
@@ -69,6 +77,13 @@ class Trace:
 
     def of(self, tensor: Any) -> list[Component]:
         return self.components.get(id(tensor), [])
+
+    def pin_unused(self) -> None:
+        """Weights that no operation reads for this example: nothing is known about them."""
+        for tensor in self.parameters:
+            if id(tensor) not in self.used:
+                for comp in self.of(tensor):
+                    self.pin(comp, held=False)
 
     def label(self, tensor: Any, comps: list[Component]) -> None:
         self.components[id(tensor)] = comps
@@ -92,9 +107,11 @@ class Trace:
         else:
             self.head_of[atom] = head
 
-    def pin(self, comp: Component, *, within: bool = False, scales: bool = True) -> None:
-        """Atoms cannot move, or (`within`) only with their head."""
+    def pin(self, comp: Component, *, within: bool = False, scales: bool = True, held: bool = True) -> None:
+        """Atoms cannot move, or (`within`) only with their head. Those that are not `held` could, if more was known."""
         (self.held_in_head if within else self.pinned).update(values_of(comp.label))
+        if held and not within:
+            self.held.update(values_of(comp.label))
         if scales:
             self.scales.fix(values_of(comp.scale))
 
@@ -117,10 +134,16 @@ class Trace:
 
     def pin_unmatched(self, one: Component, two: Component) -> None:
         """Pins atoms that meet no atom."""
-        self.pinned.update(values_of(one.label[two.label == 0]) + values_of(two.label[one.label == 0]))
+        alone = values_of(one.label[two.label == 0]) + values_of(two.label[one.label == 0])
+        self.pinned.update(alone)
+        self.held.update(alone)
 
     def elementwise(self, tensors: Sequence[Any], shape: tuple[int, ...], name: str) -> list[Component]:
         """Joins atoms that meet; an operand without atoms that differs along an axis pins the atoms there."""
+        if name in SUMS:
+            tensors = [t for t in tensors if not self.is_zero(t)]
+        elif name in PRODUCTS and any(map(self.is_zero, tensors)):
+            return []
         placed = [
             [c.map(lambda x: x.expand(shape) if x.dim() else x) for c in self.of(t)] if t.dim() else [] for t in tensors
         ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.align.groups import Groups, Mixing, Stream
+from quorumark.align.groups import Groups, Mixing, Slot, Stream
 from quorumark.align.trace.handlers import REMEDY
 from quorumark.align.trace.labels import Scaling
 from quorumark.align.trace.running import run_model
@@ -21,6 +21,7 @@ __all__ = [
     "EXACT",
     "check_change",
     "error_of",
+    "flip_elements",
     "flip_signs",
     "map_tensors",
     "mix",
@@ -57,11 +58,17 @@ def error_of(model: Any, example: Any, change: Callable[..., dict[str, Any]]) ->
             noise = torch.from_numpy(rng.uniform(0.5, 1.5, tuple(tensor.shape)))
             if tensor.dim() < 2:  # gains, biases, running statistics: positive, and all different
                 tensor.copy_(noise)
-        before = run_model(module, _double(example))
+        inputs = map_tensors(_double(example), _varied)
+        before = run_model(module, inputs)
         state = {name: t.clone() for name, t in module.state_dict().items()}
         module.load_state_dict(change(state, rng))
-        after = run_model(module, _double(example))
-    return float((after - before).abs().max() / before.abs().max().clamp_min(1e-30))
+        after = run_model(module, inputs)
+    errors = [
+        float((two - one).abs().max() / one.abs().max().clamp_min(1e-30))
+        for one, two in zip(before, after, strict=True)
+        if one.numel()
+    ]
+    return max(errors, default=0.0) if np.isfinite(errors).all() else float("inf")
 
 
 def _in_doubles() -> Any:
@@ -96,6 +103,11 @@ def noise_like(x: Any) -> Any:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
 
 
+def _varied(x: Any) -> Any:
+    """An example in which all numbers are the same shows little: noise instead."""
+    return noise_like(x).to(x) if x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()) else x
+
+
 def map_tensors(example: Any, change: Callable[[Any], Any]) -> Any:
     """An example with its floating-point tensors changed."""
     import torch
@@ -118,7 +130,7 @@ def permute(state: dict[str, Any], rng: np.random.Generator, groups: Groups) -> 
     moved = groups.axis_orders({name: tuple(t.shape) for name, t in state.items()}, orders)
     for (name, axis), order in moved.items():
         state[name] = state[name].index_select(axis, torch.from_numpy(order))
-    return state
+    return state | {name: state[source] for name, source in groups.swapped(orders).items()}
 
 
 def rescale(state: dict[str, Any], rng: np.random.Generator, scalings: Sequence[Scaling]) -> dict[str, Any]:
@@ -137,6 +149,21 @@ def flip_signs(state: dict[str, Any], rng: np.random.Generator, signs: Sequence[
             for knob in scaling:
                 if knob.tensor in state:
                     state[knob.tensor].select(knob.axis, knob.index).neg_()
+    return state
+
+
+def flip_elements(
+    state: dict[str, Any],
+    rng: np.random.Generator,  # noqa: ARG001  # as for the other changes
+    signs: Sequence[tuple[int, Sequence[Slot]]],
+) -> dict[str, Any]:
+    """The other sign at all indices of slots, each with the number of its elements."""
+    import torch
+
+    for size, slots in signs:
+        for slot in slots:
+            lines = state[slot.tensor].movedim(slot.axis, 0)  # a view: written in place
+            lines[torch.from_numpy(slot.indices(size).reshape(-1))] *= -1
     return state
 
 

@@ -39,10 +39,21 @@ class Handlers(Trace):
     def see(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, function: Any) -> None:
         """Labels the output of an operation, and notes what it does to the atoms of its operands."""
         tensors = [x for x in flat((args, kwargs)) if isinstance(x, self.torch.Tensor)]
-        if not any(self.of(x) for x in tensors):
-            return
+        zero = self.stays_zero(name, tensors)
+        if any(self.of(x) for x in tensors):
+            self._see(name, args, kwargs, out, function, tensors)
+        self.follow_zeros(name, tensors, out, were=zero)
+        if any(id(x) in self.lost for x in tensors):
+            self._lose(out)
+
+    def _see(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, function: Any, tensors: Sequence[Any]
+    ) -> None:
+        self.used.update(map(id, tensors))
+        self._unstack(name, args, kwargs, out, tensors)
+        self._note_parts(name, args)
         first: Any = args[0] if args else None
-        if name not in operations.MOVES | operations.VIEWS | operations.SAME | operations.SIZES | {"cat"}:
+        if name not in operations.MOVES | operations.VIEWS | operations.SAME | operations.SIZES | {"cat", "stack"}:
             self._count(name, args, tensors)
         if name in operations.SUMS and any(isinstance(x, (int, float)) and x for x in args[1:2]):
             self.fix(self.of(first))  # x + 1
@@ -54,6 +65,8 @@ class Handlers(Trace):
             self._move(args, kwargs, out, function)
         elif name == "cat":
             self._cat(first, args[1] if len(args) > 1 else kwargs.get("dim", 0), out)
+        elif name == "stack":
+            self._stack(first, args[1] if len(args) > 1 else kwargs.get("dim", 0), out)
         elif name in operations.HOMOGENEOUS:
             self.label(out, self.of(first))
         elif name in operations.UNARY:
@@ -63,9 +76,21 @@ class Handlers(Trace):
             self.label(out, self.elementwise(tensors, tuple(out.shape), name))
         elif name in ("mm", "bmm"):
             self.label(out, self._matmul(args[0], args[1], out))
+        elif name in ("mv", "dot"):
+            self._vector_product(name, args[0], args[1], out)
+        elif name == "_prelu_kernel":
+            self.fix(self.of(args[1]))
+            self.label(out, self.elementwise([first, args[1]], tuple(out.shape), "mul"))
+        elif name == "glu":
+            self._gated(first, args[1] if len(args) > 1 else -1, out)
+        elif name == "_weight_norm_interface":
+            self.fix(self.of(first))
+            self.label(out[0], self.elementwise([first, args[1]], tuple(out[0].shape), "mul"))
         elif name in ("addmm", "baddbmm"):
             product = out.detach().clone()
             self.label(product, self._matmul(args[1], args[2], out))
+            if self.is_zero(args[1]) or self.is_zero(args[2]):
+                self.are_zero(product)
             self.label(out, self.elementwise([args[0], product], tuple(out.shape), "add"))
         elif name == "convolution":
             self._convolution(args, out)
@@ -76,9 +101,7 @@ class Handlers(Trace):
             self._affine(self.unscaled(self.of(first)), args[2], args[3], out[0], (-1,))
         elif name == "native_group_norm":
             comps = self.of(first)
-            if int(args[6]) != 1:
-                for comp in comps:
-                    self.pin(comp)
+            self._norm_groups(comps, int(args[6]))
             self.fix(comps)
             shape = (-1,) + (1,) * (out[0].dim() - 2)
             self._affine(self.unscaled(comps), args[1], args[2], out[0], shape)
@@ -92,13 +115,125 @@ class Handlers(Trace):
             self._reduce(name, args, kwargs, out)
         elif name in operations.POOLS:
             self._pool(self.of(first), _first_of(out), name)
-        elif name in operations.SIZES:
+        elif name in operations.SIZES | operations.ZEROS:
             return
+        elif name in operations.ORDERS:
+            self._order(name, args, kwargs, out)
+        elif name in operations.ADDS_AT:
+            self._add_at(name, args, out)
+        elif name == "copy_" and first._base is None:
+            self.label(out, self.elementwise([args[1]], tuple(out.shape), "add"))
         else:
-            raise LayoutError(
-                f"the operation {name!r} of this model is not understood, so that it has no groups: replace it, or "
-                f"{REMEDY}"
-            )
+            self._unknown(name, tensors, out, function)
+
+    def _note_parts(self, name: str, args: Sequence[Any]) -> None:
+        """Weights that are read in parts along their first axis, or as a stack of matrices."""
+        if name in operations.PARTS and (len(args) < 3 or args[2] == 0):
+            self.apart.update(self.names[id(x)] for x in args[:1] if id(x) in self.names and x.dim() > 1)
+        if name in ("bmm", "baddbmm"):
+            self.apart.update(self.names[id(x)] for x in args if id(x) in self.names)
+
+    def _unknown(self, name: str, tensors: Sequence[Any], out: Any, function: Any) -> None:
+        """An operation that is not understood: what touches it cannot move."""
+        self.unknown.add(name)
+        written = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        touched = list(tensors)
+        if written:  # what shares the memory changes as well
+            memory = {x.untyped_storage().data_ptr() for x in tensors}
+            touched += [x for x in self.kept_alive if x.untyped_storage().data_ptr() in memory]
+        for comp in (c for x in touched for c in self.of(x)):
+            self.pin(comp, held=False)
+        for x in flat(out):
+            if isinstance(x, self.torch.Tensor):
+                self.label(x, [])
+        self._lose(out)
+
+    def _lose(self, out: Any) -> None:
+        """What has no labels, but not because it comes from the inputs."""
+        for x in flat(out):
+            if isinstance(x, self.torch.Tensor) and not self.of(x):
+                self.lost.add(id(x))
+                self.kept_alive.append(x)
+
+    def _vector_product(self, name: str, one: Any, two: Any, out: Any) -> None:
+        """A matrix times a vector, or two vectors."""
+        matrix, column = self._reshaped(one, one.reshape(-1, one.shape[-1])), self._reshaped(two, two.reshape(-1, 1))
+        product = out.detach().reshape(-1, 1).clone()
+        found = self._matmul(matrix, column, product)
+        self.label(out, [c.map(lambda x: x.reshape(out.shape)) for c in found] if name == "mv" else [])
+
+    def _reshaped(self, tensor: Any, seen: Any) -> Any:
+        """The same numbers in another shape, with the same labels."""
+        view = seen.detach().clone()
+        self.label(view, [c.map(lambda x: x.reshape(view.shape)) for c in self.of(tensor)])
+        return view
+
+    def _gated(self, x: Any, dim: int, out: Any) -> None:
+        """a·σ(b), a and b the halves of x along an axis."""
+        halves = [half.detach().clone() for half in x.chunk(2, dim)]
+        for number, half in enumerate(halves):
+            self.label(half, [c.map(lambda y, n=number: y.chunk(2, dim)[n]) for c in self.of(x)])  # type: ignore[misc]
+        self.fix(self.of(halves[1]))
+        self.label(halves[1], self.unscaled(self.of(halves[1])))
+        self.label(out, self.elementwise(halves, tuple(out.shape), "mul"))
+
+    def _norm_groups(self, comps: list[Component], count: int) -> None:
+        """Channels are normalised together with those of their norm group, which moves as a whole."""
+        for comp in comps:
+            if comp.axes() - {1}:
+                self.pin(comp)
+            line = line_of(1)(comp.label)
+            if count == 1 or count == len(line):
+                continue
+            rows = line.reshape(count, -1)
+            self.heads_of(rows, self.torch.empty(count, 1, 1), [])
+
+    def _order(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """What depends on the order along one axis: atoms there cannot move, others are passed on."""
+        x, place = args[0], 2 if name in ("topk", "kthvalue") else 1
+        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        found = []
+        for comp in self.of(x):
+            if dim % x.dim() in comp.axes():
+                self.pin(comp, held=False)
+            else:
+                self.fix([comp])
+                (passed,) = self.unscaled([comp])
+                found.append(passed.map(first_along(dim % x.dim(), tuple(outs[0].shape))))
+        for o in outs:
+            self.label(o, found)
+
+    def _add_at(self, name: str, args: Sequence[Any], out: Any) -> None:
+        """Values are added to, or put at, some indices of a tensor: what runs along other axes is joined."""
+        base = args[0]
+        if "put" in name:
+            indices, values = args[1], args[2]
+            ahead = [index is not None for index in indices]
+            used = sum(i.dim() if i.dtype == self.torch.bool else 1 for i in indices if i is not None)
+            axes = set(range(used)) if all(ahead) else set(range(out.dim()))
+        else:
+            axes, values = {args[1] % out.dim()} if "index" in name else set(range(out.dim())), args[3]
+        placed = []
+        for comp in self.of(values):
+            shifted = {a + out.dim() - values.dim() for a in comp.axes()}
+            if shifted & axes:
+                self.pin(comp, held=False)
+                continue
+            line = comp.label, comp.scale
+            for a in range(values.dim()):
+                if a + out.dim() - values.dim() in axes:
+                    line = tuple(y.narrow(a, 0, min(1, y.shape[a])) for y in line)
+            if all(y.numel() for y in line):
+                extra = max(0, values.dim() - out.dim())
+                placed.append(Component(*(y.reshape(y.shape[extra:]).expand(out.shape) for y in line)))
+        for comp in self.of(base):
+            if comp.axes() & axes:
+                self.pin(comp, held=False)
+        added = out.detach().clone()
+        self.label(added, placed)
+        found = placed if self.is_zero(base) else self.elementwise([base, added], tuple(out.shape), "add")
+        self.label(out, found)
 
     def _count(self, name: str, args: Sequence[Any], tensors: Sequence[Any]) -> None:
         """Notes which atoms go through an operation that computes something, and whether it is linear."""
@@ -114,14 +249,15 @@ class Handlers(Trace):
     def _move(self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, function: Any) -> None:
         outs: list[Any] = list(out) if isinstance(out, (list, tuple)) else [out]
         given: list[list[Component]] = [[] for _ in outs]
+        in_place = function._schema.name.endswith("_")
         for comp in self.of(args[0]):
             moved = []
             for labels in (comp.label, comp.scale):
                 result: Any
                 if "constant_pad_nd" in str(function):
                     result = self.torch.nn.functional.pad(labels, args[1])
-                else:
-                    result = function(labels, *args[1:], **kwargs)
+                else:  # an operation in place must not move the labels of others
+                    result = function(labels.clone() if in_place else labels, *args[1:], **kwargs)
                 moved.append(list(result) if isinstance(result, (list, tuple)) else [result])
             for components, label, scale in zip(given, *moved, strict=True):
                 components.append(Component(label, scale))
@@ -146,6 +282,8 @@ class Handlers(Trace):
         zeros = [self.torch.zeros((), dtype=self.torch.int64).expand(t.shape) for t in tensors]
         found = []
         for key, row in zip(keys, rows, strict=True):
+            if dim not in key:
+                self._fill_zeros(tensors, row, dim)
             if None in row and key - {dim}:  # another part has no atoms along the same axis
                 for part in row:
                     if part is not None:
@@ -153,20 +291,60 @@ class Handlers(Trace):
             labels = [z if c is None else c.label for c, z in zip(row, zeros, strict=True)]
             scales = [z if c is None else c.scale for c, z in zip(row, zeros, strict=True)]
             found.append(Component(self.torch.cat(labels, dim), self.torch.cat(scales, dim)))
-        for comp in found:  # parts that run along another axis share their atoms there
-            others = comp.axes() - {dim}
-            if others and dim in comp.axes() and any(set(c.axes()) & others for t in tensors for c in self.of(t)):
+        if any(set(c.axes()) - {dim} for t in tensors for c in self.of(t)):
+            self.stacked[id(out)] = dim
+        self.label(out, found)
+
+    def _join_stacked(self, tensor: Any, dim: int) -> None:
+        """Parts that were put one after the other share the atoms that run along another axis, once all are read."""
+        for comp in self.of(tensor):
+            axes = comp.axes()
+            if dim in axes and axes - {dim}:
                 base = comp.label.narrow(dim, 0, 1).expand(comp.label.shape)
                 for one, two in pairs_of(base, comp.label):
                     self.join(one, two)
                 scale = comp.scale.narrow(dim, 0, 1).expand(comp.scale.shape)
                 self.same_scale(scale, comp.scale)
                 comp.label, comp.scale = base, scale
-        self.label(out, found)
+
+    def _unstack(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, tensors: Sequence[Any]
+    ) -> None:
+        """Before parts that were put together are read: all at once they share atoms, one by one they do not."""
+        for tensor in tensors:
+            dim = self.stacked.get(id(tensor))
+            if dim is None:
+                continue
+            along = kwargs.get("dim", next((a for a in args[1:2] if isinstance(a, int)), 0))
+            if name in operations.APART and along % tensor.dim() == dim:
+                if name in ("slice", "split", "narrow"):
+                    self.stacked.update({id(x): dim for x in flat(out)})
+            else:
+                self._join_stacked(tensor, self.stacked.pop(id(tensor)))
+
+    def _fill_zeros(self, tensors: Sequence[Any], row: list[Component | None], dim: int) -> None:
+        """Parts that are 0 can have the atoms of the others."""
+        there = next(part for part in row if part is not None)
+        for at, tensor in enumerate(tensors):
+            if row[at] is None and self.is_zero(tensor):
+                row[at] = there.map(first_along(dim, tuple(tensor.shape)))
+
+    def _stack(self, tensors: Sequence[Any], dim: int, out: Any) -> None:
+        dim = dim % out.dim()
+        parts = []
+        for tensor in tensors:
+            part = tensor.detach().unsqueeze(dim)
+            self.label(part, [c.map(lambda x: x.unsqueeze(dim)) for c in self.of(tensor)])
+            if self.is_zero(tensor):
+                self.are_zero(part)
+            parts.append(part)
+        self._cat(parts, dim, out)
 
     def _matmul(self, a: Any, b: Any, out: Any) -> list[Component]:
         """out[…, i, j] = Σ_k a[…, i, k]·b[…, k, j]."""
         dim = out.dim()
+        if self.is_zero(a) or self.is_zero(b):  # 0 whatever the other is, so that nothing is learnt about it
+            return []
         over_a: list[Component] = []
         over_b: list[Component] = []
         rest: list[Component] = []
@@ -189,7 +367,7 @@ class Handlers(Trace):
                 self.pin_unmatched(one, two)
         if not (over_a and over_b):
             for comp in [*over_a, *over_b]:
-                self.pin(comp)
+                self.pin(comp, held=id(a) not in self.lost and id(b) not in self.lost)
         heads = [c for c in (over_a or over_b) if dim == 3 and 0 in c.axes()]
         if heads:
             rest.append(self.heads_of(heads[0].label, out, over_b if over_a else []))
@@ -231,7 +409,7 @@ class Handlers(Trace):
                     self.pin_unmatched(one, two)
             if not inputs or not taken:
                 for comp in [*inputs, *taken]:
-                    self.pin(comp)
+                    self.pin(comp, held=id(x) not in self.lost)
             given = produced
         elif groups == x.shape[1] == out.shape[1] and not transposed:  # depthwise: the channels stay what they are
             for one in inputs:
@@ -245,7 +423,7 @@ class Handlers(Trace):
                     self.pin(comp)
         else:
             for comp in [*inputs, *self.of(weight)]:
-                self.pin(comp)
+                self.pin(comp, held=False)
         if bias is not None:
             for one in given:
                 for two in self.of(bias):
@@ -253,6 +431,8 @@ class Handlers(Trace):
                         self.join(*p)
                     self.same_scale(one.scale, two.scale)
         self.label(out, [c.map(along(1, tuple(out.shape))) for c in given])
+        if not given:
+            self._lose(out)
 
     def _batch_norm(self, name: str, args: Sequence[Any], out: Any) -> None:
         x, weight, bias, mean, variance = args[:5]
@@ -270,10 +450,11 @@ class Handlers(Trace):
                         if channel:
                             self.scales.knobs[channel].append(Knob(tensor, axis, index, exponent))
         for statistic in (mean, variance):
-            if statistic is not None:
-                for other in self.of(statistic):
-                    self.scales.fix(values_of(other.scale))  # they are scaled with the channel, not alone
-        if "no_training" not in name and args[5]:
+            for other in self.of(statistic) if statistic is not None else ():
+                self.scales.fix(values_of(other.scale))  # they are scaled with the channel, not alone
+                if not any(1 in comp.axes() for comp in self.of(x)):
+                    self.pin(other)
+        if "no_training" not in name and args[5] and mean is not None:
             raise LayoutError("the model normalises by its batch, so that it cannot be traced: call model.eval() first")
         self._affine(self.unscaled(self.of(x)), weight, bias, out, shape)
 
@@ -323,7 +504,7 @@ class Handlers(Trace):
             self.label(o, found)
 
     def _pool(self, comps: list[Component], out: Any, name: str) -> None:
-        spatial = 1 if "1d" in name else 2
+        spatial = next(n for n in (1, 2, 3) if f"{n}d" in name)
         found = []
         for comp in comps:
             if any(a >= out.dim() - spatial for a in comp.axes()):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quorumark.errors import InputError
-from quorumark.research.attacks import learning, rotation, symmetry, weights
+from quorumark.research.attacks import by_layers, learning, rotation, symmetry, weights
 from quorumark.research.attacks.base import Attack, Result, Target, _torch, fitted
 from quorumark.research.attacks.learning import estimate_key, public_scales, transfer_rate
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ATTACKS: Mapping[str, Attack] = {
-    a.name: a for a in (*learning.ATTACKS, *weights.ATTACKS, *symmetry.ATTACKS, *rotation.ATTACKS)
+    a.name: a for a in (*learning.ATTACKS, *by_layers.ATTACKS, *weights.ATTACKS, *symmetry.ATTACKS, *rotation.ATTACKS)
 }
 
 
@@ -47,7 +47,7 @@ def run(name: str, target: Target, *, seed: int = 0, **settings: Any) -> Result:
     attack = ATTACKS[name]
     for need in attack.needs:
         if not _is_there(getattr(target, need)):
-            raise InputError("target", f"must have {need} for the attack {name!r}", "none")
+            raise InputError("target", f"must have {need} for the attack {name!r}")
     torch = _torch()
     started = time.perf_counter()
     devices = sorted({tensor.get_device() for tensor in target.weights.values() if tensor.is_cuda})
@@ -71,7 +71,7 @@ def chain(target: Target, steps: Sequence[tuple[str, Mapping[str, Any]]], *, see
         results.append(run(name, target, seed=seed + number, **settings))
         target = target.with_weights(results[-1].weights)
     if not results:
-        raise InputError("steps", "must name at least one attack", "none")
+        raise InputError("steps", "must name at least one attack")
     return Result(
         " + ".join(result.attack for result in results),
         {f"{k}.{name}": v for k, result in enumerate(results) for name, v in result.settings.items()},

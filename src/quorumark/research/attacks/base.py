@@ -58,6 +58,7 @@ class Target:
         base: the model that training began with, for merging; the anchor is public.
         loss: of (module, inputs, labels); cross-entropy of classes, or of the next word, if not given.
         example: an input to find groups with; one of the data if not given.
+        oracle: tells an attacker z of each block of a model, as only somebody with the key could: the worst case.
         known: the coupled channels, where they have been found before: it takes a while for a large model.
     """
 
@@ -73,6 +74,7 @@ class Target:
     layout: ModelLayout | None = None
     base: Mapping[str, Any] | None = None
     known: Groups | None = None
+    oracle: Callable[[Weights], Sequence[float]] | None = None
 
     def module(self, weights: Mapping[str, Any] | None = None) -> Any:
         """A module with these weights, of whatever sizes they have, where they are."""
@@ -97,7 +99,7 @@ class Target:
         if self.example is not None:
             return self.example
         if self.data is None:
-            raise InputError("target", "must have data or an example for this attack", "neither")
+            raise InputError("target", "must have data or an example for this attack")
         inputs = self.data[0]
         return {name: part[:1].cpu() for name, part in inputs.items()} if isinstance(inputs, Mapping) else inputs[:1]
 

@@ -243,6 +243,21 @@ def public_scales(
     return found
 
 
+def carrying_weights(target: Target, module: Any, layout: ModelLayout, *, from_anchor: bool) -> Callable[[], Any]:
+    """Gives a module's carrying weights as one vector that a loss can follow: less the anchor's, or as they are."""
+    torch = _torch()
+    device = next(module.parameters()).device
+    places = torch.from_numpy(np.arange(layout.carrier_size)[layout.carrying()]).to(device)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = [spec.name for spec, _ in layout.spans("carrier")]
+    anchor = torch.cat([target.checkpoints[0][name].flatten() for name in names]).to(device) if from_anchor else 0
+
+    def weights() -> Any:
+        return (torch.cat([parameters[name].flatten() for name in names]).float() - anchor)[places]
+
+    return weights
+
+
 def fine_tune_against(
     target: Target,
     seed: int,
@@ -262,19 +277,14 @@ def fine_tune_against(
     if not 0 <= alpha <= 1:
         raise InputError("alpha", "must be from 0 to 1", alpha)
     layout = target.layout or ModelLayout.of(target.module())
-    carrying = layout.carrying()
     module = target.module()
     device = next(module.parameters()).device
     guess = torch.from_numpy(estimate_key(target, estimate, coalition=coalition)).float().to(device)
     guess = guess / guess.norm().clamp_min(1e-30)
-    places = torch.from_numpy(np.arange(layout.carrier_size)[carrying]).to(device)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    names = [spec.name for spec, _ in layout.spans("carrier")]
-    anchor = torch.cat([target.checkpoints[0][name].flatten() for name in names]).to(device)
+    carrying = carrying_weights(target, module, layout, from_anchor=from_anchor)
 
     def loss(module: Any, inputs: Any, labels: Any) -> Any:
-        flat = torch.cat([parameters[name].flatten() for name in names]).float()
-        theta = (flat - anchor if from_anchor else flat)[places]
+        theta = carrying()
         cosine = (theta @ guess) / theta.norm().clamp_min(1e-30)
         return (1 - alpha) * target.loss(module, inputs, labels) + alpha * cosine.abs()
 

@@ -26,7 +26,7 @@ def factor_names(adapter: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             weight = f"{name[: name.index('.lora_A')].removeprefix(_PEFT)}.weight"
             yield name, name.replace(".lora_A", ".lora_B"), weight
     if not found:
-        raise InputError("adapter", "must have tensors named ….lora_A.weight and ….lora_B.weight", "none")
+        raise InputError("adapter", "must have tensors named ….lora_A.weight and ….lora_B.weight")
 
 
 def refactor(adapter: Mapping[str, Any], seed: int = 0, condition: float = 10.0) -> Weights:

@@ -100,7 +100,7 @@ def known_only(what: str, body: Mapping[str, Any], names: set[str]) -> None:
 
 def _seeds(value: Any) -> list[int]:
     if not isinstance(value, list) or not value or not all(isinstance(v, int) and v >= 0 for v in value):
-        raise InputError("seeds", "must be a list of whole numbers", value)
+        raise InputError("seeds", "must be a list of integers", value)
     return value
 
 

@@ -66,7 +66,7 @@ def _layers(module: Any) -> list[_Layer]:
             normed = partial or hasattr(layer, "q_norm") or hasattr(layer, "k_norm")
             found.append(_Layer(path, keys, queries // keys, layer.head_dim, False, True, normed))
     if not found:
-        raise InputError("target", _REMEDY, "none")
+        raise InputError("target", _REMEDY)
     return found
 
 
@@ -144,7 +144,7 @@ def _blocks(module: Any) -> Iterator[tuple[str, list[str], list[str]]]:
     """Each norm of a Llama-type model, the layers that read it, and those that write to the stream after it."""
     inner = next((p for p, m in module.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")), None)
     if inner is None:
-        raise InputError("target", _REMEDY, "none")
+        raise InputError("target", _REMEDY)
     prefix = f"{inner}." if inner else ""
     for number in range(len(module.get_submodule(inner).layers)):
         block = f"{prefix}layers.{number}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +86,35 @@ class Subject:
             return None, 0
         return self.known.z_of(prepared.form), prepared.query.surplus
 
+    def q(self, weights: Mapping[str, Any]) -> tuple[float | None, float | None]:
+        """Q by layers and log10 of its bound, as members would get it: the better of aligned and not."""
+        arrays, found = {name: _array(tensor) for name, tensor in weights.items()}, []
+        for align in (False, True) if self.reference.groups is not None else (False,):
+            with contextlib.suppress(InconclusiveError):
+                measured = self.known.q_of(prepare(self.reference, arrays, align=align).form)
+                found += [] if measured is None else [measured]
+        return min(found, key=lambda pair: pair[1], default=(None, None))
+
+    def z_by_block(self, weights: Mapping[str, Any]) -> list[float]:
+        """What an oracle tells an attacker: z of every block."""
+        arrays = {name: _array(tensor) for name, tensor in weights.items()}
+        return self.known.z_by_block(prepare(self.reference, arrays).form)
+
+    @property
+    def attacked(self) -> Target:
+        """The target, with an oracle for attackers who may ask one."""
+        return replace(self.target, oracle=self.z_by_block)
+
     def row(self, job: Job | None, weights: Mapping[str, Any], **cost: Any) -> Row:
         """What an attacked model is worth."""
         accuracy = self.accuracy(self.target.module(weights))
         z, _ = self.z(weights, align=False)
         aligned, surplus = self.z(weights, align=True)
+        q, log10_q = self.q(weights)
+        more: dict[str, Any] = {"surplus": surplus, "q": q, "log10_q": log10_q}
         if job is None:
-            return Row(ORIGINAL, accuracy, z, aligned, surplus=surplus)
-        return Row(job.name, accuracy, z, aligned, seed=job.seed, settings=job.settings, surplus=surplus, **cost)
+            return Row(ORIGINAL, accuracy, z, aligned, **more)
+        return Row(job.name, accuracy, z, aligned, seed=job.seed, settings=job.settings, **more, **cost)
 
 
 def _array(tensor: Any) -> Any:
@@ -202,7 +223,7 @@ def run(
     if not rows:
         rows.append(subject.row(None, subject.target.weights))
         if rows[0].best is None:
-            raise InputError("the model", "must be one that can be tested", "too few weights, or the anchor itself")
+            raise InputError("the model", "must be one that can be tested")
         write_rows(path, rows)
     done, failed = {row.key for row in rows}, []
     for number, job in enumerate(plan.jobs):
@@ -211,7 +232,7 @@ def run(
         if job.key in done:
             continue
         try:
-            result = chain(subject.target, job.steps, seed=job.seed)
+            result = chain(subject.attacked, job.steps, seed=job.seed)
             row = subject.row(job, result.weights, seconds=result.seconds, examples=result.examples, steps=result.steps)
         except QuorumarkError as error:
             failed.append(f"{job.name}: {error}")

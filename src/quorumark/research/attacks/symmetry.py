@@ -20,7 +20,7 @@ _OUTPUT_AXIS = {"Linear": 0, "Conv1d": 0, "Conv2d": 0, "Conv1D": 1, "BatchNorm1d
 
 
 def permute(target: Target, seed: int) -> tuple[Weights, dict[str, Any]]:
-    """A random permutation of every group: channels, neurons, heads and what is within them."""
+    """A random permutation of every group: channels, neurons, experts, heads and what is within them."""
     torch = _torch()
     rng = np.random.default_rng(seed)
     weights = target.copied()
@@ -28,7 +28,8 @@ def permute(target: Target, seed: int) -> tuple[Weights, dict[str, Any]]:
     moved = target.groups.axis_orders({name: tuple(w.shape) for name, w in weights.items()}, orders)
     for (name, axis), order in moved.items():
         weights[name] = weights[name].index_select(axis, torch.from_numpy(order).to(weights[name].device))
-    return weights, {"groups": len(orders)}
+    swapped = {name: weights[source] for name, source in target.groups.swapped(orders).items()}
+    return weights | swapped, {"groups": len(orders)}
 
 
 def rescale(target: Target, seed: int, *, octaves: float = 2.0) -> tuple[Weights, dict[str, Any]]:

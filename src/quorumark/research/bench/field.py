@@ -66,7 +66,7 @@ def _against_memcpy(size: int, repeats: int) -> Iterator[Row]:
 
 
 def _against_others(size: int, repeats: int) -> Iterator[Row]:
-    """Multiplication against a library that does the same, and against Python's own whole numbers."""
+    """Multiplication against a library that does the same, and against Python's own integers."""
     x, y, out = field.random(size), field.random(size), np.zeros(size, np.uint64)
     few = 20_000
     left, right = [random.randrange(P) for _ in range(few)], [random.randrange(P) for _ in range(few)]  # noqa: S311
@@ -123,7 +123,7 @@ def cuda_rows() -> Iterator[Row]:
     except ImportError:
         raise MissingDependencyError("torch", "the benchmark on a GPU") from None
     if not torch.cuda.is_available():
-        raise InputError("--cuda", "needs a CUDA device", "none")
+        raise InputError("--cuda", "needs a CUDA device")
     size = 10 * FULL_SIZE  # several times the GPU's cache
     generator = torch.Generator("cuda").manual_seed(1)
     x, y = (torch.randint(1, P, (size,), dtype=torch.int64, device="cuda", generator=generator) for _ in range(2))

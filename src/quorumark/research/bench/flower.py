@@ -62,9 +62,9 @@ def rows(quick: bool = False) -> Iterator[FlowerRow]:
 def deployed(summary: Path) -> FlowerRow:
     """The row of a deployment that was run with --compare."""
     try:
-        told = json.loads(summary.read_text())
-        plain, marked = told["plain"], told["marked"]
-        return _row("deployment on loopback, TLS, 5 nodes", told["coordinates"], 5, marked, plain)
+        measured = json.loads(summary.read_text())
+        plain, marked = measured["plain"], measured["marked"]
+        return _row("deployment on loopback, TLS, 5 nodes", measured["coordinates"], 5, marked, plain)
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
             "--deployment", "must name the summary.json of examples/flower-hospitals/deploy --compare N", str(summary)

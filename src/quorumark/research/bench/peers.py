@@ -79,7 +79,7 @@ def paper_sharing(secrets: list[int], threshold: int, members: int) -> Callable[
 
 
 def python_sharing(secrets: list[int], threshold: int, members: int) -> Callable[[], object]:
-    """Horner's rule on Python's whole numbers, mod 2^61−1."""
+    """Horner's rule on Python's integers, mod 2^61−1."""
 
     def call() -> object:
         shares = []

@@ -1,4 +1,4 @@
-"""What takes one pass over a vector instead of many, for CUDA (Triton): AdamW, and sums of models in whole numbers."""
+"""What takes one pass over a vector instead of many, for CUDA (Triton): AdamW, and sums of models in integers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adamw(
     )  # fmt: skip
 
 
-# --- whole numbers of 2^-40 -------------------------------------------------------------------------------
+# --- integer multiples of 2^-40 -------------------------------------------------------------------------------
 
 
 @triton.jit

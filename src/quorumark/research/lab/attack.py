@@ -29,17 +29,20 @@ from quorumark.align.procedure import align
 from quorumark.align.trace import derive_groups
 from quorumark.errors import InconclusiveError, InputError
 from quorumark.files import replacing
+from quorumark.model.blocks import MOST
 from quorumark.research.attacks import Target, chain
+from quorumark.research.attacks.by_layers import parts_of
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.research.lab import data, models
 from quorumark.research.lab.attacked import ALPHAS, DISTILLATION, EPOCHS, FORMAT, LR, write
 from quorumark.research.lab.config import Settings
-from quorumark.research.lab.loop import Run
+from quorumark.research.lab.image_run import ImageRun
+from quorumark.research.lab.parted import PartedAttackers, removed
 from quorumark.research.lab.results import scores_of, where_run
 from quorumark.research.lab.retrain import Attacker, Attackers, Feed
 from quorumark.research.rows import ORIGINAL, Row, parsed_rows
 
-__all__ = ["Suite", "Trained", "open_run", "plan"]
+__all__ = ["Suite", "Trained", "layered_plan", "open_run", "plan"]
 
 _LOGGED = (1, 2, 5, 10, 20, 50)  # epochs whose models are rows as well, beside the last
 _GENTLE = 1e-4  # the learning rate of those who mind the accuracy: with the paper's it falls at once
@@ -63,6 +66,8 @@ _TUNED: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (  # after fine-tun
 )
 
 Steps = Sequence[tuple[str, Mapping[str, Any]]]
+Scores = tuple[float | None, float | None, float | None]
+"""z, Q, log10 of its bound."""
 
 
 # --- what is tried ----------------------------------------------------------------------------------------
@@ -78,12 +83,17 @@ class Trained:
     estimate: str = ""
     coalition: int = 0
     lr: float = LR
+    by: str = ""  # a penalty for each block or row, by attackers who know the test by layers
+    weights: str = "even"
+    amounts: str = ""  # an estimate is taken out of every block first
 
     @property
     def settings(self) -> dict[str, Any]:
         found: dict[str, Any] = {"fraction": self.fraction}
         if self.estimate:
-            found |= {"alpha": self.alpha, "estimate": self.estimate}
+            found |= {"amounts": self.amounts} if self.amounts else {"alpha": self.alpha}
+            found["estimate"] = self.estimate
+        found |= {"by": self.by, "weights": self.weights} if self.by else {}
         found |= {"coalition": self.coalition} if self.coalition else {}
         return found | ({"lr": self.lr} if self.lr != LR else {})
 
@@ -122,6 +132,17 @@ def plan(coalitions: Sequence[int], observed: bool, side: int = 8) -> list[list[
     return [part for group in groups for part in _parts(group, side)]
 
 
+def layered_plan(coalitions: Sequence[int], observed: bool, side: int = 8) -> list[list[Trained]]:
+    """Attackers who know the test by layers: penalties by block and by row, and removal by an oracle's amounts."""
+    who = [(how, c) for c in (0, *coalitions) for how in (("sum", "regression", "gls") if observed else ("sum",))]
+    groups = [
+        [Trained("adaptive-by-part", 0.2, a, how, c, by=by, weights=w) for how, c in who for a in (0.5, 0.9)]
+        for by, w in (("block", "even"), ("row", "even"), ("block", "random"), ("block", "alternating"))
+    ]
+    groups.insert(1, [Trained("removal", 0.2, estimate=how, coalition=c, amounts="oracle") for how, c in who])
+    return [part for group in groups for part in _parts(group, side)]
+
+
 def _parts(group: list[Trained], side: int) -> list[list[Trained]]:
     """As many parts of about one size as it takes for `side` at once."""
     count = -(-len(group) // side)
@@ -131,7 +152,7 @@ def _parts(group: list[Trained], side: int) -> list[list[Trained]]:
 # --- what is attacked -------------------------------------------------------------------------------------
 
 
-def open_run(folder: Path, images: str | Path, device: str, **options: Any) -> tuple[Run, data.ImageSet]:
+def open_run(folder: Path, images: str | Path, device: str, **options: Any) -> tuple[ImageRun, data.ImageSet]:
     """A run from the folder of its checkpoint, with its data."""
     checkpoint = folder / "checkpoint.pt"
     if not checkpoint.exists():
@@ -144,7 +165,7 @@ def open_run(folder: Path, images: str | Path, device: str, **options: Any) -> t
     kept = {**body["settings"], "augment": tuple(body["settings"]["augment"])}
     settings = Settings(**kept, rounds=max(1, len(body["log"])))
     found = data.load(settings.dataset, Path(images))
-    run = Run(settings, found, device, **options)
+    run = ImageRun(settings, found, device, **options)
     run.restore(checkpoint)
     return run, found
 
@@ -168,7 +189,7 @@ class _Waiting:
 class Suite:
     """Attacks on a run's released model. `run_all` goes on with them until all are done or the time is up."""
 
-    run: Run
+    run: ImageRun
     images: data.ImageSet
     folder: Path
     results: Path
@@ -178,6 +199,7 @@ class Suite:
     seconds: float | None = None
     tell: Callable[[str], None] = lambda _: None
     only: str = "*"
+    layers: bool = False
     rows: list[Row] = field(default_factory=list)
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -185,12 +207,13 @@ class Suite:
         if self.run.mark is None or self.run.settings.per_client:
             raise InputError("RUN", "must be a run with one mark", self.run.settings.strength)
         self._start, self._lock = time.monotonic(), threading.Lock()
-        self.released = self.run.best.model if self.run.best.model is not None else self.run.model
+        self.released = self.run.released
         some = max(1, (os.cpu_count() or 1) // 6)
         self._workers = {urgent: ThreadPoolExecutor(some) for urgent in (True, False)}
         self._waiting: list[_Waiting] = []
         self._speed: float | None = None  # attackers' images a second
         self._fleet: Attackers | None = None
+        self._parted: PartedAttackers | None = None
         self._found: Groups | None = None
         self._like = {name: tensor.cpu().numpy() for name, tensor in self.run.fleet.module.state_dict().items()}
         self._original, self._anchor = self._tensors(self.released), self._tensors(self.run.initial)
@@ -231,7 +254,9 @@ class Suite:
             "seconds": 0.0,
             **where_run(run),
         }
-        self._add(Row(ORIGINAL, run.fleet.accuracy(self.released, *run.test), self._z(self._original), None))
+        z, q, log10_q = self._scores(self._original)
+        accuracy = run.fleet.accuracy(self.released, *run.test)
+        self._add(Row(ORIGINAL, accuracy, z, None, q=q, log10_q=log10_q))
 
     def _cosines(self) -> list[dict[str, Any]]:
         """How near each estimate comes to the key."""
@@ -297,21 +322,25 @@ class Suite:
         settings = self.run.settings
         return models.make(settings.model, self.images.classes, channels, height, settings.seed)
 
-    def _z(self, weights: Mapping[str, Any]) -> float | None:
-        """As it is; None where the sizes are others."""
+    def _scores(self, weights: Mapping[str, Any]) -> Scores:
+        """z as it is, Q by layers and log10 of its bound; None where the sizes are others."""
         specs = self.run.layout.spans("carrier")
         if any(tuple(weights[spec.name].shape) != spec.shape for spec, _ in specs):
-            return None
-        return self._known.z(weights)
+            return None, None, None
+        return self._scored(TensorsInMemory(weights))
 
-    def _aligned(self, weights: Mapping[str, Any], reference: Mapping[str, Any] | None = None) -> tuple[Any, int]:
-        """z and surplus after alignment to the anchor, or to what must not be used."""
+    def _scored(self, suspect: Any) -> Scores:
+        form = self._known.form(suspect)
+        return self._known.z_of(form), *(self._known.q_of(form) or (None, None))
+
+    def _aligned(self, weights: Mapping[str, Any], reference: Mapping[str, Any] | None = None) -> tuple[Scores, int]:
+        """The same and the surplus after alignment to the anchor, or to what must not be used."""
         suspect = TensorsInMemory(weights)
         try:
             found = align(suspect, TensorsInMemory(reference or self._anchor), self.run.layout, self._groups)
         except InconclusiveError:
-            return None, 0
-        return self._known.z(found.model(suspect)), found.surplus
+            return (None, None, None), 0
+        return self._scored(found.model(suspect)), found.surplus
 
     def _accuracy(self, weights: Mapping[str, Any]) -> float:
         """On the test images; a model of other sizes computes in float32."""
@@ -368,13 +397,14 @@ class Suite:
 
         def work() -> tuple[Any, ...]:
             result = chain(self._target(start, other), steps, seed=_SEED)
-            z = self._z(result.weights)
-            return result, z, *(self._aligned(result.weights) if aligned else (None, 0))
+            plain = self._scores(result.weights)
+            return result, plain, *(self._aligned(result.weights) if aligned else ((None, None, None), 0))
 
         def finish(found: tuple[Any, ...]) -> None:
-            result, z, z_aligned, surplus = found
+            result, plain, moved, surplus = found
             accuracy = self._accuracy(result.weights)
-            row = Row(name, accuracy, z, z_aligned, result.seconds, _SEED, settings, 0, 0, surplus)
+            q = min((s[1:] for s in (plain, moved) if s[2] is not None), key=lambda s: s[1], default=(None, None))
+            row = Row(name, accuracy, plain[0], moved[0], result.seconds, _SEED, settings, 0, 0, surplus, *q)
             self._told(row)
             self._add(row)
 
@@ -382,7 +412,8 @@ class Suite:
 
     def _told(self, row: Row) -> None:
         z = "not testable" if row.best is None else f"{row.best:.1f}"
-        self.tell(f"{row.attack}, {row.budget}: accuracy {100 * row.accuracy:.2f} %, z {z}")
+        by = "" if row.q is None else f", Q {row.q:.0f} (10^{row.log10_q})"
+        self.tell(f"{row.attack}, {row.budget}: accuracy {100 * row.accuracy:.2f} %, z {z}{by}")
 
     # --- the device's part ---
 
@@ -394,6 +425,28 @@ class Suite:
                 streams=self.streams,
             )  # fmt: skip
         return self._fleet
+
+    def _parted_attackers(self) -> PartedAttackers:
+        if self._parted is None:
+            run = self.run
+            most = int(parts_of(run.layout, "row")[-1]) + 1
+            self._parted = PartedAttackers(
+                run.fleet.module, run.layout, self.side, self.images.classes, self.images.image, run.device,
+                streams=self.streams, most=max(most, MOST),
+            )  # fmt: skip
+        return self._parted
+
+    def _removed(self, job: Trained) -> Tensor:
+        """The released model less an estimate of the key in every block, by an oracle who knows the key."""
+        guess = self.guess(job.estimate, job.coalition).to(self.released)
+        parts = torch.from_numpy(parts_of(self.run.layout, "block")).to(guess.device)
+        moved = (self.released - self.run.initial.to(self.released))[: len(parts)]
+        sums = [torch.bincount(parts, (v * v).double()).sqrt() for v in (moved, guess)]
+
+        def oracle(vector: Tensor) -> list[float]:
+            return self._known.z_by_block(self._known.form(TensorsInMemory(self._tensors(vector))))
+
+        return removed(self.released, guess, parts, sums[0] / sums[1].clamp_min(1e-300), oracle)
 
     def _subset(self, fraction: float) -> Tensor:
         """A uniform sample of the training images: the same for all attacks with this fraction."""
@@ -417,6 +470,8 @@ class Suite:
     def _attacker(self, job: Trained) -> Attacker:
         if job.attack == DISTILLATION:
             return Attacker(self._student(), kappa=0.5, decay=0.0)
+        if job.amounts:
+            return Attacker(self._removed(job))
         guess = self.guess(job.estimate, job.coalition) if job.estimate else None
         return Attacker(self.released, guess, job.alpha, rate=job.lr / LR)
 
@@ -436,19 +491,26 @@ class Suite:
         """Records every step that will be needed before anything else runs: other threads would disturb it."""
         if self.run.device.type == "cuda" and sizes - {0}:
             self._attackers().prepare(sorted(sizes - {0}, reverse=True))
+            if self.layers:
+                self._parted_attackers().prepare(sorted(sizes - {0}, reverse=True))
 
     def _train(self, jobs: Sequence[Trained]) -> bool:
         """Trains attackers with one fraction side by side; False if the time was up before their last epoch."""
         if not jobs:
             return True
         own = self._subset(jobs[0].fraction)
-        fleet = self._attackers()
+        fleet = self._parted_attackers() if jobs[0].by else self._attackers()
         feed = Feed(self.run, own[None], [_SEED], fleet.kind)
         images = len(jobs) * feed.steps * feed.batch * self.epochs
         if not self._fits(images):
             return False
         teach = any(job.attack == DISTILLATION for job in jobs)
-        fleet.begin([self._attacker(job) for job in jobs])
+        attackers = [self._attacker(job) for job in jobs]
+        if isinstance(fleet, PartedAttackers):
+            parts = torch.from_numpy(parts_of(self.run.layout, jobs[0].by))
+            fleet.begin_parts(attackers, parts, [job.weights for job in jobs])
+        else:
+            fleet.begin(attackers)
         begun = time.perf_counter()
         for epoch in range(1, self.epochs + 1):
             x, y = feed.take(epoch)
@@ -482,8 +544,9 @@ class Suite:
         if last and job == Trained("fine-tuning", 0.2):
             _keep(vector, self._tuned)
 
-        def finish(z: float | None) -> None:
-            row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps)
+        def finish(found: Scores) -> None:
+            z, *q = found
+            row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps, 0, *q)
             if last:
                 self._told(row)
             if learnt is not None:
@@ -492,7 +555,7 @@ class Suite:
             if not self._done(row.attack, row.settings):
                 self._add(row)
 
-        self._submit(lambda: self._z(weights), finish, urgent=True)
+        self._submit(lambda: self._scores(weights), finish, urgent=True)
 
     # --- innocent models ---
 
@@ -567,12 +630,13 @@ class Suite:
         weights = self._tensors(vector)
 
         def work() -> tuple[Any, ...]:
-            return self._z(weights), self._aligned(weights)[0], self._aligned(weights, self._original)[0]
+            return self._scores(weights), self._aligned(weights)[0], self._aligned(weights, self._original)[0]
 
         def finish(found: tuple[Any, ...]) -> None:
-            plain, right, wrong = (None if z is None else round(z, 3) for z in found)
+            plain, right, wrong = (None if z is None else round(z, 3) for z, _, _ in found)
             entry = {"name": name, "kind": kind, "accuracy": round(accuracy, 4)}
             entry |= {"z": plain, "z_anchor": right, "z_released": wrong}
+            entry |= {"log10_q": found[0][2], "log10_q_anchor": found[1][2]}
             self.body["innocents"].append(entry)
             self.tell(f"innocent, {name}: accuracy {100 * accuracy:.1f} %, z {plain}, aligned {right}, wrongly {wrong}")
             self._add()
@@ -587,7 +651,9 @@ class Suite:
 
         watched = self.run.observer
         coalitions = [] if watched is None else [c for c in watched.coalitions if c]
-        groups = [self._open(group) for group in plan(coalitions, watched is not None, self.side)]
+        every = plan(coalitions, watched is not None, self.side)
+        every += layered_plan(coalitions, watched is not None, self.side) if self.layers else []
+        groups = [self._open(group) for group in every]
         self._prepare({len(group) for group in groups} | self._sizes(innocents))
         for name in _SHAPELESS[:3]:
             for settings in ATTACKS[name].settings:

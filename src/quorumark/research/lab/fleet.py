@@ -202,7 +202,7 @@ class Fleet:
         from quorumark.research.lab import _kernels
 
         if self._loaded is None:
-            raise InputError("a fleet", "must have a model", "none was loaded")
+            raise InputError("a fleet", "must have a model")
         return _kernels.axis_sums(self.theta, self._loaded[self.order.to_device], self._cubes)  # type: ignore[no-any-return]
 
     # --- training ---

@@ -1,12 +1,12 @@
-"""The mark as the ideal functionality, in whole numbers on the device: bit for bit what the real protocol opens.
+"""The mark as the ideal functionality, in integers on the device: bit for bit what the real protocol opens.
 
     θ_new = decode(Σ E(a_k·θ_k) + S ⊙ τ)          E(w) = round(2^40·w), as in `quorumark.codec`
 
 The amplitudes S are those of a real round: `MarkState` follows the run on the CPU, in a thread, while the next round
 trains. What it needs of the members' updates (the paper's ‖Δ_k‖; norms by rows, columns and taps) is summed here
-in whole numbers as well, in parts that 64 bits hold.
+in integers as well, in parts that 64 bits hold.
 
-The key is known here. That is for research: whoever runs the lab could remove the mark.
+The key is known here. That is for research: anyone who runs the lab could remove the mark.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _products(difference: Tensor) -> tuple[list[Tensor], Tensor]:
 
 def _check_high(largest: int) -> None:
     if largest >> 22:
-        raise InputError("a member's update", "must be below 16 in each weight", "a larger one")
+        raise InputError("a member's update", "must be below 16 in each weight")
 
 
 _TOGETHER = 1 << 27  # differences of members that are looked at together, in weights: fewer, larger steps on a GPU

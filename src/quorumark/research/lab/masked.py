@@ -21,7 +21,7 @@ from quorumark.errors import InputError, RoundError
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import data
 from quorumark.research.lab.config import Settings, strength_settings
-from quorumark.research.lab.loop import Run
+from quorumark.research.lab.image_run import ImageRun
 from quorumark.research.lab.mark import Mark, decoded, weighted_sum
 from quorumark.setup.inprocess import deal_key
 from quorumark.simulation import Federation, FederationMember
@@ -44,7 +44,7 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
     """Runs the first rounds of a run on both sides."""
     if settings.papers_code or settings.dither:
         raise InputError("--masked", "must be left out under paper-code and with dither: only the lab has them", rounds)
-    run = Run(replace(settings, rounds=rounds), images)
+    run = ImageRun(replace(settings, rounds=rounds), images)
     federation, manifest, shares = _federation(run)
     if run.mark is not None:
         keys = run.keys if settings.per_client else [_key(manifest, shares)]
@@ -70,7 +70,7 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
     return found
 
 
-def _federation(run: Run) -> tuple[Federation, Manifest, dict[int, Any]]:
+def _federation(run: ImageRun) -> tuple[Federation, Manifest, dict[int, Any]]:
     """The run's members as a consortium with a key from a dealer in memory, and their server."""
     layout, settings = run.layout, run.settings
     module = run.fleet.module

@@ -51,7 +51,7 @@ class Observer:
 
     def __init__(self, layout: ModelLayout, initial: Tensor, coalitions: Sequence[int] = (), members: int = 1) -> None:
         if layout.coordinates != layout.carrier_size:
-            raise InputError("layout", "must carry in all carriers' weights in the lab", "a sample")
+            raise InputError("layout", "must carry in all carriers' weights in the lab")
         if any(not 0 <= c < members for c in coalitions):
             raise InputError("--observe", f"must be numbers of members below all {members}", list(coalitions))
         self.coalitions = tuple(sorted({0, *coalitions}))

@@ -21,7 +21,7 @@ from quorumark.research.lab.results import (
     groups,
     read_attacks,
 )
-from quorumark.research.lab.tables import as_long, mean_of, table
+from quorumark.research.lab.tables import as_long, compared_means, mean_of, table
 
 __all__ = ["attack_section", "page"]
 
@@ -99,11 +99,7 @@ def _vision(configuration: Configuration, results: dict[str, dict[str, Any]]) ->
 
 
 def _price(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:
-    """Whether marks are as strong as they should be and cost nothing, as far as the noise of seeds tells.
-
-    The deviation σ of one run's accuracy is that over the default's seeds (two at least) on the same data. The
-    difference of the means of n marked and m unmarked runs has the standard error σ·√(1/n + 1/m).
-    """
+    """Whether marks are as strong as they should be and cost nothing, as far as both sides' seeds tell."""
     found = {
         (runs[0].dataset, runs[0].strength): bodies
         for runs in groups(configuration)
@@ -111,27 +107,36 @@ def _price(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
     }
     rows = []
     for (dataset, strength), marked in found.items():
-        plain, default = found.get((dataset, "none"), []), found.get((dataset, _DEFAULT), [])
-        if strength not in configuration.aims or len(default) < 2 or not plain or not as_long(marked[0], plain[0]):
+        plain = found.get((dataset, "none"), [])
+        if strength not in configuration.aims or not plain or not as_long(marked[0], plain[0]):
             continue
-        ours, theirs, seeds = ([100 * b["accuracy"]["released"] for b in bodies] for bodies in (marked, plain, default))
-        change = statistics.fmean(ours) - statistics.fmean(theirs)
-        noise = 2 * statistics.stdev(seeds) * (1 / len(ours) + 1 / len(theirs)) ** 0.5
+        ours, theirs = ([100 * b["accuracy"]["released"] for b in bodies] for bodies in (marked, plain))
+        change, noise = compared_means(ours, theirs)
         zs = [statistics.fmean(b["z"]["released"][name] for b in marked) for name in (BALANCED, GLOBAL)]
-        free = "true" if change >= -_LOSS else "not told from noise" if change >= -noise else "false"
-        counts = f"{len(ours)} and {len(theirs)}"
-        figures = [counts, f"{change:+.2f}", f"± {noise:.2f}", free, *(f"{z:.1f}" for z in zs)]
+        counts, shown = f"{len(ours)} and {len(theirs)}", "not known" if noise is None else f"± {noise:.2f}"
+        free = _free(change, noise, min(len(ours), len(theirs)))
+        figures = [counts, f"{change:+.2f}", shown, free, *(f"{z:.1f}" for z in zs)]
         least = configuration.aims[strength]
         rows.append([dataset, strength, *figures, f"{str(min(zs) >= least).lower()} (≥ {least})"])
     text = f"""\
 Aim: accuracy at most {_LOSS} points lower than without the mark, with z as large as the last column says, both by the
-balanced statistic and by the paper's text. Δ is between means over seeds; *noise* is twice its standard error, from the
-deviation of the default's seeds. A loss within it is not told from noise, which is not the same as none; a gain beyond
-it is not claimed: so few seeds tell a deviation badly.
+balanced statistic and by the paper's text. Δ is between means over seeds; *noise* is the half of its 95 % interval by
+Welch, from the deviations of both sides' seeds. *Costs nothing* is true if all of the interval is within the aim, and
+false if none of it is. In between it cannot be told, which is not the same as no cost.
 """
     heads = ["data", "strength", "seeds, with and without", "Δ", "noise", "costs nothing", "z balanced", "z cosine",
              "z is large enough"]  # fmt: skip
     return [text, table(heads, rows)] if rows else []
+
+
+def _free(change: float, noise: float | None, seeds: int) -> str:
+    """Whether a mark costs no more than it may."""
+    if noise is not None and change - noise >= -_LOSS:
+        return "true"
+    if noise is not None and change + noise < -_LOSS:
+        return "false"
+    count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(seeds, f"{seeds} seeds")
+    return f"cannot be told at {count}"
 
 
 def _flat(configuration: Configuration, results: dict[str, dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ A round adds (1/K)·Σ_k scale_kT·τ_T to tensor T, with one key for all member
 key of its own, adds (1/K)·Σ_k scale_kT·τ_kT. The statistic is the mean over T of cos(θ_T, τ_T), divided by σ = 0.01.
 For random signs σ is √(Σ 1/n_T) divided by the number of tensors, about that; `code_scores` measures it.
 
-As everywhere in the lab, what is added is rounded to whole numbers of 2^-40. The key is known: for research only.
+As everywhere in the lab, what is added is rounded to integer multiples of 2^-40. The key is known: for research only.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.research.lab import results, text
 from quorumark.research.lab.fleet import Optimiser
 from quorumark.research.lab.language import head_loss, perplexity
-from quorumark.research.lab.tuning import LanguageRun
+from quorumark.research.lab.language_run import LanguageRun
 
 __all__ = ["Attacked", "attack", "read_plan"]
 

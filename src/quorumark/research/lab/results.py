@@ -17,10 +17,10 @@ from quorumark.files import write_shared
 from quorumark.research.lab.config import TASKS, Configuration, Settings
 
 if TYPE_CHECKING:
-    from quorumark.research.lab.loop import Run
-    from quorumark.research.lab.tuning import LanguageRun
+    from quorumark.research.lab.image_run import ImageRun
+    from quorumark.research.lab.language_run import LanguageRun
 
-    AnyRun = Run | LanguageRun
+    AnyRun = ImageRun | LanguageRun
 
 __all__ = [
     "FORMAT",
@@ -50,7 +50,7 @@ _POINTS = 60  # of an accuracy curve
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
 
-def record(run: Run, abreast: int = 1) -> dict[str, Any]:
+def record(run: ImageRun, abreast: int = 1) -> dict[str, Any]:
     """What there is to say about a run: on the test images, the released model is the one that validated best.
 
     `abreast` is the number of runs that had the device at once: what its seconds are worth.
@@ -58,14 +58,14 @@ def record(run: Run, abreast: int = 1) -> dict[str, Any]:
     from quorumark.research.lab.papercode import code_scores
     from quorumark.research.lab.scores import shown
 
-    released = run.best.model if run.best.model is not None else run.model
+    released = run.released
     size = {"train": run._x.shape[0], "validation": len(run.validation[1]), "test": len(run.test[1])}
     measured = [(entry.round, round(entry.accuracy, 4)) for entry in run.log if entry.accuracy is not None]
     body = _record(run, released, size, lambda: {
         "accuracy": {
             "released": round(run.fleet.accuracy(released, *run.test), 5),
             "final": round(run.fleet.accuracy(run.model, *run.test), 5),
-            "validation": round(run.best.accuracy, 5),
+            "validation": round(run.best.measure, 5),
             "released_round": run.best.round,
         },
         "curve": _thinned(measured),
@@ -94,7 +94,7 @@ def language_record(run: LanguageRun) -> Callable[[], dict[str, Any]]:
         "released": round(run.perplexity(run.released, run.test), 5),
         "final": round(run.perplexity(run.model, run.test), 5),
         "initial": round(run.perplexity_before, 5),
-        "validation": round(run.best.perplexity, 5),
+        "validation": round(run.best.measure, 5),
         "released_round": run.best.round,
     }
     found = {"perplexity": perplexity, "stopped": stopped, "curve": _thinned(measured)}
@@ -190,9 +190,9 @@ def _commit() -> str:
 
     A machine that got the files without their history is told by QUORUMARK_COMMIT.
     """
-    told = os.environ.get("QUORUMARK_COMMIT")
-    if told:
-        return told
+    commit = os.environ.get("QUORUMARK_COMMIT")
+    if commit:
+        return commit
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         folder = Path(__file__).parent

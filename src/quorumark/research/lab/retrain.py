@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from quorumark.model.layout import ModelLayout
 from quorumark.research.lab import augment
 from quorumark.research.lab.fleet import Fleet, Optimiser, _rows
-from quorumark.research.lab.loop import Run
+from quorumark.research.lab.image_run import ImageRun
 
 __all__ = ["BATCH", "TEMPERATURE", "Attacker", "Attackers", "Feed"]
 
@@ -122,12 +122,16 @@ class Attackers(Fleet):
             if teacher is not None:
                 self._teacher[:n].copy_(teacher[step].expand_as(self._teacher[:n]))
             torch.mul(self._rates, corrections, out=self._own)
+            self._before(self._steps + step)
             if self._graph is None:
                 self._step()
             else:
                 self._graph.replay()
         self._steps += len(images)
         self._settle()
+
+    def _before(self, step: int) -> None:
+        """What a step needs besides its batch."""
 
     # --- a step of one attacker ---
 
@@ -163,6 +167,11 @@ class Attackers(Fleet):
         pull = alpha * cosine.sign() / norm
         wide.copy_(torch.cat(gradients[:carriers], out=self._grads_low[lane]))
         wide.mul_(1 - alpha).addcmul_(guess, pull).addcmul_(theta, pull * cosine / norm, value=-1)
+        self._descend(k, lane, gradients, wide)
+
+    def _descend(self, k: int, lane: int, gradients: list[Tensor], wide: Tensor) -> None:
+        """AdamW's step, with the carriers' gradients in `wide`."""
+        order, carriers, alpha = self.order, len(self.order.carriers), self._alpha[k]
         self.theta[k, : order.trained].mul_(self._shrink[k])  # AdamW's decay, before the rest of its step
         self._adamw(k, 0, order.low, wide)
         if order.trained > order.low:
@@ -177,7 +186,7 @@ class Feed:
     filled up from the beginning of its order, as in training.
     """
 
-    def __init__(self, run: Run, own: Tensor, seeds: Sequence[int], kind: torch.dtype, batch: int = BATCH) -> None:
+    def __init__(self, run: ImageRun, own: Tensor, seeds: Sequence[int], kind: torch.dtype, batch: int = BATCH) -> None:
         self._run, self._own, self._seeds, self._kind = run, own, list(seeds), kind
         self.batch = batch
         self.steps = -(-own.shape[1] // batch)

@@ -63,7 +63,7 @@ def shown(layout: ModelLayout, model: Any, initial: Any, key: SeededKey) -> dict
 
 
 def _scores(form: Canonical, keys: Iterable[SeededKey], device: Any) -> list[float]:
-    """z for each key. float64 holds the sums of whole numbers below 2^53 exactly, and larger ones well enough."""
+    """z for each key. float64 holds the sums of integers below 2^53 exactly, and larger ones well enough."""
     import torch
 
     x = torch.from_numpy(form.x).to(device, torch.float64)

@@ -21,7 +21,7 @@ from quorumark.errors import RoundError
 from quorumark.research.lab.config import Settings
 from quorumark.research.lab.data import ImageSet, load
 from quorumark.research.lab.fleet import Fleet
-from quorumark.research.lab.loop import RoundLog, Run
+from quorumark.research.lab.image_run import ImageRound, ImageRun
 from quorumark.research.lab.results import BALANCED, read_all, record, write
 
 __all__ = ["Clock", "Series"]
@@ -46,7 +46,7 @@ class Clock:
 
 @dataclass
 class Series:
-    """Where runs are made: folders, the device, and how. `observe` is `Run`'s; `tell` gets lines for people."""
+    """Where runs are made: folders, the device, and how. `observe` is `ImageRun`'s; `tell` gets lines for people."""
 
     data: Path
     results: Path
@@ -109,7 +109,7 @@ class Series:
         else:
             with self._building:
                 made: dict[str, Any] = {"streams": self.streams, "observe": self.observe}
-                run = Run(settings, self.images(settings.dataset), self.device, fleet=fleet, **made)
+                run = ImageRun(settings, self.images(settings.dataset), self.device, fleet=fleet, **made)
             try:
                 self._made(run, self.runs / settings.id)
             except RoundError as error:
@@ -119,13 +119,13 @@ class Series:
             return run.fleet
         return fleet
 
-    def _made(self, run: Run, folder: Path) -> None:
+    def _made(self, run: ImageRun, folder: Path) -> None:
         """Trains a run from where it was left, and writes what came out."""
         settings, checkpoint = run.settings, folder / "checkpoint.pt"
         if checkpoint.exists():
             run.restore(checkpoint)
 
-        def tell(entry: RoundLog) -> None:
+        def tell(entry: ImageRound) -> None:
             if self._interrupted.is_set():
                 raise KeyboardInterrupt  # of the main thread: no other gets it
             known = entry.seconds > 0  # of a round that the device is at it is not

@@ -12,7 +12,7 @@ import torch
 from quorumark.errors import QuorumarkError
 from quorumark.research.lab.config import Settings
 from quorumark.research.lab.data import ImageSet
-from quorumark.research.lab.loop import Run
+from quorumark.research.lab.image_run import ImageRun
 
 __all__ = ["Timing", "kernels", "timings"]
 
@@ -47,7 +47,7 @@ def kernels(members: int, streams: int, settings: Settings, device: str, most: i
     from torch.profiler import ProfilerActivity, profile
 
     changed = Settings(**{**settings.asdict(), "members": members, "rounds": 2})
-    run = Run(changed, _noise(device), device, streams=streams)
+    run = ImageRun(changed, _noise(device), device, streams=streams)
     run.round()
     x, y = run.batches(2)
     activity = ProfilerActivity.CUDA if run.device.type == "cuda" else ProfilerActivity.CPU
@@ -83,7 +83,7 @@ def _timed(images: ImageSet, settings: Settings, members: int, streams: int, dev
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     start = synchronised()
-    run = Run(changed, images, device, streams=streams)
+    run = ImageRun(changed, images, device, streams=streams)
     run.round()
     first = synchronised() - start
     start = synchronised()

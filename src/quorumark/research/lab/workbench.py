@@ -12,11 +12,11 @@ from quorumark.errors import InputError
 from quorumark.research.attacks.plan import Plan
 from quorumark.research.lab.config import LanguageSettings, Settings
 from quorumark.research.lab.language import LanguageModel, load
+from quorumark.research.lab.language_run import LanguageRun, TextRound
 from quorumark.research.lab.removal import Attacked, attack
 from quorumark.research.lab.results import ATTACKED, finished, language_record, read_all, write
 from quorumark.research.lab.series import Clock
 from quorumark.research.lab.text import Corpus, Tokenizer, corpus
-from quorumark.research.lab.tuning import LanguageRun, TextRound
 
 __all__ = ["Workbench"]
 

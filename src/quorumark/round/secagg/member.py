@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -70,22 +70,22 @@ class SecAggMember:
         *,
         origin: bytes | None = None,
         turn: Turn | None = None,
-        closed: Container[str] = (),
+        closed: Iterable[tuple[str, int]] = (),
     ) -> bytes:
         """Joins a round, and leaves all earlier ones for good.
 
         `binding` is a digest of all else that the members must agree on, which the caller computes itself: the model
         that training started from, the weights, … `length` is that of the vectors. `purpose` tells several sums of one
         round apart; every one has its own keys. `origin` is the digest of the state that the round starts from, `turn`
-        what the server says about earlier rounds from it; `closed` are earlier groups, by id, in which nothing from it
-        can be opened any more.
+        what the server says about earlier rounds from it; `closed` are draws of earlier groups, by id, in which nothing
+        from it can be opened any more.
         """
         check_round_number(round_no)
         check_arguments(binding, length, purpose)
         start, turn = origin or own_origin(self.group, round_no), turn or Turn(round_no)
-        if self.point not in self.group.cohort(round_no):
+        if self.point not in self.group.cohort(start, turn.draw):
             raise RoundError(f"{self._name()} is not drawn for round {round_no}")
-        told = {"binding": binding.hex(), "length": length, "origin": start.hex()}
+        agreed = {"binding": binding.hex(), "length": length, "origin": start.hex(), "draw": turn.draw}
         with self.state.edit() as memory:
             if round_no > memory["round"] or (round_no == memory["round"] and purpose not in memory["purposes"]):
                 about = self.check_free(memory, start, purpose, turn, closed)
@@ -96,36 +96,42 @@ class SecAggMember:
                     self._shared.clear()
                 if memory["open"]:
                     about |= {"halvings": turn.halvings, "secret": os.urandom(32).hex(), "attempt": 0}
-                    memory["purposes"][purpose] = {**told, **about}
+                    memory["purposes"][purpose] = {**agreed, **about}
             entry = self._entry(memory, round_no, purpose)
-            if {name: entry[name] for name in told} != told:
+            if {name: entry[name] for name in agreed} != agreed:
                 raise RoundError(
                     f"{self._name()} has joined round {round_no} ({purpose!r}) with another model, other weights or "
                     "another length; it joins once"
                 )
             key = private_key(entry).public_key().public_bytes_raw()
-        header = self.group.header("ready", self.group.session(round_no, purpose), self.point)
+        header = self.group.header("ready", self.group.session(round_no, purpose, turn.draw), self.point)
         return self._identity.write(header, key + binding + word(length))
 
     def check_free(
-        self, memory: Memory, origin: bytes, purpose: str, turn: Turn, closed: Container[str] = ()
+        self, memory: Memory, origin: bytes, purpose: str, turn: Turn, closed: Iterable[tuple[str, int]] = ()
     ) -> dict[str, Any]:
         """Whether this member may take part from a state; an AnsweredError if it has answered from it and may not.
 
         It changes the memory: statements that it was shown once it need not be shown again.
         """
-        if [self.group.id.hex(), origin.hex()] in memory["closed"]:
+        if self.point not in self.group.cohort(origin, turn.draw):
+            raise RoundError(f"{self._name()} is not drawn for round {turn.round}")
+        if [self.group.id.hex(), origin.hex(), turn.draw] in memory["closed"]:
             raise RoundError(
-                f"{self._name()} has said that it answers nothing more from this model under this manifest"
+                f"{self._name()} has said that it answers nothing more from this model under this "
+                + ("draw of the cohort" if self.group.draws > 1 else "manifest")
             )
+        free = memory["simulation"] or memory["consents"].get(origin.hex())
+        if not free:
+            statements.check_redrawn(self.group, origin, turn.draw, turn.closed)
         if not is_newer(memory, origin):
-            nonce = bytes.fromhex(memory["nonce"])
-            statements.check_newer(self.group, origin, nonce, turn.newer.get(self.point, {}))
-            memory["known"].append(origin.hex())
+            self._check_newer(memory, origin, turn)
         if turn.repeats:
             return {"repeats": self._repeated(memory, origin, purpose, turn)}
         given = answers_from(memory, origin, purpose)
-        standing = [last for last, group in given if not self._given_up(origin, last, group, turn, closed)]
+        mine = self.group.id.hex()
+        over = {*closed} if free else {*closed, *((mine, draw) for draw in range(turn.draw))}
+        standing = [answer for answer in given if not self._given_up(origin, answer, turn, over)]
         if not standing:
             memory["answered"].get(origin.hex(), {}).pop(purpose, None)
             return {}
@@ -133,7 +139,7 @@ class SecAggMember:
             return {}
         if memory["consents"].get(origin.hex()):
             return {"consented": True}
-        last = standing[-1]
+        last, _, draw = standing[-1]
         kept = self._kept(memory, purpose, last)
         raise AnsweredError(
             f"{self._name()} has answered in round {last} from this model, and takes part in no other from it: open "
@@ -141,15 +147,28 @@ class SecAggMember:
             last,
             tuple(kept.get("members", ())),
             int(kept.get("halvings", 0)),
+            draw,
         )
 
-    def _given_up(self, origin: bytes, last: int, group: str, turn: Turn, closed: Container[str]) -> bool:
+    def _check_newer(self, memory: Memory, origin: bytes, turn: Turn) -> None:
+        """Of a memory made anew: whether it has answered nothing under this draw. It knows all that it did from this
+        state only if that holds for all draws; until then it says nothing about them (`never`)."""
+        nonce, said = bytes.fromhex(memory["nonce"]), turn.newer.get(self.point, {})
+        statements.check_newer(self.group, origin, nonce, said, turn.draw)
+        about = self.group, "newer", origin, nonce, said
+        if all(len(statements.signers(*about, draw)) >= self.group.closing for draw in range(self.group.draws)):
+            memory["known"].append(origin.hex())
+
+    def _given_up(
+        self, origin: bytes, answer: tuple[int, str, int], turn: Turn, closed: Container[tuple[str, int]]
+    ) -> bool:
         """Whether a sum that this member answered for can never be opened."""
-        if group in closed:
+        last, group, draw = answer
+        if (group, draw) in closed:
             return True
         if group != self.group.id.hex() or last not in turn.never:
             return False
-        statements.check_given_up(self.group, origin, last, turn.never[last])
+        statements.check_given_up(self.group, origin, last, turn.never[last], draw)
         return True
 
     def _repeated(self, memory: Memory, origin: bytes, purpose: str, turn: Turn) -> list[int]:
@@ -167,6 +186,8 @@ class SecAggMember:
                 f"the mark of round {turn.repeats} was halved {sent['halvings']} times, not {turn.halvings} times: a "
                 "sum that is made again has the same mark"
             )
+        if sent["draw"] != turn.draw:
+            raise RoundError(f"round {turn.repeats} was of draw {sent['draw']} of the cohort, not of draw {turn.draw}")
         return list(sent["members"])
 
     def first_round(self, purpose: str = "model") -> int:
@@ -181,27 +202,30 @@ class SecAggMember:
         kept: dict[str, Any] = memory["answer"].get(purpose, {})
         return kept if kept.get("round") == round_no else {}
 
-    def never(self, origin: bytes, round_no: int) -> bytes:
-        """Says, signed, that this member has not answered in a round from a state and never will; 0: in none of this
-        group. What it has joined of that is over."""
+    def never(self, origin: bytes, round_no: int, draw: int = 0) -> bytes:
+        """Says, signed, that this member has not answered in a round from a state and never will; 0: in none under this
+        draw. What it has joined of that is over."""
         with self.state.edit() as memory:
             if not is_newer(memory, origin):
                 raise RoundError(
                     f"the memory of {self._name()} was made anew: it does not know what it answered before"
                 )
             given = [entry for answers in memory["answered"].get(origin.hex(), {}).values() for entry in answers]
-            mine = self.group.id.hex()
-            if any(group == mine and round_no in (0, last) for last, group in given):
+            mine, about = self.group.id.hex(), word(round_no) if round_no else statements.in_draw(draw)
+            answered = (last == round_no if round_no else of == draw for last, group, of in given if group == mine)
+            if any(answered):
                 raise RoundError(f"{self._name()} has answered from this model")
             if round_no == 0:
-                if [mine, origin.hex()] not in memory["closed"]:
-                    memory["closed"].append([mine, origin.hex()])
-                if memory["group"] == mine:
+                entry = [mine, origin.hex(), draw]
+                if entry not in memory["closed"]:
+                    memory["closed"].append(entry)
+                joined = memory["purposes"].values() if memory["group"] == mine else ()
+                if any((of.get("origin"), of.get("draw")) == (origin.hex(), draw) for of in joined):
                     memory.update(open=False, purposes={})
             elif memory["round"] <= check_round_number(round_no):
                 memory.update(round=round_no, open=False, purposes={})
             self._shared.clear()
-        return statements.sign(self._identity, self.group, "never", origin, word(round_no))
+        return statements.sign(self._identity, self.group, "never", origin, about)
 
     def newer(self, origin: bytes, nonces: Mapping[int, str]) -> dict[int, bytes]:
         """Signed statements for members whose memory was made anew, where this state is newer than their nonces."""
@@ -225,7 +249,10 @@ class SecAggMember:
         members = head.get("members")
         if not isinstance(members, list) or not all(is_count(x, 1) for x in members) or len(members) != len(readies):
             raise MessageError("the server's announcement is refused: it does not list its members and their keys")
-        if members != sorted(set(members)) or not set(members) <= set(group.cohort(round_no)):
+        with self.state.edit() as memory:
+            entry = self._entry(memory, round_no, purpose)
+        drawn = group.cohort(bytes.fromhex(entry["origin"]), entry["draw"])
+        if members != sorted(set(members)) or not set(members) <= set(drawn):
             raise RoundError("the announced set holds a member twice, or one who is not drawn for this round")
         if self.point not in members:
             raise RoundError(f"{self._name()} is not in the announced set")
@@ -234,11 +261,9 @@ class SecAggMember:
                 f"the announced set has {len(members)} members; at least max(T, 3) = {group.least} must "
                 f"take part, or {group.threshold - 1} colluders and the server see single vectors"
             )
-        with self.state.edit() as memory:
-            entry = self._entry(memory, round_no, purpose)
         keys = []
         for point, data in zip(members, readies, strict=True):
-            key, binding, length = read_ready(group, round_no, purpose, point, data)
+            key, binding, length = read_ready(group, round_no, purpose, point, data, entry["draw"])
             if (binding.hex(), length) != (entry["binding"], entry["length"]):
                 raise RoundError(
                     f"{group.name(point)} was told of another model, other weights or another length than this member"
@@ -292,6 +317,7 @@ class SecAggMember:
                 "rounds": [*earlier, plan.round],
                 "members": list(plan.members),
                 "halvings": entry["halvings"],
+                "draw": entry["draw"],
             }
         return Upload(len(message).to_bytes(4, "big") + message + boxes, vector)
 
@@ -330,7 +356,7 @@ class SecAggMember:
             message = self._identity.write(self.group.header("unmask", plan.ctx, self.point, attempt), shares)
             memory["purposes"][purpose] = {"answered": attempt}  # the keys are gone
             given = memory["answered"].setdefault(entry["origin"], {}).setdefault(purpose, [])
-            given.append([round_no, self.group.id.hex()])
+            given.append([round_no, self.group.id.hex(), entry["draw"]])
             about = {"round": round_no, "attempt": attempt, "members": list(plan.members)}
             about["halvings"] = entry["halvings"]
             memory["answer"][purpose] = {**about, "message": message.hex()}
@@ -384,8 +410,8 @@ class SecAggMember:
     def _planned(
         self, entry: dict[str, Any], round_no: int, purpose: str, attempt: int, members: list[int], keys: list[str]
     ) -> Plan:
-        told = entry["length"], bytes.fromhex(entry["binding"]), tuple(members), tuple(keys)
-        return Plan(self.group.id, self.group.quorum, round_no, purpose, attempt, *told)
+        agreed = entry["length"], bytes.fromhex(entry["binding"]), tuple(members), tuple(keys)
+        return Plan(self.group.id, self.group.quorum, round_no, purpose, attempt, *agreed)
 
     def _pairs(self, entry: dict[str, Any], plan: Plan) -> dict[int, bytes]:
         """A secret with every member of U, bound to ctx; the one with itself seals its own box."""

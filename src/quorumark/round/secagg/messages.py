@@ -65,7 +65,7 @@ class Upload:
         stop = 4 + int.from_bytes(data[:4], "big")
         start = stop + -stop % 8
         if len(data) <= start or (len(data) - start) % 8:
-            raise MessageError("an upload that is cut short or is none")
+            raise MessageError("an upload is truncated, or is something else")
         vector = np.frombuffer(data, "<u8", offset=start).astype(np.uint64, copy=False)
         return cls(bytes(data[4:stop]), vector if vector.flags.aligned else vector.copy())
 
@@ -88,9 +88,11 @@ def opened(sender: Member, expected: Header, data: bytes) -> bytes:
     return open_message(data, _Only(sender), expected)
 
 
-def read_ready(group: Group, round_no: int, purpose: str, point: int, data: bytes) -> tuple[str, bytes, int]:
+def read_ready(
+    group: Group, round_no: int, purpose: str, point: int, data: bytes, draw: int = 0
+) -> tuple[str, bytes, int]:
     """A member's key for the round, what it was told, and how long its vector is."""
-    body = opened(group.member(point), group.header("ready", group.session(round_no, purpose), point), data)
+    body = opened(group.member(point), group.header("ready", group.session(round_no, purpose, draw), point), data)
     if len(body) != 72:
         raise MessageError(f"the message of {group.name(point)} for step 'secagg/ready' must hold 72 bytes")
     return body[:32].hex(), body[32:64], int.from_bytes(body[64:], "big")
@@ -121,7 +123,7 @@ def unpack(data: bytes, what: str) -> list[bytes]:
     while start < len(data):
         stop = start + 4 + int.from_bytes(data[start : start + 4], "big")
         if stop > len(data) or start + 4 > len(data):
-            raise MessageError(f"the server's {what} is cut short or is none")
+            raise MessageError(f"the server's {what} is truncated, or is something else")
         parts.append(data[start + 4 : stop])
         start = stop
     return parts
@@ -148,6 +150,6 @@ def check_arguments(binding: bytes, length: int, purpose: str) -> None:
     if not isinstance(binding, bytes) or len(binding) != 32:
         raise InputError("binding", "must be a digest of 32 bytes", type(binding).__name__)
     if not is_count(length, 1):
-        raise InputError("length", "must be a whole number, at least 1", length)
+        raise InputError("length", "must be an integer, at least 1", length)
     if not isinstance(purpose, str) or not 0 < len(purpose) <= 100 or not purpose.isprintable():
         raise InputError("purpose", "must be a short text", repr(purpose)[:80])

@@ -31,7 +31,16 @@ from quorumark.round.secagg.masks import (
     elements_of,
     self_mask,
 )
-from quorumark.round.secagg.messages import Plan, Upload, check_arguments, hear, read_ready, read_upload, say
+from quorumark.round.secagg.messages import (
+    Plan,
+    Upload,
+    check_arguments,
+    hear,
+    own_origin,
+    read_ready,
+    read_upload,
+    say,
+)
 
 __all__ = ["SecAggServer"]
 
@@ -46,14 +55,26 @@ class SecAggServer:
     model stands. The server keeps one running sum, and looks at one upload at a time.
     """
 
-    def __init__(self, group: Group, round_no: int, binding: bytes, length: int, purpose: str = "model") -> None:
+    def __init__(
+        self,
+        group: Group,
+        round_no: int,
+        binding: bytes,
+        length: int,
+        purpose: str = "model",
+        *,
+        origin: bytes | None = None,
+        draw: int = 0,
+    ) -> None:
+        """`origin` is the state that the round starts from, and `draw` how often its cohort was drawn anew."""
         check_arguments(binding, length, purpose)
-        self.group = group
+        self.group, self.draw = group, draw
         self.excluded: dict[int, str] = {}
         self.disputed: dict[int, tuple[int, ...]] = {}
         self._stage = "ready"
         self._plan = Plan(group.id, group.quorum, check_round_number(round_no), purpose, 0, length, binding, (), ())
-        self._cohort = group.cohort(round_no)
+        self._origin = origin or own_origin(group, round_no)
+        self._cohort = group.cohort(self._origin, draw)
         self._readies: dict[int, tuple[bytes, str]] = {}  # message, key
         self._uploads: dict[int, tuple[bytes, bytes, bytes]] = {}  # message, boxes, commitment
         self._answers: dict[int, Vector] = {}
@@ -65,7 +86,7 @@ class SecAggServer:
         """A member's wish to take part; before the set is fixed."""
         with self._taking("ready", point, self._cohort, self._readies):
             name = self.group.name(point)
-            key, binding, length = read_ready(self.group, self._plan.round, self._plan.purpose, point, data)
+            key, binding, length = read_ready(self.group, self._plan.round, self._plan.purpose, point, data, self.draw)
             if (binding, length) != (self._plan.binding, self._plan.length):
                 raise MessageError(f"{name} starts from another model, other weights or another length")
             exchange(PROBE, key)  # one key that no secret can be shared with would stop all members
@@ -245,6 +266,7 @@ class SecAggServer:
         """What it takes to ask for the answers again, in another process: nothing secret."""
         plan = self._plan
         about = {**self._about(), "length": plan.length, "binding": plan.binding.hex(), "members": list(plan.members)}
+        about |= {"origin": self._origin.hex(), "draw": self.draw}
         readies = [part for x in plan.members for part in (self._readies[x][0], self._readies[x][1].encode())]
         uploads = [part for x in plan.members for part in self._uploads[x]]
         return say("kept-sum", about, [*readies, *uploads]), self._sum
@@ -253,7 +275,8 @@ class SecAggServer:
     def reopened(cls, group: Group, head: bytes, vector: Vector) -> SecAggServer:
         """What `kept` gave, in the stage in which answers are asked for."""
         about, parts = hear("kept-sum", head)
-        server = cls(group, about["round"], bytes.fromhex(about["binding"]), about["length"], about["purpose"])
+        what = about["round"], bytes.fromhex(about["binding"]), about["length"], about["purpose"]
+        server = cls(group, *what, origin=bytes.fromhex(about["origin"]), draw=about["draw"])
         members = about["members"]
         if len(parts) != 5 * len(members) or vector.shape != (about["length"],):
             raise MessageError("a kept sum is damaged")

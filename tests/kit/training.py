@@ -1,21 +1,11 @@
-"""Local training with PyTorch, as a function from (weights, data) to weights (needs the extra `torch`)."""
+"""Local training with PyTorch, as a function from (weights, data) to weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quorumark.errors import MissingDependencyError
-
-__all__ = ["torch_evaluate", "torch_train"]
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise MissingDependencyError("quorumark[torch]", "training with PyTorch") from None
-    return torch
+import torch
 
 
 def torch_train(
@@ -33,7 +23,6 @@ def torch_train(
     """
 
     def train(weights: Mapping[str, Any], data: tuple[Any, Any], seed: int, rate: float = 1.0) -> dict[str, Any]:
-        torch = _torch()
         module = make()
         module.load_state_dict(weights)
         module.train()
@@ -54,7 +43,6 @@ def torch_evaluate(make: Callable[[], Any], data: tuple[Any, Any]) -> Callable[[
     """An `evaluate` for classifiers: accuracy and mean loss."""
 
     def evaluate(weights: Mapping[str, Any]) -> dict[str, float]:
-        torch = _torch()
         module = make()
         module.load_state_dict(weights)
         module.eval()

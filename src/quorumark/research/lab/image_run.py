@@ -13,10 +13,9 @@ A member's last batch of a round is filled up from the beginning of its order, s
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,43 +24,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quorumark.errors import RecordError, RoundError
-from quorumark.files import replacing
-from quorumark.model.layout import ModelLayout, write_safetensors
+from quorumark.errors import RecordError
+from quorumark.model.layout import ModelLayout
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import augment, data, models
 from quorumark.research.lab.config import Settings, strength_settings
 from quorumark.research.lab.dither import Continuity, Dither
+from quorumark.research.lab.federated_run import FederatedRun, RoundLog, check_loss, mixed_seed
 from quorumark.research.lab.fleet import Fleet, Optimiser
 from quorumark.research.lab.mark import Mark, decoded, weighted_sum
 from quorumark.research.lab.observer import Observer
 from quorumark.research.lab.papercode import CodeKey, CodeMark, Trainable
 
-__all__ = ["RoundLog", "Run", "check_loss"]
+__all__ = ["ImageRound", "ImageRun"]
 
 
 @dataclass
-class RoundLog:
-    """What a round was: accuracy on the validation images (None where it was not measured), mean training loss."""
+class ImageRound(RoundLog):
+    """A round with images; accuracy on the validation images, None where it was not measured."""
 
-    round: int
-    loss: float
-    accuracy: float | None
-    c: float
-    seconds: float
+    accuracy: float | None = None
 
 
-@dataclass
-class Best:
-    """The model with the highest validation accuracy so far."""
+class ImageRun(FederatedRun[ImageRound]):
+    """A run with images."""
 
-    accuracy: float = -1.0
-    round: int = 0
-    model: Any = field(default=None, repr=False)
-
-
-class Run:
-    """One run of the lab. `round()` is one round; `save` and `restore` make it last."""
+    ENTRY = ImageRound
+    SIGN = 1  # accuracy
 
     def __init__(
         self,
@@ -77,6 +66,7 @@ class Run:
 
         `observe` keeps what could be learnt about the key from outside, and by coalitions of these sizes.
         """
+        super().__init__()
         self.settings, self.device, self.note = settings, torch.device(device), images.note
         self._cuda = self.device.type == "cuda"
         if self._cuda:
@@ -92,7 +82,7 @@ class Run:
         optimiser = Optimiser(settings.lr, settings.decay, (settings.beta1, settings.beta2))
         args = self.layout, settings.members, self.batch, images.image, self.device, optimiser
         if fleet is None or fleet.made_of != (*args, streams):
-            fleet = Fleet(module, *args, streams=streams)
+            fleet = self._made_fleet(module, *args, streams=streams)
         self.fleet = fleet
         total = int(self._counts.sum())
         self.weights = [Fraction(int(n), total) for n in self._counts]
@@ -105,12 +95,10 @@ class Run:
         self.mark = self._mark()
         self.observer = None if observe is None else self._observer(observe)
         self.continuity = Continuity(self.layout, self.device) if settings.continuity else None
-        self.log: list[RoundLog] = []
-        self._open: list[tuple[RoundLog, Tensor]] = []  # rounds that the device may still be at
+        self._open: list[tuple[ImageRound, Tensor]] = []  # rounds that the device may still be at
         self._since = 0.0
         self._lazy = self._cuda  # rounds are not waited for: where the CPU trains, there is nothing to gain
         self._begun: torch.cuda.Event | None = None  # when the device begins the last round
-        self.best = Best()
         self._ahead = torch.cuda.Stream(priority=-1) if self._cuda else None
         self._ready: tuple[int, Tensor, Tensor] | None = None
 
@@ -140,6 +128,10 @@ class Run:
         self.validation = ready(images.train_x[held_out], images.train_y[held_out])
         self.test = ready(images.test_x, images.test_y)
 
+    def _made_fleet(self, module: Any, *args: Any, streams: int) -> Fleet:
+        """Of another kind where members train otherwise (`lab.rivals`)."""
+        return Fleet(module, *args, streams=streams)
+
     def _mark(self) -> Mark | CodeMark | None:
         settings, strength = self.settings, strength_settings(self.settings.strength)
         if strength is None:
@@ -155,14 +147,9 @@ class Run:
 
     # --- a round ---
 
-    @property
-    def round_no(self) -> int:
-        """The rounds that are done."""
-        return self.log[-1].round if self.log else 0
-
     def batches(self, round_no: int) -> tuple[Tensor, Tensor]:
         """What the members train on in a round: images[steps, K, B, H, W, C], augmented, and labels."""
-        generator = torch.Generator(self.device).manual_seed(_mixed(self.settings.seed, round_no))
+        generator = torch.Generator(self.device).manual_seed(mixed_seed(self.settings.seed, round_no))
         counts = torch.from_numpy(self._counts).to(self.device)
         keys = torch.rand(self._own.shape, generator=generator, device=self.device)
         keys.masked_fill_(torch.arange(self._own.shape[1], device=self.device) >= counts[:, None], 2.0)
@@ -203,7 +190,7 @@ class Run:
         self.fleet.load(self.model)
         return self.fleet.train(x, y)
 
-    def round(self) -> RoundLog:
+    def round(self) -> ImageRound:
         """One round. On CUDA it may not be over, and its loss not known, before the next one that is validated."""
         number, settings = self.round_no + 1, self.settings
         if not self._open:
@@ -227,11 +214,10 @@ class Run:
         if self.continuity is not None:
             self.continuity.see(before, self.model)
         accuracy = None
-        if number % settings.evaluate_every == 0 or number == settings.rounds:
+        if self.validates(number):
             accuracy = self.fleet.accuracy(self.model, *self.validation)
-            if accuracy > self.best.accuracy:
-                self.best = Best(accuracy, number, self.model)
-        done = RoundLog(number, float("nan"), accuracy, c, 0.0)
+            self.keep_best(accuracy, number)
+        done = ImageRound(number, float("nan"), c, 0.0, accuracy)
         self.log.append(done)
         self._open.append((done, loss))
         if accuracy is not None or number == 1 or not self._lazy:
@@ -247,68 +233,16 @@ class Run:
             entry.loss, entry.seconds = loss, each
         self._open = []
 
-    def train(
-        self,
-        *,
-        seconds: float | None = None,
-        checkpoint: Path | None = None,
-        every: int = 50,
-        tell: Callable[[RoundLog], None] = lambda _: None,
-    ) -> bool:
-        """Rounds until all are done (True) or the time is up; saved every so many rounds and at the end."""
-        start = time.perf_counter()
-        while self.round_no < self.settings.rounds:
-            if seconds is not None and time.perf_counter() - start > seconds:
-                break
-            tell(self.round())
-            if checkpoint is not None and self.round_no % every == 0:
-                self.save(checkpoint)
-        self.settle()
-        if checkpoint is not None:
-            self.save(checkpoint)
-        return self.round_no >= self.settings.rounds
-
     # --- making it last ---
 
-    def save(self, path: Path) -> None:
-        """All that the rest of the run depends on; the whole file, or the old one stays."""
-        self.settle()
-        body = {
-            "settings": _kept(self.settings),
-            "model": self.model.cpu(),
-            "best": (self.best.accuracy, self.best.round, None if self.best.model is None else self.best.model.cpu()),
-            "log": [asdict(entry) for entry in self.log],
-            "mark": None if self.mark is None else self.mark.saved(),
+    def _state(self) -> dict[str, Any]:
+        return {
             "observer": None if self.observer is None else self.observer.saved(),
             "continuity": None if self.continuity is None else self.continuity.saved(),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, 0o644) as file:
-            torch.save(body, file)
 
-    def export(self, path: Path) -> None:
-        """The released model, as a .safetensors file with the network's names."""
-        chosen = self.best.model if self.best.model is not None else self.model
-        like = {name: tensor.cpu().numpy() for name, tensor in self.fleet.module.state_dict().items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_safetensors(self.layout.unflatten(chosen.cpu().numpy(), like), path)
-
-    def close(self) -> None:
-        """Ends the mark's thread."""
-        if self.mark is not None:
-            self.mark.close()
-
-    def restore(self, path: Path) -> None:
-        """Goes on where `save` was."""
-        body = torch.load(path, map_location="cpu", weights_only=False)
-        if body["settings"] != _kept(self.settings):
-            raise RecordError(f"{str(path)!r} is of a run with other settings: remove it, or use another folder")
-        self.model = body["model"].to(self.device)
-        accuracy, number, best = body["best"]
-        self.best = Best(accuracy, number, None if best is None else best.to(self.device))
-        self.log, self._open = [RoundLog(**entry) for entry in body["log"]], []
-        if self.mark is not None:
-            self.mark.restore(body["mark"], self.model)
+    def _restore_state(self, body: Mapping[str, Any], path: Path) -> None:
+        self._open = []
         if self.continuity is not None:
             self.continuity.restore(body["continuity"])
         seen = body.get("observer")
@@ -318,20 +252,6 @@ class Run:
         elif self.observer is not None and self.log:
             raise RecordError(f"{str(path)!r} is of a run that was not observed from its first round: begin it again")
 
-
-def check_loss(round_no: int, loss: float) -> None:
-    """What is no number stays none: a run that has diverged ends here."""
-    if not math.isfinite(loss):
-        raise RoundError(
-            f"round {round_no}: the loss is {loss}, the run has diverged; try a smaller learning rate or mark"
-        )
-
-
-def _kept(settings: Settings) -> dict[str, Any]:
-    """What must be the same for a run to go on: all but its length and what is only looked at."""
-    return {k: v for k, v in settings.asdict().items() if k not in ("rounds", "null_keys", "patience")}
-
-
-def _mixed(seed: int, round_no: int) -> int:
-    """One seed from two numbers."""
-    return int(np.random.SeedSequence([0x6C6F6F70, seed, round_no]).generate_state(1, np.uint64)[0] >> 1)
+    def _tensors(self, vector: Tensor) -> Mapping[str, Any]:
+        like = {name: tensor.cpu().numpy() for name, tensor in self.fleet.module.state_dict().items()}
+        return self.layout.unflatten(vector.cpu().numpy(), like)

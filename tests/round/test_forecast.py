@@ -1,0 +1,102 @@
+"""The forecast of z: from what is public, near what a verification measures, and wrong if the amplitudes are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quorumark import codec
+from quorumark.consortium.strength import Strength
+from quorumark.model.layout import ModelLayout
+from quorumark.model.statistic import STATISTICS, canonical_form
+from quorumark.model.suspect import read_suspect
+from quorumark.round.amplitudes import MarkState
+from quorumark.round.forecast import expected_z
+
+BALANCED = "balanced-anchor/v1"
+SHAPES = {"a.weight": (60, 40, 3, 3), "b.weight": (120, 90), "c.weight": (10, 120)}
+KEYS = 12
+
+
+def trained(seed: int, rounds: int = 20, limit: int | None = None) -> tuple[MarkState, float, np.ndarray[Any, Any]]:
+    """A model that walks at random, with rows that move differently, and a mark by the rule; z by its key, x."""
+    rng = np.random.default_rng(seed)
+    start = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in SHAPES.items()}
+    layout = ModelLayout.of({**start, "bias": np.zeros(9, np.float32)}, max_coordinates=limit)
+    weights = np.concatenate([value.reshape(-1) for value in start.values()] + [np.zeros(9)])
+    rates = np.concatenate([np.repeat(rng.uniform(0.2, 2.0, s[0]), np.prod(s[1:])) for s in SHAPES.values()])
+    strength = Strength.of({"rho": "0.1", "c_max": "0.05", "alike": "mark", "dither": "0"}, layout.coordinates)
+    state = MarkState(strength, layout, "rademacher", codec.encode(weights))
+    key = rng.choice([-1.0, 1.0], layout.coordinates)
+    for number in range(1, rounds + 1):
+        amplitudes = state.amplitudes(number)
+        weights[: rates.size] += 0.01 * rates * rng.normal(size=rates.size)
+        weights[layout.carrying()] += amplitudes.vector.astype(np.float64) * 2.0**-40 * key
+        state.advance(number, codec.encode(weights), amplitudes if amplitudes.marks else None)
+    x = _form(state).astype(np.float64)
+    return state, float(x @ key / np.linalg.norm(x)), x
+
+
+def _form(state: MarkState, statistic: str = BALANCED) -> np.ndarray[Any, Any]:
+    """By way of models as they are saved."""
+
+    def saved(vector: Any) -> Any:
+        weights, at, found = codec.decode(vector, np.float32), 0, {}
+        for name, shape in SHAPES.items():
+            found[name] = weights[at : at + int(np.prod(shape))].reshape(shape)
+            at += int(np.prod(shape))
+        return read_suspect({**found, "bias": weights[at:]})
+
+    return canonical_form(statistic, state.layout, saved(state.model), saved(state.anchor)).x
+
+
+@pytest.mark.parametrize("limit", [None, 20_000])
+def test_the_forecast_is_near_what_is_measured(limit: int | None) -> None:
+    """Within max(10 %, 2) in the mean over keys, whose own chance is 1/√12 there: a false alarm is 7 deviations off.
+    Halved, or doubled, it is not."""
+    runs = [trained(seed, limit=limit) for seed in range(KEYS)]
+    measured = float(np.mean([z for _, z, _ in runs]))
+    expected = float(np.mean([expected_z(state, BALANCED) for state, _, _ in runs]))
+    assert measured > 8
+    assert abs(expected - measured) < max(0.1 * measured, 2)
+    for wrong in (0.5 * expected, 2 * expected):
+        assert abs(wrong - measured) > max(0.1 * measured, 2)
+
+
+def test_it_needs_no_key_and_is_the_same_for_everybody() -> None:
+    state, _, _ = trained(0)
+    again = MarkState.from_bytes(
+        state.to_bytes(), state.strength, state.layout, "rademacher", state.model, state.anchor
+    )
+    assert expected_z(state, BALANCED) == expected_z(again, BALANCED)
+
+
+def test_before_there_is_a_mark_nothing_is_expected() -> None:
+    state, _, _ = trained(0, rounds=2)
+    assert not state.embedded().any()
+    assert expected_z(state, BALANCED) == 0.0
+
+
+def test_what_was_embedded_is_known_weight_by_weight() -> None:
+    """Against the sum of all rounds' amplitudes, which the state does not keep."""
+    rng = np.random.default_rng(3)
+    layout = ModelLayout.of({"w": np.zeros((50, 40), np.float32)})
+    strength = Strength.of({"rho": "0.1", "c_max": "0.05", "alike": "mark", "dither": "0"}, layout.coordinates)
+    weights = rng.normal(size=layout.size)
+    state, total = MarkState(strength, layout, "rademacher", codec.encode(weights)), np.zeros(layout.size)
+    for number in range(1, 16):
+        amplitudes = state.amplitudes(number)
+        total += amplitudes.vector * 2.0**-40
+        weights = weights + rng.normal(0, 0.01, (50, 1)).repeat(40, 1).reshape(-1) * rng.normal(size=layout.size)
+        state.advance(number, codec.encode(weights), amplitudes if amplitudes.marks else None)
+    known = state.embedded()
+    assert known.sum() == pytest.approx(total.sum(), rel=1e-6)
+    assert np.corrcoef(known, total)[0, 1] > 0.95  # the least of sums is not the sum of the least
+
+
+@pytest.mark.parametrize("statistic", sorted(STATISTICS))
+def test_every_statistic_has_a_forecast(statistic: str) -> None:
+    state, _, _ = trained(1)
+    assert 1 < expected_z(state, statistic) < 60

@@ -1,0 +1,63 @@
+"""How far models move: exact sums of squares, and the norms of members' updates."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quorumark import codec
+from quorumark.errors import EncodingError
+from quorumark.round.movement import distance, least, norm_count, sum_squares, update_norms
+from tests.kit.marks import make_layout
+from tests.kit.oracle import P
+from tests.kit.refusals import wrong_argument
+
+
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.integers(0, 2**70), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_norm_of_least(axes: list[list[int]]) -> None:
+    lowest = [min(each) for each in itertools.product(*axes)]
+    assert least(tuple(map(tuple, axes))) == (sum(lowest), sum(v * v for v in lowest))
+
+
+@given(st.lists(st.tuples(st.integers(-(2**60) + 1, 2**60 - 1), st.integers(-(2**59), 2**59)), min_size=1, max_size=40))
+def test_sums_of_squares_are_exact(pairs: list[tuple[int, int]]) -> None:
+    x = np.array([v % P for v, _ in pairs], np.uint64)
+    assert sum_squares(x) == sum(v * v for v, _ in pairs)
+    halves = [v // 2 for v, _ in pairs]
+    y = np.array([v % P for _, v in pairs], np.uint64)
+    expected = sum((a - b) ** 2 for a, (_, b) in zip(halves, pairs, strict=True))
+    assert distance(np.array([v % P for v in halves], np.uint64), y) == expected
+
+
+def test_norms() -> None:
+    """What is too small to tell is not learnt; what is too large is refused, as in the models themselves."""
+    layout = make_layout()
+    assert norm_count(layout) == 5 + 3 + 4 + 4 + 7, "nothing about tensors of single weights"
+    start, step = np.zeros(layout.size), np.zeros(layout.size)
+    step[0] = 3.0
+    before = codec.encode(start)
+    norms = update_norms(layout, before, codec.encode(step), Fraction(1, 3))
+    assert sorted(norms.tolist()) == [0] * 20 + [1 << 40] * 3
+    tiny = np.full(layout.size, 2.0**-40)
+    assert not update_norms(layout, before, codec.encode(tiny), Fraction(1, 10)).any()
+    with pytest.raises(EncodingError, match="must have norms below 524288 in each row"):
+        update_norms(layout, before, codec.encode(np.full(layout.size, 3e5)), Fraction(1, 10))
+    with wrong_argument("after"):
+        update_norms(layout, before, before[1:], Fraction(1, 2))
+
+
+def test_norms_are_few() -> None:
+    """ResNet-18: uploads stay below 8.1 bytes a parameter."""
+    shapes: dict[str, tuple[int, ...]] = {"stem": (64, 3, 7, 7), "fc": (1000, 512)}
+    for i, (wide, last) in enumerate(((64, 64), (128, 64), (256, 128), (512, 256))):
+        shapes |= {f"{i}.a": (wide, last, 3, 3), **{f"{i}.{n}": (wide, wide, 3, 3) for n in "bcd"}}
+        shapes |= {f"{i}.short": (wide, last, 1, 1)} if wide != last else {}
+    layout = make_layout(shapes)
+    assert layout.size > 11_000_000
+    assert 8 * (layout.size + norm_count(layout)) < 8.02 * layout.size

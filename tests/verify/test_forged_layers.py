@@ -1,0 +1,301 @@
+"""Forgeries by layers: each succeeds against a naive rule, and fails against ours (docs/layers.md)."""
+
+from __future__ import annotations
+
+import itertools
+from decimal import Decimal
+from fractions import Fraction
+from math import isqrt, sqrt
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from quorumark.consortium.identity import Identity
+from quorumark.model.blocks import Blocks
+from quorumark.verify import guard
+from quorumark.verify.guard import block_breadth, budget, check_query, layers_offered
+from quorumark.verify.layered import Examiner, Layers, broad_blocks
+from quorumark.verify.null import layers_threshold, log10_layers, raised_threshold, three_digits
+from quorumark.verify.residual import Asked, Residual, residual
+from quorumark.verify.rules import AnswerRules
+from tests.kit.ceremony import make_terms
+from tests.kit.ledgers import PEOPLE, Member, Vector, rounded
+from tests.kit.null import tail_of_q
+from tests.kit.refusals import refused
+
+Floats = NDArray[np.float64]
+HALF = Decimal("0.6931471805599453")  # each of the two tests has half of the significance
+
+
+def _key(d: int, seed: int) -> Floats:
+    return np.random.default_rng(seed).choice(np.array([-1.0, 1.0]), d)
+
+
+def _model(d: int, seed: int) -> Vector:
+    return rounded(30 * np.random.default_rng(seed).standard_normal(d))
+
+
+def _edges(d: int, count: int) -> list[slice]:
+    ends = [d * b // count for b in range(count + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def _z(x: Floats, key: Floats, spans: list[slice]) -> Floats:
+    return np.array([float(x[s] @ key[s]) / max(float(np.linalg.norm(x[s])), 1e-9) for s in spans])
+
+
+@pytest.mark.parametrize(("queries", "count"), [(1, 64), (5, 16), (34, 51)])
+def test_failed_answers_by_layers_combine_block_by_block(queries: int, count: int) -> None:
+    """Σ_i Y_ib·x_ib/‖x_ib‖² in each block has z_b = the norm of (z_1b, …, z_nb): √Q ≈ z ≈ √(nB)."""
+    d = 200_000
+    key, spans = _key(d, 1), _edges(d, count)
+    forged = np.zeros(d)
+    for seed in range(queries):
+        x = _model(d, 100 + seed).astype(float)
+        own = _z(x, key, spans)
+        assert float(own @ own) < float(layers_threshold("6", count, HALF)), "none of them is marked"
+        for s in spans:
+            forged[s] += float(x[s] @ key[s]) * x[s] / float(x[s] @ x[s])
+    for s in spans:  # every block as large as what it shows, which is best for z
+        forged[s] *= float(np.linalg.norm(_z(forged, key, [s]))) / max(float(np.linalg.norm(forged[s])), 1e-12)
+    equations = queries * count
+    z_b = _z(forged, key, spans)
+    z, q = float(forged @ key) / float(np.linalg.norm(forged)), float(z_b @ z_b)
+    # who counts queries believes it, by z and by Q
+    assert z > float(raised_threshold("6", queries))
+    if queries > 1:  # one alone gives its own Q again
+        assert q > float(layers_threshold("6", count + queries, HALF))
+    # who counts equations does not
+    assert z < float(raised_threshold("6", equations))
+    assert q < float(layers_threshold("6", count + equations, HALF))
+
+
+def test_cuts_that_are_chosen_when_the_key_is_known_make_an_innocent_model_pass() -> None:
+    """The best cuts by dynamic programming, at one of 590 places each; the agreed ones show nothing."""
+    d, step, count = 75_520, 128, 64
+    key, x = _key(d, 2), _model(d, 3).astype(float)
+    y = np.concatenate([[0.0], np.cumsum((x * key).reshape(-1, step).sum(1))])
+    n = np.concatenate([[0.0], np.cumsum((x * x).reshape(-1, step).sum(1))])
+    gain = (y[None, :] - y[:, None]) ** 2 / np.maximum(n[None, :] - n[:, None], 1e-9)
+    gain[np.tril_indices(y.size)] = -np.inf
+    best = gain[0]
+    for _ in range(count - 1):
+        best = (best[:, None] + gain).max(0)
+    chosen = float(best[-1])
+    agreed = _z(x, key, _edges(d, count))
+    assert float(log10_layers(f"{chosen:.2f}", count)) < -12
+    assert float(log10_layers(f"{float(agreed @ agreed):.2f}", count)) > -2
+
+
+def _marked(seed: int) -> tuple[Floats, Floats, Floats, list[slice]]:
+    """A key, a marked x whose blocks are marked unevenly, and an estimate of the key that is better in some of them."""
+    d, count = 72_000, 9
+    rng, spans, key = np.random.default_rng(seed), _edges(72_000, 9), _key(d, seed)
+    x, guess = rng.standard_normal(d), rng.standard_normal(d)
+    for b, s in enumerate(spans):
+        x[s] += (0.08 + 0.04 * (b % 5)) * key[s]
+        guess[s] += (0.2 + 0.1 * ((b * 4) % count)) * key[s]
+    assert len(spans) == count
+    return key, x, guess, spans
+
+
+def test_two_sets_of_numbers_by_block_calibrate_a_removal_and_q_alone_does_not() -> None:
+    key, x, guess, spans = _marked(5)
+    threshold = float(layers_threshold("6", len(spans), HALF))
+
+    def q(weights: Floats) -> float:
+        z = _z(x - np.concatenate([w * guess[s] for w, s in zip(weights, spans, strict=True)]), key, spans)
+        return float(z @ z)
+
+    nothing = np.zeros(len(spans))
+    assert q(nothing) > 500
+    # z_b of the release and of one attempt: each block's amount follows by a straight line, and a third set mends it
+    attempt = 0.1
+    first, second = _z(x, key, spans), _z(x - attempt * guess, key, spans)
+    amounts = attempt * first / (first - second)
+    assert q(amounts) < threshold
+    # Q alone: the best common amount, found with as many certificates as one likes
+    assert min(q(nothing + amount) for amount in np.linspace(0, 1, 201)) > 2 * threshold
+
+
+def test_an_exact_q_and_the_exact_y_show_every_block_where_there_are_few() -> None:
+    """Y_b are integers: with three blocks one pair (Y_1, Y_2) fits. Three digits of Q leave millions."""
+    d, key = 24_000, _key(24_000, 7)
+    x = _model(d, 8).astype(np.int64)
+    spans = _edges(d, 3)
+    y = [int(x[s] @ key[s].astype(np.int64)) for s in spans]
+    n = [int(x[s] @ x[s]) for s in spans]
+    exact = sum((Fraction(a * a, b) for a, b in zip(y, n, strict=True)), Fraction(0))
+    found = []
+    reach = 5 * isqrt(max(n))
+    for one in range(-reach, reach + 1):  # a quadratic equation for Y_2 remains
+        rest, left = sum(y) - one, exact - Fraction(one * one, n[0])
+        a, b = n[1] + n[2], -2 * rest * n[1]
+        c = rest * rest * n[1] - left * n[1] * n[2]
+        inside = b * b - 4 * a * c
+        if inside < 0 or inside.denominator != 1:
+            continue
+        root = isqrt(int(inside))
+        if root * root == inside:
+            found += [(one, (-b + sign * root) // (2 * a)) for sign in (1, -1) if (-b + sign * root) % (2 * a) == 0]
+    assert (y[0], y[1]) in found
+    assert len(set(found)) <= 4
+    low = Fraction(three_digits(list(zip(y, n, strict=True))))
+    ones, twos = np.meshgrid(np.arange(-reach, reach, 50.0), np.arange(-reach, reach, 50.0))
+    q = ones**2 / n[0] + twos**2 / n[1] + (sum(y) - ones - twos) ** 2 / n[2]
+    alike = int(((q >= float(low)) & (q < 1.01 * float(low) + 0.01)).sum()) * 2500
+    assert alike > 10_000
+
+
+# --- an oracle against single blocks -----------------------------------------------------------------------
+
+
+def _by_layers(x: Vector, blocks: Blocks, least: int) -> Layers:
+    norm1, norm2 = broad_blocks(x, blocks, least)
+    examiner = Examiner.of(Identity.generate("Judge Oak").card())
+    return Layers("rows/v1", "ab" * 32, "0", norm1, norm2, examiner)
+
+
+class Layered(Member):
+    """A member that is asked by layers as well."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, 40_000, strength={"rho": "0.5"})
+        self.blocks = Blocks(tuple(range(0, 40_001, 8000)), tuple("abcde"))
+
+    def layered(self, x: Vector) -> None:
+        ledger = self.ledger()
+        layers = _by_layers(x, self.blocks, block_breadth(self.manifest.terms))
+        query = self.query(x, layers=layers)
+        with ledger.exclusive():
+            ledger.record_answer(query, x, check_query(query, x, self.manifest, ledger, self.rules, True, self.blocks))
+
+    def plain(self, x: Vector) -> None:
+        ledger, query = self.ledger(), self.query(x)
+        with ledger.exclusive():
+            by = check_query(query, x, self.manifest, ledger, self.rules, True, self.blocks)
+            ledger.record_answer(query, x, by)
+
+
+def _as_wholes(x: Vector, stored: list[Asked], public: list[slice], *_: object) -> Residual:
+    """A naive rule: what x adds to the vectors that were answered, whatever was opened of them."""
+    return residual(x, [one._replace(by_layers=False) for one in stored], public)
+
+
+def _near(x: Vector, places: dict[int, int]) -> Vector:
+    """x with other numbers in the first so many places of each block."""
+    other = x.copy()
+    for start, count in places.items():
+        part = other[start : start + count]
+        part[:] = np.where(part > 0, part - 3, part + 3)
+    return other
+
+
+def test_two_models_that_differ_little_in_one_block_read_no_signs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They differ in 4,040 places, enough for plain answers; but in block a in 40, whose signs Y_a − Y'_a would sum."""
+    x = _model(40_000, 11)
+    other = _near(x, {0: 40, 8000: 4000})
+    member = Layered(tmp_path / "home")
+    for one in (x, other):
+        member.plain(one)
+    member.layered(x)
+    with refused("adds-little"):
+        member.layered(other)
+    # a rule that looks at x as a whole answers
+    with monkeypatch.context() as patched:
+        patched.setattr(guard, "residual", _as_wholes)
+        member.layered(other)
+
+
+def test_a_plain_query_after_one_by_layers_reads_no_signs_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x' has blocks of x in other proportions, and 40 places changed: x' − x is broad, but its blocks are known."""
+    x = _model(40_000, 12)
+    x = (x // 4).astype(np.int8)
+    member = Layered(tmp_path / "home")
+    member.plain(x)
+    member.layered(x)
+    mixed = x.copy()
+    mixed[8000:16000] = 2 * x[8000:16000]
+    mixed[:40] += 1
+    with refused("adds-little"):
+        member.plain(mixed)
+    with monkeypatch.context() as patched:
+        patched.setattr(guard, "residual", _as_wholes)
+        member.plain(mixed)
+
+
+def test_other_models_are_answered_by_layers_after_each_other(tmp_path: Path) -> None:
+    member = Layered(tmp_path / "home")
+    for seed in (21, 22, 23):
+        member.plain(_model(40_000, seed))
+        member.layered(_model(40_000, seed))
+    assert sum(member.ledger().equations().values()) == 15
+    assert len(member.ledger().answered()) == 3
+    member.layered(_model(40_000, 22))
+    assert sum(member.ledger().equations().values()) == 15, "the same again"
+
+
+def test_a_standing_rule_does_not_approve_by_layers_unless_it_says_so(tmp_path: Path) -> None:
+    member, x = Layered(tmp_path / "home"), _model(40_000, 24)
+    member.plain(x)
+    query = member.query(x, layers=_by_layers(x, member.blocks, block_breadth(member.manifest.terms)))
+
+    def check(rules: AnswerRules) -> str:
+        return check_query(query, x, member.manifest, member.ledger(), rules, False, member.blocks)
+
+    with refused("not-approved"):
+        check(AnswerRules("always", 10))
+    assert check(AnswerRules("always", 10, layers=True)) == "rules"
+
+
+def test_equations_use_up_the_budget(tmp_path: Path) -> None:
+    member = Layered(tmp_path / "home")
+    assert budget(member.manifest.terms) == 625
+    member.ledger().learn({f"{i:064x}": "failed" for i in range(11)}, "", {f"{i:064x}": 62 for i in range(10)})
+    x = _model(40_000, 31)
+    member.plain(x)
+    with refused("budget", budget=625):
+        member.layered(x)
+
+
+# --- what all answers tell ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("d", "rho"), [(103_000, "0.05"), (151_072, "0.1"), (11_210_432, "0.05"), (40_000, "0.5")])
+def test_all_allowed_answers_together_stay_below_a_quarter_of_rho(d: int, rho: str) -> None:
+    terms = make_terms(PEOPLE, 2, d, strength={"rho": rho})
+    assert layers_offered(terms)
+    assert sqrt(budget(terms) / d) <= float(rho) / 4
+    assert not layers_offered(terms, terms.strength.rho // 16)  # the smaller one counts: what was reached
+    assert not layers_offered(make_terms(PEOPLE, 2, 40_000, strength={"rho": "0.05"}))
+    assert not layers_offered(make_terms(PEOPLE, 2, d, strength={"rule": "relative", "c": "0.01"}))
+    assert not layers_offered(make_terms(PEOPLE, 2, d, strength={"rho": rho}, policy={"blocks": "none"}))
+
+
+def test_the_whole_budget_by_layers_gives_a_direction_of_a_quarter_of_rho() -> None:
+    """39 queries of 16 blocks at d = 40,000 and ρ = 0.5: the best that anybody makes of the answers."""
+    d, count, queries = 40_000, 16, 39
+    key, spans, told = _key(d, 41), _edges(d, count), np.zeros(d)
+    for seed in range(queries):
+        x = _model(d, 500 + seed).astype(float)
+        for s in spans:
+            told[s] += float(x[s] @ key[s]) * x[s] / float(x[s] @ x[s])
+    cosine = float(told @ key) / (float(np.linalg.norm(told)) * sqrt(d))
+    assert 0.9 * 0.125 < cosine < 1.05 * 0.125
+
+
+# --- the null ----------------------------------------------------------------------------------------------
+
+
+def test_the_tail_of_q_is_below_its_bound_and_a_wrong_norm_is_noticed() -> None:
+    x = _model(8000, 51)
+    x[3000:] = x[3000:] // 8  # blocks of different sizes and shapes
+    spans = [slice(0, 40), slice(40, 1000), slice(1000, 3000), slice(3000, 8000)]
+    assert tail_of_q(x, spans, 4000, 1) <= 0
+    assert tail_of_q(x, spans, 4000, 1, norm=0.8) > 0
