@@ -83,14 +83,14 @@ def forgetful(world: Consortium, points: Iterable[int]) -> None:
 
 
 def overlapping(run: Tuned) -> tuple[Model, int, int]:
-    """A state from which a later draw has all but one of the first cohort in it: its model, that draw, and that one
-    member, which helps the server."""
+    """A state from which a later draw, but not the last one, has all but one of the first cohort in it: its model, that
+    draw, and that one member, which helps the server."""
     model = begun(run)
     for _ in range(40):
         run.server.close(model)
         group, state = run.server.group, run.server.history.state
         first = set(group.cohort(state))
-        for draw in range(1, DRAWS):
+        for draw in range(1, DRAWS - 1):  # members close the last one in `_another_draw`
             left = first - set(group.cohort(state, draw))
             if len(left) == 1:
                 return model, draw, left.pop()
