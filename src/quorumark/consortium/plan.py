@@ -21,7 +21,7 @@ from quorumark.consortium.strength import ONE, Strength
 from quorumark.errors import InputError
 from quorumark.model.layout import ModelLayout
 
-__all__ = ["TARGET_Z", "Advice", "Plan", "PlanWarning", "unplanned"]
+__all__ = ["TARGET_Z", "Advice", "Plan", "PlanWarning", "growth", "unplanned"]
 
 TARGET_Z = 12.0
 """What a plan aims at: twice the usual threshold, so that a suspect may lose half of the mark."""
@@ -231,6 +231,12 @@ def _rounded(count: int) -> int:
     """Upwards to two digits."""
     step: int = 10 ** max(0, len(str(count)) - 2)
     return -(-count // step) * step
+
+
+def growth(strength: Strength, done: int, rounds: int) -> float:
+    """By what factor z grows from round `done` to round `rounds` in most runs, where ρ* does not stop it."""
+    now, then = (_reach(_LIKELY, _full_rounds(strength, number)) for number in (done, rounds))
+    return max(1.0, then / now) if now else 1.0
 
 
 def unplanned(strength: Strength, coordinates: int) -> Advice:
