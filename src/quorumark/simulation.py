@@ -52,7 +52,7 @@ from quorumark.round.memory import MemoryState, State
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.server import RoundServer
 
-__all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "watch"]
+__all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "summary", "watch"]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
@@ -154,7 +154,9 @@ class RoundReport:
     `halvings`: how often the mark was halved because it was too strong for members. `held`: tensors that kept their
     weights, because the sum had a number there that no model may have: a member lied, or diverges. `silenced`: the
     share of the carriers that got no mark because something jumped in the round before (`quorumark.round.continuity`).
-    `expected_z`: what a verification of this round's model would give, give or take 1 (`quorumark.round.forecast`).
+    `expected_z`: what a verification of this round's model would give, give or take 1 (`quorumark.round.forecast`);
+    `final_z`: what the run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is
+    too little.
     """
 
     round: int
@@ -169,6 +171,8 @@ class RoundReport:
     silenced: float = 0.0
     rho: float = 0.0
     expected_z: float = 0.0
+    final_z: float = 0.0
+    advice: str = ""
     c: float = 0.0
     uploaded_bytes: int = 0
     seconds: dict[str, float] = dataclass_field(default_factory=dict)
@@ -242,6 +246,7 @@ class Federation:
 
     def rounds(self, count: int) -> Iterator[RoundReport]:
         """Runs rounds until `count` are done in all, and reports each."""
+        self.server.planned = count
         while self.round_no < count:
             yield self.round()
 
@@ -305,6 +310,8 @@ class Federation:
         report.rho = server.rho
         with timed(report, "forecast"):
             report.expected_z = server.expected_z
+            found = server.course(report.expected_z)
+            report.final_z, report.advice = found.final_z, found.advice
 
     def _train_all(self, report: RoundReport) -> list[int]:
         """Everybody who is there trains; whose training fails is out of this round, and named."""
@@ -436,10 +443,31 @@ class Federation:
 
 
 def watch(run: Federation, rounds: int, console: Console, title: str = "training", last: int = 12) -> None:
-    """Runs until so many rounds are done, with a table of the last ones that grows while it runs."""
+    """Runs until so many rounds are done, with a table of the last ones that grows while it runs, and says at once if
+    the mark will end up weak; the last line tells what z to expect."""
+    warned = False
     with Live(console=console, transient=True, auto_refresh=False) as live:
-        for _ in run.rounds(rounds):
+        for report in run.rounds(rounds):
             live.update(_table(run, rounds, title, last), refresh=True)
+            if report.advice and not warned:
+                warned = True
+                live.console.print(f"round {report.round}: {report.advice}")
+    line = summary(run)
+    if line:
+        console.print(f"{title}: {line}")
+
+
+def summary(run: Federation) -> str:
+    """A run's last line: what a verification of its model should find. Empty if there is no mark."""
+    done = [report for report in run.reports if not report.given_up]
+    if not run.marks or not done:
+        return ""
+    threshold = run.manifest.terms.policy.z
+    last = done[-1]
+    line = (
+        f"{len(done)} rounds; a verification is expected to find z = {last.expected_z:.1f}, PASSED from {threshold} on"
+    )
+    return f"{line}. {last.advice}" if last.advice else line
 
 
 def _table(run: Federation, rounds: int, title: str, last: int) -> Table:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from quorumark import codec
+from quorumark import codec, simulation
 from quorumark.consortium.strength import Strength
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import STATISTICS, canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.round.amplitudes import MarkState
-from quorumark.round.forecast import expected_z
+from quorumark.round.forecast import course, expected_z
+from tests.kit.federation import World
 
 BALANCED = "balanced-anchor/v1"
 SHAPES = {"a.weight": (60, 40, 3, 3), "b.weight": (120, 90), "c.weight": (10, 120)}
@@ -100,3 +104,53 @@ def test_what_was_embedded_is_known_weight_by_weight() -> None:
 def test_every_statistic_has_a_forecast(statistic: str) -> None:
     state, _, _ = trained(1)
     assert 1 < expected_z(state, statistic) < 60
+
+
+# --- is the run on course? ---
+
+
+def on_course(done: int, planned: int, z: float, rho: float = 0.02, threshold: float = 6.0, **settings: str) -> Any:
+    strength = Strength.of({"rho": "0.1", "c_max": "0.03", **settings}, 150_000)
+    return course(strength, threshold, done, planned, z, rho, coordinates=150_000)
+
+
+def test_a_run_on_course_for_too_little_says_so_as_soon_as_it_can_be_known() -> None:
+    assert on_course(4, 30, 1.0).final_z == 0  # the mark has hardly begun
+    weak = on_course(5, 30, 4.0)
+    assert 4 < weak.final_z < 10
+    assert weak.advice
+    assert "--strength c_max=" in weak.advice
+    strong = on_course(5, 30, 8.0)
+    assert strong.final_z > 10
+    assert strong.advice == ""
+    assert on_course(5, 30, 8.0, threshold=20.0).advice  # a higher threshold wants more
+    assert on_course(5, 0, 4.0).advice == ""  # nobody said how long
+    assert on_course(3, 3, 2.0).final_z == 2.0  # a run that is over
+
+
+def test_what_the_rule_will_stop_at_limits_what_is_expected() -> None:
+    """Near ρ* no more is to come, however many rounds are left; and more rounds are advised only where they help."""
+    free, stopped = on_course(10, 60, 5.0, rho=0.02), on_course(10, 60, 5.0, rho=0.099)
+    assert stopped.final_z == pytest.approx(5.0 * 0.1 / 0.099, rel=1e-6)
+    assert free.final_z > 1.5 * stopped.final_z
+    assert "rounds instead" in on_course(10, 12, 8.0).advice
+    assert "rounds instead" not in stopped.advice
+
+
+def test_a_federation_says_so_in_its_reports_its_events_and_its_last_line(tmp_path: Path) -> None:
+    """1,476 carrying weights are too few, and the run says so from round 5 on; without a mark nothing is said."""
+    world = World()
+    run = world.federation(folder=tmp_path / "run")
+    console = Console(record=True, width=200)
+    simulation.watch(run, 7, console)
+    assert [bool(report.advice) for report in run.reports] == [False] * 4 + [True] * 3
+    assert all(0 < report.final_z < 10 for report in run.reports[4:])
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["advice"] for event in events] == [report.advice for report in run.reports]
+    shown = console.export_text()
+    assert shown.count("on course for") == 2  # as soon as it is known, and at the end
+    assert f"z = {run.reports[-1].expected_z:.1f}" in simulation.summary(run)
+    plain = world.federation(mark=False)
+    list(plain.rounds(6))
+    assert not any(report.advice or report.final_z for report in plain.reports)
+    assert simulation.summary(plain) == ""

@@ -205,6 +205,7 @@ class Watermarked:
         if server.resumed is not None:
             initial_arrays = to_record(server.resumed)
             num_rounds = max(0, num_rounds - server.accepted)
+        server.planned = server.history.mark.round + num_rounds
         evaluate = evaluate_fn and (lambda round_no, arrays: evaluate_fn(round_no, carrier.in_own_types(arrays)))
         metrics = self._inner.train_metrics_aggr_fn
         self._inner.train_metrics_aggr_fn = carrier.metrics
@@ -298,6 +299,10 @@ class _Carrier:
         report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
         report.disputed, report.silenced = dict(server.disputed), server.silenced
         report.expected_z = server.expected_z
+        found = server.course(report.expected_z)
+        report.final_z, report.advice = found.final_z, found.advice
+        if report.advice and not any(earlier.advice for earlier in self._owner.reports[:-1]):
+            log(WARNING, "quorumark: %s", report.advice)
         log(
             INFO,
             "quorumark: round %s of %s members, %s, attempt %s, %s bytes up; z of %.1f expected before it",
@@ -480,6 +485,7 @@ class _Carrier:
         record["quorumark-members"], record["quorumark-attempts"] = len(report.members), report.attempts
         record["quorumark-marked"], record["quorumark-silenced"] = int(report.marked), report.silenced
         record["quorumark-rho"], record["quorumark-expected-z"] = report.rho, report.expected_z
+        record["quorumark-final-z"] = report.final_z
         for name, value in report.metrics.items():
             record[f"quorumark-{name}"] = value
         for stage, seconds in report.seconds.items():

@@ -16,19 +16,25 @@ besides weight decay.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import sqrt
+from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec
+from quorumark.consortium.plan import Plan, growth
+from quorumark.consortium.strength import ONE, Strength
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import BLOCK, canonical_form
 from quorumark.round.amplitudes import MarkState
 
-__all__ = ["expected_z"]
+__all__ = ["SPARE", "Course", "course", "expected_z"]
+
+SPARE = 4.0  # how far above the threshold a run should end
+FIRST = 5  # rounds: before that the mark has hardly begun
 
 _SIGNS = 0x7A  # any seed: the same forecast for everybody
 
@@ -65,6 +71,52 @@ def expected_z(state: MarkState, statistic: str) -> float:
     rise = sum(sign * float(signs @ form(model + sign * probe).astype(np.float64)) for sign in (1, -1)) / 2
     size = sqrt(float(np.square(form(model).astype(np.float64)).sum()))
     return rise / size if size else 0.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """What z a run is on course for at its planned end, 0 where that is not known yet; what to do if it is little."""
+
+    final_z: float = 0.0
+    advice: str = ""
+
+
+def course(
+    strength: Strength, threshold: float, done: int, planned: int, z: float, rho: float, *, coordinates: int
+) -> Course:
+    """From what is expected after `done` rounds: z grows as it did in most runs, up to where the rule stops at ρ*.
+
+    `z` and `rho` are those of the present model, `threshold` is z*. A run should end at z* + 4 or more.
+    """
+    ends, warm = max(done, planned), strength.warmup_rounds
+    if strength.rule == "paper" or not planned or done < min(FIRST + warm, planned):
+        return Course()
+    steered, limit = strength.rule in ("rho", "target"), strength.rho / ONE
+
+    def after(rounds: int, loud: float = 1.0, most: float = limit) -> float:
+        """With a c_max that is `loud` times as large from now on, and another ρ*."""
+        gained = z * loud * (growth(strength, done, rounds) - 1)
+        return min(z + gained, max(z, z * most / rho) if steered and rho > 0 else inf)
+
+    final, needed = after(ends), threshold + SPARE
+    if final >= needed:
+        return Course(final)
+    helps = []
+    longer = next((n for n in range(ends + 1, 10 * ends + 1) if after(n) >= needed), None)
+    if longer is not None:
+        helps.append(f"train for {longer} rounds instead")
+    plan = Plan.propose(coordinates, ends, target_z=needed)
+    settings = [(name, plan.strength[name], getattr(strength, name) / ONE) for name in ("c_max", "rho")]
+    stronger = [f"--strength {name}={text}" for name, text, now in settings if float(text) > now + 1e-6]
+    if strength.rule == "rho" and stronger and ends > done:
+        helps.append(f"stop, and let all sign a stronger mark: quorumark consortium amend {' '.join(stronger)}")
+    helps.append("a larger model carries a stronger mark")
+    return Course(
+        final,
+        f"this run is on course for z = {final:.1f} after {ends} rounds, and should end at {needed:g} or more: "
+        f"a verification passes from {threshold:g} on, and a suspect may have lost some of it. What helps: "
+        f"{'; or '.join(helps)}",
+    )
 
 
 def _decoded(vector: Vector) -> NDArray[np.float64]:

@@ -42,7 +42,7 @@ from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, MarkState
-from quorumark.round.forecast import expected_z
+from quorumark.round.forecast import Course, course, expected_z
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
 from quorumark.round.movement import norm_count
@@ -84,6 +84,7 @@ class RoundServer:
         self.checks = checks_sums(manifest)
         self.resumed: dict[str, Any] | None = None
         self.notes: dict[str, Any] = {}  # the caller's own, kept with the run
+        self.planned = manifest.terms.strength.rounds  # how many rounds there will be in all; 0: nobody said
         self._run, self._seed = run, seed
         self._folder = None if folder is None else Path(folder)
         self._earlier = earlier
@@ -442,6 +443,14 @@ class RoundServer:
     def expected_z(self) -> float:
         """What a verification of the last model that was offered would give, as far as its mark's amplitudes tell."""
         return expected_z(self.history.mark, self.manifest.terms.statistic) if self.marks else 0.0
+
+    def course(self, z: float) -> Course:
+        """What z the run is on course for, from the one that is expected now (`quorumark.round.forecast`)."""
+        if not self.marks:
+            return Course()
+        terms, mark = self.manifest.terms, self.history.mark
+        threshold, coordinates = float(terms.policy.z), terms.coordinates
+        return course(terms.strength, threshold, mark.round, self.planned, z, self.rho, coordinates=coordinates)
 
     def accept(self, model: Weights) -> None:
         """The model that the strategy made of the last sum is the global one now."""
