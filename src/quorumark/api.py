@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +42,7 @@ from quorumark.model.suspect import Suspect
 from quorumark.node.journal import create_memory
 from quorumark.report import certificate_page, write_page
 from quorumark.setup import exchange, inprocess
+from quorumark.setup.waiting import until_finished
 from quorumark.simulation import Federation as Simulation
 from quorumark.simulation import FederationMember, Losses, watch
 from quorumark.verify.answer import answer
@@ -58,8 +58,6 @@ from quorumark.verify.reference import Reference as PublicSide
 from quorumark.verify.rules import AnswerRules
 
 __all__ = ["Certificate", "Federation", "Home", "Reference", "Terms", "derive_groups"]
-
-_PAUSE = 2.0  # seconds between two looks at a shared folder
 
 
 class Home:
@@ -120,12 +118,7 @@ class Home:
         Gives the manifest once the ceremony is finished, None before that: call it again when the others have written,
         or let it `wait` so many seconds for them. `note` hears of each step. A crash loses nothing.
         """
-        until = time.monotonic() + wait
-        while True:
-            progress = exchange.set_up(self.folder, self.unlock, terms, folder, note)
-            if progress.manifest is not None or time.monotonic() >= until:
-                return progress.manifest
-            time.sleep(min(_PAUSE, max(0.0, until - time.monotonic())))
+        return until_finished(lambda: exchange.set_up(self.folder, self.unlock, terms, folder, note), wait).manifest
 
     @staticmethod
     def make_key(homes: Sequence[Home], terms: Terms, *, repeatable: bool = False) -> Manifest:

@@ -17,6 +17,7 @@
     ├── InconclusiveError       a suspect that cannot be tested: says why
     ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
+    │   └── BusyError           another process works on the same folder
     └── MissingDependencyError  a part that needs an extra which is not installed
 
 A text that people read: one sentence that says what is wrong, and the remedy where there is one. Refusals that a record
@@ -159,6 +160,10 @@ class GuardError(QuorumarkError):
 
 class KeystoreError(QuorumarkError):
     """A sealed file that cannot be opened or written."""
+
+
+class BusyError(KeystoreError):
+    """Another process works on the same folder: try again when it is done."""
 
 
 class MissingDependencyError(QuorumarkError, ImportError):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from quorumark.errors import KeystoreError
+from quorumark.errors import BusyError, KeystoreError
 
 __all__ = ["locked", "only_one", "replacing", "write_exchanged", "write_private", "write_shared"]
 
@@ -74,7 +74,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise KeystoreError(f"another command is working on {str(path.parent)!r}; wait until it is done") from None
+            raise BusyError(f"another command is working on {str(path.parent)!r}; wait until it is done") from None
         yield
     finally:
         os.close(descriptor)

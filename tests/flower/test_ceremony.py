@@ -211,7 +211,8 @@ def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_round
     terms = propose(world.manifest.terms, examples={2: 90})
     for x in (*relay.nodes, *relay.nodes):  # all sign, then all take the manifest
         home, unlock = world.home(x)
-        amended, _ = amend(home, unlock, terms, tmp_path / "amendment", home.only_consortium())
+        amended = amend(home, unlock, terms, tmp_path / "amendment", home.only_consortium()).manifest
+    assert amended is not None
     assert "manifest" in relay.turn(1, "0" * 32)
     for after in (0, 4):
         with pytest.raises(

@@ -515,8 +515,8 @@ def _amended(folder: Path, group: Consortium) -> Iterator[Kind]:
     def signed(here: Path) -> Any:
         home = HomeFolder(here / "home")
         told = read_as(here / "folder" / "terms.json", "terms", Terms.from_bytes)
-        made, missing = sign_amendment(home, group.home(1)[1], told, here / "folder", home.only_consortium())
-        return after if missing else made.digest()  # it comes into force as it was signed, or not at all
+        made = sign_amendment(home, group.home(1)[1], told, here / "folder", home.only_consortium()).manifest
+        return after if made is None else made.digest()  # it comes into force as it was signed, or not at all
 
     yield FileKind("amendment", signed, JSON, "folder/terms.json", beside=begun)
     yield FileKind("amendment signature", signed, PLAIN, "folder/signature-2.hex", beside=begun)
@@ -534,7 +534,7 @@ def _dealt(folder: Path) -> Iterator[Kind]:
     whole = read_as(begun / "folder" / "dealing.json", "a dealing", Manifest.from_bytes).digest()
 
     def accepted(here: Path) -> Any:
-        made = accept(HomeFolder(here / "home"), unlock, here / "folder", group.terms)
+        made = accept(HomeFolder(here / "home"), unlock, here / "folder", group.terms).manifest
         return whole if made is None else made.digest()  # a signature that is not there is waited for
 
     for name, mutators in (("dealing.json", JSON), ("share-1.sealed", SEALED), ("signature-2.hex", PLAIN)):

@@ -107,7 +107,7 @@ class Consortium:
         for _ in range(2):  # all sign, then all take the manifest
             for x in range(1, count + 1):
                 home, unlock = world.home(x)
-                manifest = accept(home, unlock, folder / "dealing", world.terms)
+                manifest = accept(home, unlock, folder / "dealing", world.terms).manifest
         assert manifest is not None
         world.keep(manifest)
         for x in range(1, count + 1):

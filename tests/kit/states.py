@@ -120,6 +120,6 @@ def amend(world: Consortium, folder: Path, **changes: Any) -> Consortium:
     for _ in range(2):
         for x in range(1, world.count + 1):
             home, unlock = world.home(x)
-            manifest, _ = sign_amendment(home, unlock, terms, folder, home.only_consortium())
+            manifest = sign_amendment(home, unlock, terms, folder, home.only_consortium()).manifest
     assert manifest is not None
     return replace(world, manifest=manifest, terms=terms)

@@ -441,7 +441,7 @@ def test_a_lost_share_comes_back_and_nothing_else_does(tmp_path: Path, monkeypat
     stranger = ["share", "help", "--folder", str(folder), *five.secrets(five.homes[3])]
     assert "asks other members" in five.run(*stranger, fails=QuorumarkError)
     help_birch = ["share", "help", "--folder", str(folder)]
-    assert "said hello; waiting for Cedar, Elm" in five.run(*help_birch, *five.secrets(five.homes[0]))
+    assert "waiting for Cedar, Elm (hello)" in five.run(*help_birch, *five.secrets(five.homes[0]))
     five.run(*help_birch, *five.secrets(five.homes[2]))
     for i in (4, 0, 2, 0):  # and once more changes nothing
         assert "Birch can now read its own share" in five.run(*help_birch, *five.secrets(five.homes[i]))

@@ -582,7 +582,7 @@ def test_a_dealers_share_is_opened_without_its_seed(tmp_path: Path, leaf: int) -
     deal(terms, tmp_path / "dealt")
     for _ in range(2):
         for home, unlock in zip(homes, unlocks, strict=True):
-            manifest = accept(home, unlock, tmp_path / "dealt")
+            manifest = accept(home, unlock, tmp_path / "dealt").manifest
     assert manifest is not None
     places = [home.consortium(terms) for home in homes]
     files = [place.share(unlock) for place, unlock in zip(places, unlocks, strict=True)]

@@ -24,9 +24,10 @@ from quorumark.cli.options import DEFAULT_HOME, HomeOption, answered
 if TYPE_CHECKING:
     from quorumark.consortium.home import ConsortiumFolder, HomeFolder
     from quorumark.consortium.keystore import Unlock
+    from quorumark.setup.waiting import Progress
     from quorumark.verify.reference import Reference
 
-__all__ = ["AgreedFiles", "Here", "Keys", "bundled"]
+__all__ = ["AgreedFiles", "Here", "Keys", "Waiting", "bundled"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,29 @@ class Keys:
         if not sys.stdin.isatty():
             raise InputError("--key-file or --passphrase-file", "must be given where nobody can be asked")
         return Unlock.passphrase(answered(lambda: typer.prompt("passphrase", hide_input=True, confirmation_prompt=new)))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How long a member's command goes on in a ceremony in which others take part too."""
+
+    wait: Annotated[
+        bool,
+        typer.Option("--wait/--no-wait", help="Go on until it is finished, or do what can be done now and stop."),
+    ] = True
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, help="Wait for others no longer than so many seconds: exit code 3. Run again, it goes on."),
+    ] = None
+
+    def until_finished(self, visit: Callable[[], Progress]) -> Progress:
+        """Visits until the ceremony is finished, and shows who is awaited; with --no-wait it is one visit."""
+        from quorumark.cli.waiting import wait_visibly
+        from quorumark.errors import InputError
+
+        if not self.wait and self.timeout is not None:
+            raise InputError("--timeout", "is for a command that waits: leave out --no-wait")
+        return wait_visibly(visit, self.timeout) if self.wait else visit()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quorumark.cli.bundles import Here, Keys, bundled
-from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json
+from quorumark.cli.bundles import Here, Keys, Waiting, bundled
+from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, awaited
 
 if TYPE_CHECKING:
     from quorumark.align.groups import Groups
@@ -344,8 +344,9 @@ def sign_amendment(
     *,
     here: Here,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
-    """Sign an amendment: new terms, the same shares. Run it again once all have signed, to bring it into force."""
+    """Sign an amendment: new terms, the same shares. It comes into force here once all have signed."""
     from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.amend import changes, sign
@@ -356,9 +357,11 @@ def sign_amendment(
     ours = None if pinned is not None else find_consortium(member, agreed, here.consortium)
     if ours is not None and ours.manifest_path.exists():
         typer.echo("\n".join(changes(agreed, ours.manifest().terms)) or "in force already")
-    manifest, missing = sign(member, keys.unlock(), agreed, folder, ours, pinned)
-    if missing:
-        typer.echo(f"signed; waiting for {', '.join(missing)}; run this again when they have signed")
+    opened = keys.unlock()
+    progress = waiting.until_finished(lambda: sign(member, opened, agreed, folder, ours, pinned))
+    manifest = progress.manifest
+    if manifest is None:
+        typer.echo(f"{awaited(progress)}; run this again when they have signed")
         return
     typer.echo(f"in force: manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
     ours = find_consortium(member, agreed, here.consortium)

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from quorumark.consortium.records import Manifest
-    from quorumark.setup.exchange import Progress
+    from quorumark.setup.waiting import Progress
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.proof import Audit
 
@@ -39,9 +39,24 @@ def report(progress: Progress, home: Path) -> None:
     if progress.manifest is not None:
         typer.echo(f"finished: the share is sealed in {home}\n{in_force(progress.manifest, home)}")
     else:
-        typer.echo(
-            f"waiting for {', '.join(progress.waiting)} ({progress.step}); run this again when they have written"
-        )
+        typer.echo(f"{awaited(progress)}; run this again when they have written")
+
+
+def awaited(progress: Progress) -> str:
+    """Who is awaited, and with what."""
+    return f"waiting for {', '.join(progress.waiting)} ({progress.step})"
+
+
+def say_once() -> Callable[[str], None]:
+    """Prints a text the first time: visits to a folder repeat their warnings."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            typer.echo(text)
+
+    return say
 
 
 def in_force(manifest: Manifest, home: Path) -> str:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quorumark.cli.bundles import Here, Keys, bundled
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, in_force, report
+from quorumark.cli.bundles import Here, Keys, Waiting, bundled
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, report
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -29,8 +29,9 @@ def dkg(
     ] = False,
     *,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
-    """Take the next steps of the dealer-free setup. Run it again when others have written: it says who is awaited."""
+    """Make a key without a dealer, with all other members: each runs this once, and it says who is awaited."""
     from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.errors import InputError
@@ -49,7 +50,8 @@ def dkg(
         if not accept_leak:
             raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}")
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
-    report(set_up(HomeFolder(home), keys.unlock(), agreed, folder, note=typer.echo), home)
+    member, opened = HomeFolder(home), keys.unlock()
+    report(waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo)), home)
 
 
 @app.command("check")
@@ -59,13 +61,14 @@ def check_setup(
     *,
     here: Here,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
-    """Check together that the shares on disk fit together and hold a key. Use a new folder; run it again until done."""
+    """Check together that the shares on disk fit together and hold a key. All run this, with a new folder."""
     from quorumark.setup.exchange import check
 
     member = here.member
     ours, opened = here.folder, keys.unlock()
-    progress = check(member, opened, ours, folder, note=typer.echo)
+    progress = waiting.until_finished(lambda: check(member, opened, ours, folder, note=typer.echo))
     if progress.finished:
         typer.echo(f"healthy: {progress.finding}")
     else:
@@ -126,15 +129,13 @@ def accept_share(
     terms: Annotated[Path | None, typer.Option(help="terms.json, as this member agreed to them.")] = None,
     *,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
-    """Take the share that a dealer dealt: check it, seal it, sign. Run it again once all have signed."""
+    """Take the share that a dealer dealt: check it, seal it, sign, and wait until all have signed."""
     from quorumark.consortium.home import HomeFolder, read_as
     from quorumark.consortium.records import Terms
     from quorumark.setup.dealer import accept
 
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
-    manifest = accept(HomeFolder(home), keys.unlock(), folder, agreed)
-    if manifest is None:
-        typer.echo("share checked, sealed and signed for; run this again when all members have signed")
-    else:
-        typer.echo(f"finished: the share is sealed in {home}\n{in_force(manifest, home)}")
+    member, opened = HomeFolder(home), keys.unlock()
+    report(waiting.until_finished(lambda: accept(member, opened, folder, agreed)), home)

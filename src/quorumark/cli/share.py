@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quorumark.cli.bundles import Here, Keys, bundled
-from quorumark.cli.options import From, Json, report
+from quorumark.cli.bundles import Here, Keys, Waiting, bundled
+from quorumark.cli.options import From, Json, awaited, report, say_once
 
 app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no_args_is_help=True)
 
@@ -59,8 +60,12 @@ def recover(
     *,
     here: Here,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
-    """Get a lost share back from t helpers. First with --helpers, to ask; then without, until it says recovered."""
+    """Get a lost share back from t helpers, who each run `quorumark share help` with the same folder.
+
+    With --helpers it asks them first; without, it goes on with what was asked in this folder.
+    """
     from quorumark.errors import InputError
     from quorumark.setup.recover import finish, request
 
@@ -73,11 +78,11 @@ def recover(
             raise InputError("--helpers", "must be points like 2,3,5", repr(helpers)) from None
         request(member, ours, opened, folder, points)
         typer.echo(f"asked in {folder}; each helper runs: quorumark share help --folder …")
-        return
-    missing = finish(member, ours, opened, folder)
-    typer.echo(
-        f"waiting for {', '.join(missing)}" if missing else "recovered: the share is what the manifest commits to"
-    )
+        if not waiting.wait:
+            return
+    progress = waiting.until_finished(lambda: finish(member, ours, opened, folder))
+    done = "recovered: the share is what the manifest commits to"
+    typer.echo(done if progress.finished else awaited(progress))
 
 
 @app.command("help")
@@ -87,20 +92,21 @@ def help_other(
     *,
     here: Here,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
     """Help another member to get its share back. Make sure first that it is really that member who asks.
 
-    Helpers first say hello to each other; run it again when all have, until it says answered.
+    Helpers first say hello to each other; once all have, each answers.
     """
     from quorumark.setup.recover import help_recover
 
     member = here.member
     ours, opened = here.folder, keys.unlock()
-    name, missing = help_recover(member, ours, opened, folder)
-    if missing:
-        typer.echo(f"said hello; waiting for {', '.join(missing)}; run this again when they have")
+    progress = waiting.until_finished(lambda: help_recover(member, ours, opened, folder))
+    if progress.finished:
+        typer.echo(f"answered: {progress.finding} can now read its own share, and nothing else")
     else:
-        typer.echo(f"answered: {name} can now read its own share, and nothing else")
+        report(progress, here.home)
 
 
 @app.command("refresh", short_help="Make new shares of the same key for the same members.")
@@ -110,16 +116,18 @@ def refresh(
     *,
     here: Here,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
     """Make new shares of the same key for the same members, so that stolen old ones are worth nothing. All take part.
 
-    Run it again until it says finished. Old shares are erased here; anyone who kept t old copies still has the key.
+    Old shares are erased here; anyone who kept t old copies still has the key.
     """
     from quorumark.setup.exchange import reshare
 
     member = here.member
     ours, opened = here.folder, keys.unlock()
-    report(reshare(member, opened, folder, consortium=ours, note=typer.echo), here.home)
+    visit = partial(reshare, member, opened, folder, consortium=ours, note=say_once())
+    report(waiting.until_finished(visit), here.home)
 
 
 @app.command("reshare")
@@ -131,11 +139,11 @@ def reshare(
     *,
     here: Here,
     keys: Keys,
+    waiting: Waiting,
 ) -> None:
     """Hand the key on to other members or another threshold; nobody sees it. Members who stay and new ones take part.
 
-    Run it again until it says finished. The shares of members who left are worth nothing afterwards, unless t of them
-    were kept.
+    The shares of members who left are worth nothing afterwards, unless t of them were kept.
     """
     from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Terms
@@ -149,7 +157,8 @@ def reshare(
     if ours is not None and ours.manifest().terms.digest() != agreed.digest() and not ours.ceremony_path.exists():
         typer.echo("\n".join(changes(agreed, ours.manifest().terms)))
     opened = keys.unlock()
-    report(reshare(member, opened, folder, agreed, ours, pinned, note=typer.echo), here.home)
+    visit = partial(reshare, member, opened, folder, agreed, ours, pinned, note=say_once())
+    report(waiting.until_finished(visit), here.home)
 
 
 @app.command("hand-over")

@@ -24,7 +24,8 @@ from quorumark.consortium.records import Card, Manifest, Member, Terms
 from quorumark.consortium.succession import check_follows, check_terms_follow, unchanged
 from quorumark.errors import CeremonyError
 from quorumark.files import only_one, write_shared
-from quorumark.setup.chain import chain_for_newcomer, show_chain
+from quorumark.setup.chain import chain_for_newcomer, show_chain, started_from, wait_for_chain
+from quorumark.setup.waiting import Progress
 
 __all__ = ["changes", "propose", "sign", "successor", "update"]
 
@@ -120,21 +121,23 @@ def sign(
     folder: Path,
     consortium: ConsortiumFolder | None = None,
     pinned: str | None = None,
-) -> tuple[Manifest, tuple[str, ...]]:
-    """Signs the amendment; once all have signed, makes it the manifest in force. Who is still awaited.
+) -> Progress:
+    """Signs the amendment; once all have signed, makes it the manifest in force.
 
     A member with new keys has no `consortium` yet: it takes the manifests so far from the folder, up to the
     `pinned` digest.
     """
     known = consortium is not None
     if consortium is None:
+        if pinned is not None and started_from(folder) is None:
+            return wait_for_chain(folder)
         newcomers_chain = chain_for_newcomer(folder, terms, pinned)
         consortium = home.consortium(newcomers_chain[0].terms)
     with only_one(consortium.path):
         consortium.check_idle()
         chain = consortium.chain() if known else newcomers_chain
         if chain[-1].terms.digest() == terms.digest():
-            return chain[-1], ()
+            return Progress("sign", (), chain[-1])
         identity = home.identity(unlock)
         point = terms.point_of(identity.ed25519)
         manifest = successor(chain[-1], terms)
@@ -149,11 +152,13 @@ def sign(
                 found = read_file(path, "a signature").decode(errors="replace").strip()
                 verify(member.ed25519, "manifest", manifest.sign_bytes(), found, member.name)
                 manifest = manifest.with_signature(member.point, bytes.fromhex(found))
-        missing = tuple(member.name for member in terms.roster if member.point not in manifest.signatures)
-        if not missing:
-            verify_chain([*chain, manifest])
-            consortium.adopt([*chain, manifest])
-        return manifest, missing
+        missing = [member for member in terms.roster if member.point not in manifest.signatures]
+        if missing:
+            files = tuple(folder / f"signature-{member.point}.hex" for member in missing)
+            return Progress("sign", tuple(member.name for member in missing), files=files)
+        verify_chain([*chain, manifest])
+        consortium.adopt([*chain, manifest])
+        return Progress("sign", (), manifest)
 
 
 def update(home: HomeFolder, manifest: Manifest, history: Path) -> ConsortiumFolder:

@@ -14,8 +14,16 @@ from quorumark.consortium.records import Manifest, Terms
 from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, RecordError
 from quorumark.files import write_exchanged
+from quorumark.setup.waiting import Progress
 
-__all__ = ["chain_for_newcomer", "find_consortium", "folder_for_newcomer", "show_chain", "started_from"]
+__all__ = [
+    "chain_for_newcomer",
+    "find_consortium",
+    "folder_for_newcomer",
+    "show_chain",
+    "started_from",
+    "wait_for_chain",
+]
 
 
 def show_chain(chain: list[Manifest], folder: Path) -> None:
@@ -64,7 +72,7 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
             "give it with --from"
         )
     current = started_from(folder)
-    if current is None:
+    if current is None:  # who may wait for it looks first (`wait_for_chain`)
         raise CeremonyError("the manifests so far are not in the folder yet: a member who holds a share must go first")
     if current != pinned:
         raise RecordError(f"the folder was begun from the manifest {current[:16]}…, not from {pinned[:16]}…")
@@ -74,6 +82,11 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
     chain = follow_back(manifest, folder / "chain")
     check_terms_follow(terms, chain[-1].terms)
     return chain
+
+
+def wait_for_chain(folder: Path) -> Progress:
+    """What a newcomer waits for: somebody who holds a share shows the manifests so far."""
+    return Progress("manifests", ("a member who holds a share",), files=(folder / "chain" / "current",))
 
 
 def folder_for_newcomer(home: HomeFolder, chain: list[Manifest]) -> ConsortiumFolder:

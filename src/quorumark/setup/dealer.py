@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 
 from quorumark import field, shamir
 from quorumark.canonical import digest
-from quorumark.consortium.home import HomeFolder, read_as, read_file
-from quorumark.consortium.identity import verify, verify_manifest
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_as, read_file
+from quorumark.consortium.identity import Identity, verify, verify_manifest
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.merkle import SALT_ELEMENTS, Tree, salt_seed
 from quorumark.consortium.records import Genesis, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo, ShareWriter
-from quorumark.errors import CeremonyError, RecordError, SignatureError
+from quorumark.errors import CeremonyError, RecordError
 from quorumark.field import Stream
-from quorumark.files import write_shared
+from quorumark.files import only_one, write_shared
+from quorumark.setup.waiting import Progress
 
 __all__ = ["accept", "check_commitment", "commitment", "deal", "draw_key", "draw_normal"]
 
@@ -115,14 +116,14 @@ def deal(
     return manifest
 
 
-def accept(
-    home: HomeFolder, unlock: Unlock, folder: str | os.PathLike[str], terms: Terms | None = None
-) -> Manifest | None:
+def accept(home: HomeFolder, unlock: Unlock, folder: str | os.PathLike[str], terms: Terms | None = None) -> Progress:
     """A member takes its share: checks it against the dealing, keeps it sealed, signs. The manifest once all signed.
 
     `terms`, where given, are what this member agreed to; the dealing must be for exactly these. Run it again to finish.
     """
     source = Path(folder)
+    if not (source / "dealing.json").exists():
+        return Progress("deal", ("the dealer",), files=(source / "dealing.json",))
     manifest = read_as(source / "dealing.json", "a dealing", Manifest.from_bytes)
     if manifest.signatures or manifest.predecessor is not None:
         raise RecordError("a dealing must be a first manifest, without signatures")
@@ -133,6 +134,13 @@ def accept(
     identity = home.identity(unlock)
     point = manifest.terms.point_of(identity.ed25519)
     consortium = home.consortium(manifest.terms)
+    with only_one(consortium.path):
+        return _take(consortium, identity, unlock, source, manifest, point)
+
+
+def _take(
+    consortium: ConsortiumFolder, identity: Identity, unlock: Unlock, source: Path, manifest: Manifest, point: int
+) -> Progress:
     if consortium.manifest_path.exists() and consortium.manifest().digest() != manifest.digest():
         raise CeremonyError("this member already holds a share of another dealing under these terms")
     if consortium.share_path().exists():
@@ -156,12 +164,13 @@ def accept(
             found = read_file(path, "a signature").decode(errors="replace").strip()
             verify(member.ed25519, "manifest", manifest.sign_bytes(), found, member.name)
             manifest = manifest.with_signature(member.point, bytes.fromhex(found))
-    try:
-        verify_manifest(manifest)
-    except SignatureError:
-        return None
+    missing = [member for member in manifest.terms.roster if member.point not in manifest.signatures]
+    if missing:
+        files = tuple(source / f"signature-{member.point}.hex" for member in missing)
+        return Progress("sign", tuple(member.name for member in missing), files=files)
+    verify_manifest(manifest)
     write_shared(consortium.manifest_path, manifest.to_bytes())
-    return manifest
+    return Progress("sign", (), manifest)
 
 
 def check_commitment(manifest: Manifest, key: NDArray[np.int64]) -> bool:

@@ -1,9 +1,9 @@
 """Ceremonies over a folder that all members can reach: a network share, a synchronised folder, a stick.
 
 Each member calls `set_up` (setup), `check` (health) or `reshare` whenever it likes; it does all that can be done with
-what is there, writes its messages and says what it waits for. A crash at any point loses nothing: the state is sealed
-on disk before a message is written, every step can be done again with the same result, and messages are files that
-appear whole or not at all.
+what is there, writes its messages and says what it waits for (`waiting` calls it until it is done). A crash at any
+point loses nothing: the state is sealed on disk before a message is written, every step can be done again with the same
+result, and messages are files that appear whole or not at all.
 
     FOLDER/1-commit/SENDER.msg  2-reveal/…  3-deal/SENDER-to-RECIPIENT.msg  4-…     one folder for each step, in order
     FOLDER/chain/….json         for a resharing: the manifests so far, for members who are new
@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,13 +36,20 @@ from quorumark.consortium.succession import check_terms_follow
 from quorumark.errors import CeremonyError, MessageError, RecordError
 from quorumark.files import only_one, write_exchanged, write_private, write_shared
 from quorumark.setup.ceremony import Ceremony
-from quorumark.setup.chain import chain_for_newcomer, folder_for_newcomer, show_chain, started_from
+from quorumark.setup.chain import (
+    chain_for_newcomer,
+    folder_for_newcomer,
+    show_chain,
+    started_from,
+    wait_for_chain,
+)
 from quorumark.setup.check import CheckMember
 from quorumark.setup.dkg import DkgMember, KeyCeremony, check_terms, openers, relay_sum
 from quorumark.setup.paper import PaperMember, check_paper_terms
 from quorumark.setup.reshare import ReshareMember
+from quorumark.setup.waiting import Progress
 
-__all__ = ["Progress", "check", "discard", "expected_messages", "reshare", "set_up"]
+__all__ = ["check", "discard", "expected_messages", "reshare", "set_up"]
 
 _KIND = "ceremony"
 _LARGEST_WRAPPING = 1 << 13  # header, signature, and all that is not as long as the key
@@ -52,24 +58,10 @@ _FINISHED = "quorumark-finished/v1"
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far this member got: finished, or waiting for the named members' messages of a step."""
-
-    step: str
-    waiting: tuple[str, ...]
-    manifest: Manifest | None = None
-    finding: str = ""
-
-    @property
-    def finished(self) -> bool:
-        return self.manifest is not None
-
-
 class _Waiting(Exception):  # noqa: N818 - not an error: the ceremony pauses
-    def __init__(self, step: str, names: tuple[str, ...]) -> None:
+    def __init__(self, step: str, names: tuple[str, ...], files: tuple[Path, ...]) -> None:
         super().__init__(step)
-        self.progress = Progress(step, names)
+        self.progress = Progress(step, names, files=files)
 
 
 def _silent(_: str) -> None:
@@ -231,6 +223,8 @@ def reshare(
             raise CeremonyError("who is new to the consortium must know the terms that were agreed")
         consortium = _newcomers_folder(home, folder, terms)
         if consortium is None:
+            if pinned is not None and started_from(folder) is None:
+                return wait_for_chain(folder)
             newcomers_chain = chain_for_newcomer(folder, terms, pinned)
             consortium = folder_for_newcomer(home, newcomers_chain)
     with only_one(consortium.path):
@@ -339,7 +333,8 @@ def _keep(home: HomeFolder, unlock: Unlock, consortium: ConsortiumFolder, folder
         note("new share and manifest kept")
     missing = [m for m in terms.roster if not (step / f"{m.point}.msg").exists()]
     if missing:
-        return Progress("kept", tuple(m.name for m in missing))
+        files = tuple(step / f"{m.point}.msg" for m in missing)
+        return Progress("kept", tuple(m.name for m in missing), files=files)
     for member in terms.roster:
         data = read_exchanged(step / f"{member.point}.msg", f"the message of {member.name!r} for step 'reshare/kept'")
         open_message(data, terms, header(member.point))
@@ -504,7 +499,8 @@ class _Visit(Generic[Member]):
         paths = {x: self._path(step, x, recipient) for x in senders}
         missing = [x for x, path in paths.items() if not path.exists()]
         if missing:
-            raise _Waiting(step, tuple(self._terms.member(x).name for x in missing))
+            names = tuple(self._terms.member(x).name for x in missing)
+            raise _Waiting(step, names, tuple(paths[x] for x in missing))
         return {x: self._read(path, step, x) for x, path in paths.items()}
 
     def use(

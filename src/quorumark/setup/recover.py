@@ -36,6 +36,7 @@ from quorumark.consortium.shares import ShareInfo, ShareWriter, share_root
 from quorumark.errors import CeremonyError, MessageError
 from quorumark.field import P, Stream, derive_key
 from quorumark.files import only_one, write_shared
+from quorumark.setup.waiting import Progress
 
 __all__ = ["finish", "help_recover", "request"]
 
@@ -49,11 +50,17 @@ def _header(manifest: Manifest, step: str, sender: int, recipient: int = 0, sess
 def request(
     home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path, helpers: tuple[int, ...]
 ) -> str:
-    """Asks `helpers` (t points, not this member's) for this member's share; the request's nonce."""
+    """Asks `helpers` (t points, not this member's) for this member's share; the request's nonce.
+
+    Asked once more in the same folder, nothing is done: the request is there.
+    """
     with only_one(consortium.path):
         manifest, identity = consortium.manifest(), home.identity(unlock)
         point = manifest.terms.point_of(identity.ed25519)
         _check_helpers(manifest, point, helpers)
+        asked = _asked(consortium, unlock, folder, manifest, point)
+        if asked is not None and asked[1] == helpers:
+            return asked[0]
         if consortium.share_path().exists():
             raise CeremonyError(f"{str(consortium.share_path())!r} is still there: move it away if it is damaged")
         if any(folder.glob("*.msg")):
@@ -68,16 +75,30 @@ def request(
         return nonce
 
 
-def help_recover(
-    home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path
-) -> tuple[str, tuple[str, ...]]:
+def _asked(
+    consortium: ConsortiumFolder, unlock: Unlock, folder: Path, manifest: Manifest, point: int
+) -> tuple[str, tuple[int, ...]] | None:
+    """The nonce and the helpers of this member's own request, if it is the one in this folder."""
+    state, message = consortium.path / "recovery.sealed", folder / "request.msg"
+    if not state.exists() or not message.exists():
+        return None
+    kept = json.loads(read_sealed(state, unlock, "recovery"))
+    body = kept["request"].encode()
+    if kept["manifest"] != manifest.digest().hex() or body not in read_file(message, "a request"):
+        return None
+    return _read_request(body, manifest, point)[:2]
+
+
+def help_recover(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path) -> Progress:
     """Helps with a request that names this member as a helper: says hello; answers once all helpers have.
 
-    Whose share it is for, and which helpers are awaited.
+    Its `finding` is the name of whose share it is for.
     """
     with only_one(consortium.path):
         manifest, identity = consortium.manifest(), home.identity(unlock)
         terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
+        if not (folder / "request.msg").exists():
+            return Progress("request", ("the member who lost its share",), files=(folder / "request.msg",))
         data = read_file(folder / "request.msg", "a request")
         point = int.from_bytes(data[:2], "big")
         name = terms.member(point).name
@@ -98,16 +119,15 @@ def help_recover(
         answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
         if not state.exists() and answer.exists():
             check_sealed(read_file(answer, "an answer", _most(manifest)), terms, answered)
-            return name, ()  # answered, and the key for it is forgotten
+            return Progress("answer", (), finding=name)  # and the key for it is forgotten
         if not state.exists():
             new = X25519PrivateKey.generate().private_bytes_raw().hex()
             write_sealed(state, unlock, "help", canonical({"request": _hash(body), "key": new}))
         key = X25519PrivateKey.from_private_bytes(bytes.fromhex(json.loads(read_sealed(state, unlock, "help"))["key"]))
         hello = identity.write(_header(manifest, "hello", own, session=nonce), key.public_key().public_bytes_raw())
         write_shared(folder / f"hello-{own}.msg", hello)
-        missing = tuple(terms.member(h).name for h in helpers if not (folder / f"hello-{h}.msg").exists())
-        if missing:
-            return name, missing
+        if awaited := _awaited(folder, "hello", helpers, manifest, name):
+            return awaited
         share = consortium.verify_share(unlock)
         # the salt is the shared number itself (its polynomial at 0); all the rest is wanted at the member's own point
         at_secret, at_point = (shamir.lagrange(helpers, x)[helpers.index(own)] for x in (0, point))
@@ -122,11 +142,18 @@ def help_recover(
                 _mask(manifest, secret, own, other, point, body).add_to(vector, negate=own > other, checked=False)
         write_shared(answer, identity.write(answered, vector.astype("<u8").tobytes(), requesters_key))
         state.unlink()
-        return name, ()
+        return Progress("answer", (), finding=name)
 
 
-def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path) -> tuple[str, ...]:
-    """Puts the answers together, checks the share against its root and keeps it; or the names still missing."""
+def _awaited(folder: Path, step: str, helpers: tuple[int, ...], manifest: Manifest, name: str = "") -> Progress | None:
+    """The helpers whose messages of a step are missing, if any."""
+    files = {manifest.terms.member(h).name: folder / f"{step}-{h}.msg" for h in helpers}
+    missing = {who: file for who, file in files.items() if not file.exists()}
+    return Progress(step, tuple(missing), None, name, tuple(missing.values())) if missing else None
+
+
+def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folder: Path) -> Progress:
+    """Puts the answers together, checks the share against its root and keeps it, once all have answered."""
     with only_one(consortium.path):
         manifest, identity = consortium.manifest(), home.identity(unlock)
         terms, point = manifest.terms, manifest.terms.point_of(identity.ed25519)
@@ -140,9 +167,8 @@ def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folde
             )
         nonce, helpers, _ = _read_request(kept["request"].encode(), manifest, point)
         key = X25519PrivateKey.from_private_bytes(bytes.fromhex(kept["key"]))
-        missing = tuple(terms.member(h).name for h in helpers if not (folder / f"answer-{h}.msg").exists())
-        if missing:
-            return missing
+        if awaited := _awaited(folder, "answer", helpers, manifest):
+            return awaited
         total = np.zeros(SALT_ELEMENTS * (1 + terms.members) + manifest.share_length, np.uint64)
         for helper in helpers:
             words = _read_answer(
@@ -162,7 +188,7 @@ def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folde
             file.write(values)
         state.unlink()
         consortium.tidy()
-        return ()
+        return Progress("answer", (), manifest)
 
 
 def _read_answer(

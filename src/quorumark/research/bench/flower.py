@@ -230,7 +230,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     deal(terms, folder / "dealing")
     for _ in range(2):  # all sign, then all take the manifest
         for home, unlock in people.values():
-            manifest = accept(home, unlock, folder / "dealing", terms)
+            manifest = accept(home, unlock, folder / "dealing", terms).manifest
     if manifest is None:
         raise AssertionError("all have signed, and there is no manifest")
     write_shared(folder / "consortium.json", manifest.to_bytes())
