@@ -4,7 +4,7 @@ BIN := .venv/bin
 # two files of tests at a time
 TOGETHER := -n 2 --dist loadfile
 
-.PHONY: demo test research-test test-slow fuzz flower-test deploy-test check format bench bench-secagg bench-flower setup clean
+.PHONY: demo test research-test test-slow fuzz flower-test deploy-test check docs format bench bench-secagg bench-flower setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -34,11 +34,16 @@ deploy-test: .venv/.flower
 	$(BIN)/python -m pytest -m deploy -s tests/flower/test_deploy.py
 
 # what must be tidy before anything is tested
-check: setup
+check: setup docs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/house/test_layers.py
+
+# the documentation as a site, in build/docs/site; a link that leads nowhere ends it
+docs: setup
+	$(BIN)/python docs/site/pages.py build/docs
+	$(BIN)/zensical build --config-file build/docs/zensical.toml --clean --strict
 
 format: setup
 	$(BIN)/ruff format
@@ -71,7 +76,7 @@ setup: .venv/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "quorumark needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev,lab]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev,docs,lab]"
 	@touch $@
 
 .venv/.flower: .venv/.ready

@@ -1,0 +1,61 @@
+"""Pages that repeat what the code or a measurement says, held to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from quorumark.consortium.policy import Policy
+from quorumark.consortium.strength import Strength
+
+RULES = {"rho": {}, "target": {"z": "6"}, "relative": {"c": "0.01"}, "paper": {"c": "0.01"}}
+
+
+def _rows(root: Path, page: str, section: str) -> list[list[str]]:
+    """The first table of a section, without its head."""
+    text = (root / "docs" / page).read_text(encoding="utf-8")
+    lines = text.split(f"\n## {section}\n")[1].split("\n## ")[0].splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
+
+
+def test_the_page_of_settings_has_every_policy_with_its_default(root: Path) -> None:
+    agreed = Policy().as_dict()
+    rows = {row[0].strip("`"): row[1] for row in _rows(root, "settings.md", "Policy")}
+    assert set(rows) == {field.name for field in fields(Policy)}
+    assert {name: rows[name] for name in agreed} == agreed
+    assert all(re.match("none|by the size", default) for name, default in rows.items() if name not in agreed)
+
+
+def test_the_page_of_settings_has_every_setting_of_strength_with_its_default(root: Path) -> None:
+    told: dict[str, dict[str, str]] = {rule: {"rule": rule} for rule in RULES}
+    for name, rules, default, _ in _rows(root, "settings.md", "Strength"):
+        for rule in RULES if rules == "all" else filter(None, rules.split(", ")):
+            told[rule][name.strip("`")] = default
+    for rule, needed in RULES.items():
+        settings = Strength.of({"rule": rule, **needed}, coordinates=10**6).as_dict()
+        assert told[rule] | needed == settings, rule
+        assert all(told[rule][name].startswith("none") for name in needed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_page_of_strength_has_the_defaults_of_every_rule(root: Path, rule: str) -> None:
+    settings = Strength.of({"rule": rule, **RULES[rule]}, coordinates=10**6).as_dict()
+    row = next(row for row in _rows(root, "strength.md", "Rules") if row[0].startswith(f"`{rule}`"))
+    for name, default in re.findall(r"`(\w+)` \(([^),]+)", row[2]):
+        assert settings[name] == default, (rule, name)
+
+
+def test_the_figures_among_the_answers_are_the_measured_ones(root: Path) -> None:
+    text = " ".join((root / "docs" / "faq.md").read_text(encoding="utf-8").split())
+    results = root / "benchmarks" / "results"
+    setup = next(r for r in json.loads((results / "dkg.json").read_text()) if r["name"].endswith("(32,16)"))
+    assert f"each member computes for {setup['seconds']:.1f} s" in text
+    assert f"receives {setup['elements_per_member']:.2f} numbers for each carrier" in text
+    rows = {(row["name"], row["threads"]): row for row in json.loads((results / "verify.json").read_text())}
+    verify = rows["verify partial, the whole command", 2]
+    assert f"`verify partial` takes {verify['seconds']:.1f} s on two cores" in text
