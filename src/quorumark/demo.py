@@ -221,7 +221,7 @@ def _train(
     training.watch(ROUNDS, console, f"training, {name}")
     given_up = [report.given_up for report in training.reports if report.given_up]
     if given_up:
-        raise RoundError(f"a round of the demo was given up: {given_up[0]}")
+        raise RoundError(f"a round of the demo was given up: {given_up[0]}", code="round.given-up")
     if rounds is not None and training.norms:  # the sums of norms are public too: they say how strong each mark was
         np.save(rounds / "norms.npy", np.stack([training.norms[number] for number in sorted(training.norms)]))
     return training

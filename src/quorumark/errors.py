@@ -21,14 +21,18 @@
     └── MissingDependencyError  a part that needs an extra which is not installed
 
 A text that people read: one sentence that says what is wrong, and the remedy where there is one. Refusals that a record
-keeps carry a `reason` as well: a code with its values, which no better wording changes.
+keeps carry a `reason` as well: a code with its values, which no better wording changes. What stops a round or a
+ceremony has a code of `quorumark.refusals`, so that a program need not read the sentence.
 No message ever holds a key, a share or a seed. (A number that is *refused* as a field element is shown:
 it is not one.)
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+from quorumark.refusals import REFUSALS, Refusal
 
 
 class QuorumarkError(Exception):
@@ -49,6 +53,36 @@ class QuorumarkError(Exception):
     def code(self) -> str:
         """The reason's code; empty if there is none."""
         return str(self.reason.code) if self.reason is not None else ""
+
+
+def code_of(error: Exception) -> str:
+    """A code for a report or a reply, whatever was raised while a member's or a server's message was handled."""
+    if isinstance(error, EncodingError):
+        return "round.not-encodable"
+    if isinstance(error, QuorumarkError):
+        return error.code or "node.refused"
+    return "message.malformed"
+
+
+class _CodedError(QuorumarkError):
+    """One of those that stop a round or a ceremony.
+
+    Attributes:
+        code: which kind of refusal it is, of the closed list `quorumark.refusals`.
+    """
+
+    def __init__(self, text: str, *, code: Refusal) -> None:
+        if code not in REFUSALS:
+            raise InputError("code", "must be one of quorumark.refusals", repr(code))
+        super().__init__(text)
+        self._code = code
+
+    @property
+    def code(self) -> Refusal:
+        return self._code
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return partial(type(self), code=self.code), self.args  # so that it travels between processes
 
 
 class InputError(QuorumarkError, ValueError):
@@ -101,15 +135,15 @@ class SignatureError(QuorumarkError):
     """A signature that does not hold."""
 
 
-class MessageError(QuorumarkError):
+class MessageError(_CodedError):
     """A message that is refused; the text names its sender and its step."""
 
 
-class CeremonyError(QuorumarkError):
+class CeremonyError(_CodedError):
     """A key ceremony that cannot go on; the text says why, and who, where that is known."""
 
 
-class RoundError(QuorumarkError):
+class RoundError(_CodedError):
     """A round that cannot go on, or a step of it that a member refuses; the text says why."""
 
 
@@ -125,7 +159,7 @@ class AnsweredError(RoundError):
 
     def __init__(self, text: str, round_no: int, members: tuple[int, ...], halvings: int = 0, draw: int = 0) -> None:
         self.round, self.members, self.halvings, self.draw = round_no, members, halvings, draw
-        super().__init__(text)
+        super().__init__(text, code="round.answered-already")
 
     def __reduce__(self) -> tuple[type[AnsweredError], tuple[object, ...]]:
         return type(self), (str(self), self.round, self.members, self.halvings, self.draw)

@@ -42,7 +42,7 @@ from quorumark.checks import DAMAGED
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile
-from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError, code_of
 from quorumark.field import Vector
 from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
@@ -148,9 +148,11 @@ class Losses:
 
 @dataclass
 class RoundReport:
-    """What happened in a round. `given_up` says why there is no new model, if there is none.
+    """What happened in a round. `given_up` says why there is no new model, if there is none; `given_up_code` says it
+    as a code of `quorumark.refusals`.
 
-    `excluded`: who was out, and why. `disputed`: whose answers were wrong, and about whose masks (see `round.secagg`).
+    `excluded` and `excluded_codes`: who was out, and why. `disputed`: whose answers were wrong, and about whose masks
+    (see `round.secagg`).
     `halvings`: how often the mark was halved because it was too strong for members. `held`: tensors that kept their
     weights, because the sum had a number there that no model may have: a member lied, or diverges. `silenced`: the
     share of the carriers that got no mark because something jumped in the round before (`quorumark.round.continuity`).
@@ -164,6 +166,7 @@ class RoundReport:
     attempts: int = 0
     lost: dict[str, tuple[int, ...]] = dataclass_field(default_factory=dict)
     excluded: dict[int, str] = dataclass_field(default_factory=dict)
+    excluded_codes: dict[int, str] = dataclass_field(default_factory=dict)
     disputed: dict[int, tuple[int, ...]] = dataclass_field(default_factory=dict)
     marked: bool = False
     halvings: int = 0
@@ -178,6 +181,17 @@ class RoundReport:
     seconds: dict[str, float] = dataclass_field(default_factory=dict)
     metrics: dict[str, float] = dataclass_field(default_factory=dict)
     given_up: str = ""
+    given_up_code: str = ""
+
+    def exclude(self, point: int, why: str, code: str) -> None:
+        """A member is out of this round."""
+        self.excluded[point], self.excluded_codes[point] = why, code
+
+    def readmit(self, points: Iterable[int]) -> None:
+        """Members who were out, and may take part after all."""
+        for point in list(points):
+            self.excluded.pop(point, None)
+            self.excluded_codes.pop(point, None)
 
 
 class Federation:
@@ -256,7 +270,7 @@ class Federation:
         try:
             self._run(report)
         except (RoundError, EncodingError) as error:
-            report.given_up = without_values(error)
+            report.given_up, report.given_up_code = without_values(error), code_of(error)
             for member in self.members.values():
                 member.give_up()
         self.round_no += 1
@@ -273,7 +287,7 @@ class Federation:
         with timed(report, "unmask"):
             weights = server.prepare(lambda stage, config: self._ask(stage, config, report), server.like)
         if weights is None:
-            report.excluded.clear()  # who could not answer for an earlier sum may take part in this one
+            report.readmit(report.excluded)  # who could not answer for an earlier sum may take part in this one
             turn = server.advance(server.like)
             taking_part = self._train_all(report)
             if self.marks and self.history.strength.rule == "paper":
@@ -296,7 +310,8 @@ class Federation:
         if server.checks and self.members[members[0]].check_sum(server.opened) is False:
             raise RoundError(
                 "the opened sum is not what the members sent: one of them sent a wrong tag. The run cannot go on from "
-                "this model, since another sum from it could show the key: find out who it was, and begin a new run"
+                "this model, since another sum from it could show the key: find out who it was, and begin a new run",
+                code="round.wrong-tag",
             )
         settled, number = server.settled, self.history.round
         report.members, report.marked, report.held = members, settled.embedded is not None, settled.held
@@ -328,11 +343,11 @@ class Federation:
                     self.members[x].train(self.model, self._seed_for(x))
                 except AnsweredError as error:
                     self.server.take_answered(x, error.round, error.members, error.halvings, error.draw)
-                    report.excluded[x] = without_values(error)
+                    report.exclude(x, without_values(error), code_of(error))
                 except QuorumarkError as error:
-                    report.excluded[x] = without_values(error)
+                    report.exclude(x, without_values(error), code_of(error))
                 except Exception as error:  # noqa: BLE001 - a member's own code: it is out, the others go on
-                    report.excluded[x] = f"its training failed: {type(error).__name__}: {error}"
+                    report.exclude(x, f"its training failed: {type(error).__name__}: {error}", "node.failed")
                     failed = error
         left = [x for x in here if x not in lost and x not in report.excluded]
         if failed is not None and not left:
@@ -377,7 +392,7 @@ class Federation:
         complaint = member.too_strong() if purpose == "model" else None
         if complaint is not None:
             server.take_strong(x, complaint)
-            report.excluded[x] = "the mark of this round is too strong for its update"
+            report.exclude(x, "the mark of this round is too strong for its update", "round.too-strong")
             return
         message = member.ready(purpose)
         server.take_ready(x, message, *(member.said() if purpose == "model" else ()))
@@ -493,7 +508,8 @@ def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
 def _report(entry: dict[str, Any]) -> RoundReport:
     entry["members"] = tuple(entry["members"])
     entry["lost"] = {stage: tuple(points) for stage, points in entry["lost"].items()}
-    entry["excluded"] = {int(x): why for x, why in entry["excluded"].items()}
+    for name in ("excluded", "excluded_codes"):
+        entry[name] = {int(x): why for x, why in entry[name].items()}
     entry["disputed"] = {int(x): tuple(about) for x, about in entry["disputed"].items()}
     entry["held"] = tuple(entry["held"])
     return RoundReport(**entry)
@@ -510,7 +526,7 @@ def _excluding(report: RoundReport, point: int) -> Iterator[None]:
     try:
         yield
     except QuorumarkError as error:
-        report.excluded[point] = without_values(error)
+        report.exclude(point, without_values(error), code_of(error))
 
 
 class timed:  # noqa: N801 - used like a function

@@ -13,6 +13,7 @@ import pytest
 
 # From the ground up. A module may import only modules on earlier lines (and its own package).
 ORDER = [
+    "quorumark.refusals",
     "quorumark.errors",
     "quorumark.field",
     "quorumark.shamir",

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from quorumark.errors import GuardError, InputError
+from quorumark.errors import CeremonyError, GuardError, InputError, MessageError, RoundError
+
+Stopped = RoundError | MessageError | CeremonyError
+FAMILIES: dict[str, type[Stopped]] = {
+    "round": RoundError, "node": RoundError, "message": MessageError, "ceremony": CeremonyError,
+}  # fmt: skip
 
 
 @contextmanager
@@ -28,3 +33,16 @@ def wrong_argument(*arguments: str, received: str = "") -> Iterator[None]:
         yield
     assert caught.value.argument in arguments, str(caught.value)
     assert received in (caught.value.received or ""), str(caught.value)
+
+
+@contextmanager
+def stopped(*codes: str, names: str = "", kind: type[Stopped] | None = None) -> Iterator[pytest.ExceptionInfo[Stopped]]:
+    """A round, a message or a ceremony is refused with one of these codes; the sentence names this value.
+
+    The error is of the code's family, unless it is of another `kind`.
+    """
+    kinds = {kind or FAMILIES[code.partition(".")[0]] for code in codes}
+    with pytest.raises(tuple(kinds)) as caught:
+        yield caught
+    assert caught.value.code in codes, f"{caught.value.code}: {caught.value}"
+    assert names in str(caught.value)

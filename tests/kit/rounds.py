@@ -117,7 +117,7 @@ class Run:
         if "answered" in reply:
             over = tuple(json.loads(reply["over"]))
             self.server.take_answered(x, reply["answered"], over, reply["halvings"], reply["of-draw"])
-        raise RoundError(reply["refused"])
+        raise RoundError(reply["refused"], code=reply["code"])
 
     def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:  # noqa: ARG002
         return train(model, 0.01, reply["seed"], reply["rate"])

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from quorumark import field, shamir
 from quorumark.canonical import digest
 from quorumark.consortium.identity import Header, exchange, open_message, verify_manifest
-from quorumark.errors import CeremonyError, InputError, MessageError, SignatureError
+from quorumark.errors import InputError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.setup import dkg
 from quorumark.setup.dkg import DkgMember, neighbours, relay_sum
 from quorumark.setup.paper import PaperMember
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.refusals import stopped
 from tests.kit.setup_runs import LEAK, Run, score, share
 
 
@@ -188,9 +189,9 @@ def test_no_more_numbers_are_made_than_honest_dealings_hide(count: int, threshol
 def test_one_dealer_short_is_refused() -> None:
     run = Run.start(5, 3, 20).until_dealt()
     deals = {x: run.deals[x][1] for x in (2, 3, 4)}
-    with pytest.raises(CeremonyError, match=r"'dkg/deal' needs a message from everybody: 'Elm' missing"):
+    with stopped("ceremony.messages-missing", names="'Elm'"):
         run.members[0].receive(deals)
-    with pytest.raises(CeremonyError, match="have not been received"):
+    with stopped("ceremony.too-early"):
         run.members[0].open()
 
 
@@ -214,7 +215,7 @@ def test_an_equivocated_opening_is_refused_before_a_share_exists() -> None:
     squares[3] = 4
     run.each("confirm", lambda m: m.confirm(squares.astype("<u8").tobytes() if m.point == 4 else run.total))
     for m in run.members:
-        with pytest.raises(CeremonyError, match="saw other squares"):
+        with stopped("ceremony.members-differ"):
             m.root(run.messages["confirm"])
         assert m.share is None
 
@@ -224,7 +225,7 @@ def test_dealings_are_opened_once() -> None:
     member = run.members[0]
     body = member.open((1, 2, 3))[-160:]
     assert member.open((1, 2, 3))[-160:] == body  # after a crash: the same again
-    with pytest.raises(CeremonyError, match="were opened by the members"):
+    with stopped("ceremony.opened-already"):
         member.open((1, 2, 4))
 
 
@@ -235,7 +236,7 @@ def test_members_who_saw_other_roots_stop_before_they_answer() -> None:
     other = elm._say("root", os.urandom(32))
     run.each("echo", lambda m: m.echo({**run.messages["root"], 5: other} if m.point == 2 else run.messages["root"]))
     for m in run.members:
-        with pytest.raises(CeremonyError, match="saw other roots"):
+        with stopped("ceremony.members-differ"):
             m.health(run.messages["echo"])
 
 
@@ -251,7 +252,7 @@ def test_the_last_to_answer_cannot_fit_its_answer_to_the_others() -> None:
     wanted = (cheat._expected - weights[0] * answers[1] - weights[1] * answers[2]) * pow(weights[2], -1, P) % P
     forged = np.array([int(cheat._answer[0]), wanted], np.uint64)
     run.messages["health"][3] = cheat._say("health", forged.astype("<u8").tobytes() + cheat._blind)
-    with pytest.raises(MessageError, match="'Cedar' answers something else than it committed to"):
+    with stopped("message.not-as-committed", names="'Cedar'"):
         run.members[0].finish(run.messages["health"])
 
 
@@ -260,7 +261,7 @@ def test_an_opening_alone_says_nothing_and_sets_do_not_mix() -> None:
     parts = {1: run.members[0].open((1, 2, 3)), 2: run.members[1].open((1, 2, 3)), 4: run.members[3].open((1, 2, 4))}
     total = relay_sum(run.terms, run.members[0].session, parts)
     run.each("confirm", lambda m: m.confirm(total))
-    with pytest.raises(CeremonyError, match="not squares"):
+    with stopped("ceremony.wrong-dealing"):
         run.members[0].root(run.messages["confirm"])
 
 
@@ -286,7 +287,7 @@ def test_the_health_check_names_a_faulty_member() -> None:
     share(faulty)[7] = (int(share(faulty)[7]) + 1) % P
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
-    with pytest.raises(CeremonyError, match=r"do not lie on one polynomial: what 'Elm' holds must be wrong"):
+    with stopped("ceremony.wrong-share", names="'Elm'"):
         run.members[0].finish(run.messages["health"])
 
 
@@ -296,7 +297,7 @@ def test_the_health_check_notices_shares_of_something_else_than_signs() -> None:
         share(m)[3] = 2 * int(share(m)[3]) % P
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     run.each("health", lambda m: m.health(run.messages["echo"]))
-    with pytest.raises(CeremonyError, match="do not hold signs"):
+    with stopped("ceremony.wrong-dealing"):
         run.members[0].finish(run.messages["health"])
 
 
@@ -306,15 +307,15 @@ def test_messages_of_another_session_step_or_sender_are_refused() -> None:
     run = Run.start(3, 2, 20, people).until_dealt()
     good = {x: run.deals[x][1] for x in (2, 3)}
     member = run.members[0]
-    for wrong, text in [
-        (old.deals[2][1], "'Birch' for step 'dkg/deal' belongs elsewhere: its session"),
-        (run.deals[2][3], "its recipient is 3, not 1"),
-        (run.deals[3][1], "its sender is 3, not 2"),
-        (run.messages["reveal"][2], "belongs elsewhere"),
-        (good[2][:-1], "not what 'Birch' signed"),
-        (b"", "truncated"),
+    for wrong, code, names in [
+        (old.deals[2][1], "message.elsewhere", "session"),
+        (run.deals[2][3], "message.elsewhere", "recipient is 3, not 1"),
+        (run.deals[3][1], "message.elsewhere", "sender is 3, not 2"),
+        (run.messages["reveal"][2], "message.elsewhere", "step"),
+        (good[2][:-1], "message.altered", "'Birch'"),
+        (b"", "message.malformed", "'Birch'"),
     ]:
-        with pytest.raises(MessageError, match=text):
+        with stopped(code, names=names):
             member.receive({**good, 2: wrong})
     member.receive(good)  # and with the right one it goes on
 
@@ -329,22 +330,22 @@ def test_numbers_outside_the_field_are_refused_by_name() -> None:
 
     right = run.deals[2][1]
     run.deals[2][1] = cheat._say("deal", spoiled(first.read("deal", 2, right)), 1)
-    with pytest.raises(MessageError, match="'Birch' for step 'dkg/deal' holds no field elements"):
+    with stopped("message.malformed", names="'Birch' for step 'dkg/deal'"):
         run.received()
     run.deals[2][1] = right
     run.received().opened()
     wrong = {**run.messages["open"], 2: cheat._say("open", spoiled(first.read("open", 2, run.messages["open"][2])))}
-    with pytest.raises(MessageError, match="'Birch' for step 'dkg/open' holds no field elements"):
+    with stopped("message.malformed", names="'Birch' for step 'dkg/open'"):
         relay_sum(run.terms, first.session, wrong)
     for word in (P, 0):
-        with pytest.raises(CeremonyError, match="hold 0 or no field element"):
+        with stopped("ceremony.wrong-dealing"):
             first.confirm(word.to_bytes(8, "little") + run.total[8:])
     run.shared()
     run.each("echo", lambda m: m.echo(run.messages["root"]))
     cheat._answer[0] = P
     run.messages["echo"][2] = cheat._echo(cheat._seen_roots, cheat._answer)
     run.each("health", lambda m: m.health(run.messages["echo"]))
-    with pytest.raises(MessageError, match="'Birch' for step 'dkg/health' holds no field elements"):
+    with stopped("message.malformed", names="'Birch' for step 'dkg/health'"):
         first.finish(run.messages["health"])
 
 
@@ -360,7 +361,7 @@ def test_a_message_of_another_length_is_refused_by_name() -> None:
     run = Run.start(3, 2, 20)
     run.each("commit", lambda m: m.commit())
     run.messages["commit"][2] = run.members[1]._say("commit", bytes(33))
-    with pytest.raises(MessageError, match="'Birch' for step 'dkg/commit' must hold 32 bytes, not 33"):
+    with stopped("message.malformed", names="'Birch' for step 'dkg/commit'"):
         run.members[0].reveal(run.messages["commit"])
 
 
@@ -371,15 +372,15 @@ def test_a_reveal_must_be_what_was_committed_to() -> None:
         r.each("commit", lambda m: m.commit())
         r.each("reveal", lambda m, r=r: m.reveal(r.messages["commit"]))  # type: ignore[misc]
     mixed = {**run.messages["reveal"], 2: other.messages["reveal"][2]}
-    with pytest.raises(MessageError, match="'Birch' reveals something else"):
+    with stopped("message.not-as-committed", names="'Birch'"):
         run.members[0].deal(mixed)
 
 
 def test_too_few_members_are_refused_with_the_alternatives() -> None:
     people = identities(4)
-    with pytest.raises(CeremonyError, match=r"needs K ≥ 2t−1 = 5 members, but there are 4: lower the threshold to 2"):
+    with stopped("ceremony.too-few-members"):
         DkgMember(people[0], make_terms(people, 3, 10), os.urandom(32))
-    with pytest.raises(CeremonyError, match="'gaussian' key needs a dealer"):
+    with stopped("ceremony.other-key"):
         DkgMember(people[0], make_terms(people, 2, 10, key="gaussian"), os.urandom(32))
 
 

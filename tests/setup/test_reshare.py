@@ -17,12 +17,13 @@ from quorumark.consortium.merkle import SALT_ELEMENTS, salt_seed
 from quorumark.consortium.records import ARCHIVE_KEY, Genesis, Manifest
 from quorumark.consortium.shares import share_root
 from quorumark.consortium.succession import check_follows
-from quorumark.errors import CeremonyError, MessageError, RecordError, SignatureError
+from quorumark.errors import RecordError, SignatureError
 from quorumark.field import P, Vector
 from quorumark.setup import ceremony
 from quorumark.setup.amend import propose, successor
 from quorumark.setup.reshare import ReshareMember
 from tests.kit.ceremony import NAMES
+from tests.kit.refusals import stopped
 from tests.kit.reshare_runs import Reshare, key_of, share_of
 from tests.kit.setup_runs import LEAK, Run, score
 
@@ -272,7 +273,7 @@ def test_a_wrong_difference_is_named_before_anything_hangs_on_it() -> None:
         np.frombuffer(again.members[3]._own_difference, "<u8").astype(np.uint64), np.full(500, 1, np.uint64)
     )
     again.messages["difference"][4] = _say(again.members[3], "difference", wrong)
-    with pytest.raises(CeremonyError, match="what 'Delta' holds must be wrong"):
+    with stopped("ceremony.wrong-share", names="'Delta'"):
         again.members[0].root(again.messages["difference"])
 
 
@@ -290,7 +291,7 @@ def test_differences_told_differently_are_noticed() -> None:
         np.frombuffer(victim._own_difference, "<u8").astype(np.uint64), np.full(500, 5, np.uint64)
     ).tobytes()
     again.messages["root"][1] = victim.root(lie)
-    with pytest.raises(CeremonyError, match="saw other differences"):
+    with stopped("ceremony.members-differ"):
         again.members[1].echo(again.messages["root"])
 
 
@@ -303,7 +304,7 @@ def test_a_dealer_whose_two_sharings_differ_is_caught() -> None:
     liar._share_new = lambda secret, purpose: honest(  # type: ignore[method-assign]
         field.add(secret, np.full(secret.size, 7, np.uint64)) if purpose == "new" else secret, purpose
     )
-    with pytest.raises(CeremonyError, match="do not hold the key that the old ones hold"):
+    with stopped("ceremony.wrong-dealing"):
         again.until_dealt().received().differences().rooted().healthy()
 
 
@@ -312,7 +313,7 @@ def test_a_member_who_computes_a_wrong_new_share_is_named() -> None:
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences()
     faulty = again.members[4]
     faulty._new_rho = field.add(faulty._new_rho, np.full(500, 1, np.uint64))
-    with pytest.raises(CeremonyError, match="of the key do not fit together: what 'Elm' holds must be wrong"):
+    with stopped("ceremony.wrong-share", names="'Elm'"):
         again.rooted().healthy()
 
 
@@ -321,7 +322,7 @@ def test_a_member_with_wrong_archive_keys_is_named() -> None:
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences()
     faulty = again.members[4]
     faulty._key_shares[0] = field.add(faulty._key_shares[0], np.full(ARCHIVE_KEY, 1, np.uint64))
-    with pytest.raises(CeremonyError, match="archives' keys do not fit together: what 'Elm' holds must be wrong"):
+    with stopped("ceremony.wrong-share", names="'Elm'"):
         again.rooted().healthy()
 
 
@@ -345,13 +346,13 @@ def test_messages_of_a_setup_or_of_another_resharing_are_refused() -> None:
     one = Reshare(chain, run.terms, run.people, shares).until_dealt()
     two = Reshare(chain, run.terms, run.people, shares).until_dealt()
     member = one.members[0]
-    with pytest.raises(MessageError, match="'Birch' for step 'reshare/deal' belongs elsewhere: its session"):
+    with stopped("message.elsewhere", names="'Birch' for step 'reshare/deal'"):
         member.receive({2: two.deals[2][1], 3: one.deals[3][1]})
-    with pytest.raises(MessageError, match="'Birch' for step 'reshare/commit' belongs elsewhere: its consortium"):
+    with stopped("message.elsewhere", names="'Birch' for step 'reshare/commit'"):
         ReshareMember(run.people[0], chain, run.terms, bytes(32), shares[1]).reveal(run.messages["commit"])
-    with pytest.raises(CeremonyError, match="'Cedar' missing"):
+    with stopped("ceremony.messages-missing", names="'Cedar'"):
         member.receive({2: one.deals[2][1]})
-    with pytest.raises(CeremonyError, match="needs its old share"):
+    with stopped("ceremony.no-share"):
         ReshareMember(run.people[0], chain, run.terms, bytes(32), None)
 
 
@@ -376,7 +377,7 @@ def test_a_member_cannot_plant_a_key_that_it_knows() -> None:
     liar_share = field.add(shares[1], np.full(400, 9, np.uint64))
     moved = Reshare(chain, terms, people, {**shares, 1: liar_share})
     assert len(moved.members[0].dealers) == 3
-    with pytest.raises(CeremonyError, match="do not hold a key any more"):
+    with stopped("ceremony.wrong-dealing"):
         moved.until_dealt().received().differences().rooted().healthy()
     assert moved.members[0].unchecked == ""
     # where squares cannot be checked, the members are told what nobody would notice
@@ -446,7 +447,7 @@ def test_who_does_not_keep_to_its_word_is_named() -> None:
     other = ReshareMember(run.people[1], chain, run.terms, os.urandom(32), shares[2])
     other.commit()
     changed = {**again.messages["reveal"], 2: other.reveal(again.messages["commit"])}
-    with pytest.raises(MessageError, match="'Birch' reveals something else than it committed to"):
+    with stopped("message.not-as-committed", names="'Birch'"):
         again.members[0].deal(changed)
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences().rooted()
     false_root = {
@@ -456,7 +457,7 @@ def test_who_does_not_keep_to_its_word_is_named() -> None:
     again.messages["echo"] = {
         m.point: m.echo(false_root if m.point == 5 else again.messages["root"]) for m in again.members
     }
-    with pytest.raises(CeremonyError, match="'Elm' saw other roots"):
+    with stopped("ceremony.members-differ", names="'Elm'"):
         again.members[0].health(again.messages["echo"])
     again = Reshare(chain, run.terms, run.people, shares).until_dealt().received().differences().rooted()
     again.each("echo", lambda m: m.echo(again.messages["root"]))
@@ -464,7 +465,7 @@ def test_who_does_not_keep_to_its_word_is_named() -> None:
     liar = again.members[3]
     liar._answer = field.add(liar._answer, np.ones(4, np.uint64))
     again.messages["health"][4] = liar.health(again.messages["echo"])
-    with pytest.raises(MessageError, match="'Delta' answers something else than it committed to"):
+    with stopped("message.not-as-committed", names="'Delta'"):
         again.members[0].finish(again.messages["health"])
 
 
@@ -479,9 +480,9 @@ def test_successors_that_are_not_allowed() -> None:
         propose(terms, removed=[1, 2, 3], added=[(newcomer(i).card(), 1) for i in (5, 6, 7)])
     with pytest.raises(RecordError, match="no member at point 9"):
         propose(terms, removed=[9])
-    with pytest.raises(CeremonyError, match="needs new shares"):
+    with stopped("ceremony.needs-new-shares"):
         successor(first, propose(terms, threshold=2))
-    with pytest.raises(CeremonyError, match="needs new shares"):
+    with stopped("ceremony.needs-new-shares"):
         successor(first, propose(terms, removed=[1], added=[(stranger.card(), 1)]))
     good = successor(first, propose(terms, examples={2: 999}))
     for change, text in [

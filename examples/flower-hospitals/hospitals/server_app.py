@@ -67,7 +67,9 @@ def train(grid: Grid, context: Context, folder: Path) -> None:
             "messages": report.metrics.get("messages", 0),
             "lost": report.lost,
             "excluded": report.excluded,
+            "excluded_codes": report.excluded_codes,
             "given_up": report.given_up,
+            "given_up_code": report.given_up_code,
         }
         for report in getattr(strategy, "reports", [])  # plain FedAvg has none
     ]

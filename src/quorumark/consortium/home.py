@@ -320,7 +320,8 @@ class ConsortiumFolder:
         if signed.get(predecessor, successor) != successor:
             raise CeremonyError(
                 "this member has signed another successor of the same manifest; if that one never came into force, and "
-                "never can, run: quorumark setup discard --although-signed"
+                "never can, run: quorumark setup discard --although-signed",
+                code="ceremony.signed-already",
             )
         if predecessor not in signed:
             write_private(
@@ -354,7 +355,7 @@ class ConsortiumFolder:
     def check_idle(self) -> None:
         """No ceremony may be under way where the manifest is to change."""
         if self.ceremony_path.exists():
-            raise CeremonyError(UNDER_WAY)
+            raise CeremonyError(UNDER_WAY, code="ceremony.under-way")
 
     def tidy(self) -> None:
         """Removes shares of earlier epochs than the current one: t kept copies of one still give the key.

@@ -190,7 +190,10 @@ class Identity:
                 secret = exchange(private or self._unseal, str(shown["ephemeral"]))
             return AESGCM(_message_key(secret, prefix)).decrypt(_NONCE, body, prefix)
         except (InvalidTag, ValueError, KeyError, MessageError):
-            raise MessageError(f"the message of {sender.name!r} for step {expected.step!r} cannot be opened") from None
+            raise MessageError(
+                f"the message of {sender.name!r} for step {expected.step!r} cannot be opened",
+                code="message.cannot-open",
+            ) from None
 
 
 def exchange(private: X25519PrivateKey, x25519: str) -> bytes:
@@ -198,7 +201,7 @@ def exchange(private: X25519PrivateKey, x25519: str) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(x25519)))
     except ValueError:
-        raise MessageError("a public key that no secret can be shared with") from None
+        raise MessageError("a public key that no secret can be shared with", code="message.invalid-key") from None
 
 
 def check_sealed(data: bytes, terms: Roster, expected: Header) -> None:
@@ -251,7 +254,8 @@ def _verify_message(ed25519: str, prefix: bytes, body: bytes, signature: bytes, 
         verify(ed25519, "message", digest("message", prefix, body), signature, name)
     except SignatureError:
         raise MessageError(
-            f"the message of {name!r} for step {expected.step!r} is not what {name!r} signed: altered, cut or forged"
+            f"the message of {name!r} for step {expected.step!r} is not what {name!r} signed: altered, cut or forged",
+            code="message.altered",
         ) from None
 
 
@@ -263,21 +267,23 @@ def _split(
     refuse = f"the message of {name!r} for step {expected.step!r}"
     length = int.from_bytes(data[:4], "big")
     if not 0 < length <= 4096 or len(data) < 4 + length + 64:
-        raise MessageError(f"{refuse} is truncated, or is no message")
+        raise MessageError(f"{refuse} is truncated, or is no message", code="message.malformed")
     prefix, rest = data[4 : 4 + length], data[4 + length :]
     try:
         shown = parse(prefix, _FORMAT, "a message")
     except RecordError as error:
-        raise MessageError(f"{refuse} cannot be read: {error}") from None
+        raise MessageError(f"{refuse} cannot be read: {error}", code="message.malformed") from None
     allowed = expected.as_dict()
     if expected.recipient:
         allowed[extra] = shown.get(extra)
     for key, value in allowed.items():
         if shown.get(key) != value or type(shown.get(key)) is not type(value):
             received = repr(shown.get(key))[:80]
-            raise MessageError(f"{refuse} belongs elsewhere: its {key} is {received}, not {value!r}")
+            raise MessageError(
+                f"{refuse} belongs elsewhere: its {key} is {received}, not {value!r}", code="message.elsewhere"
+            )
     if shown.keys() != allowed.keys():
-        raise MessageError(f"{refuse} has a header with unknown fields")
+        raise MessageError(f"{refuse} has a header with unknown fields", code="message.malformed")
     return prefix, shown, rest[:64], rest[64:]
 
 

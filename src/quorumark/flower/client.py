@@ -35,7 +35,7 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
 from quorumark.node.journal import MODEL
-from quorumark.node.member import RESULT, Config, MemberNode, refusal
+from quorumark.node.member import RESULT, Config, MemberNode, refusal, refused
 from quorumark.node.signer import SignerClient
 
 __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
@@ -79,14 +79,16 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
             if config is None:
                 raise RoundError(
                     "this node trains for a watermarked strategy only, since another one would see its model: wrap the "
-                    "strategy with quorumark.flower.watermarked, or take the mod out of the app"
+                    "strategy with quorumark.flower.watermarked, or take the mod out of the app",
+                    code="node.not-watermarked",
                 )
             node, stage = find(context), str(config.get("stage"))
             if stage == "train":
                 return _train(node, message, context, call_next, config, arrays, others)
             if stage not in _ASKED:
                 raise MessageError(
-                    f"there is no stage {stage[:40]!r} that a server may ask for in training: use {', '.join(_ASKED)}"
+                    f"there is no stage {stage[:40]!r} that a server may ask for in training: use {', '.join(_ASKED)}",
+                    code="message.no-stage",
                 )
             return _reply(message, *node.handle(stage, {**config, "node": str(context.node_id)}, arrays))
         except QuorumarkError as error:
@@ -116,7 +118,9 @@ def _train(
     plain = flwr.RecordDict(others)
     models = list(plain.array_records.values())
     if len(models) != 1:
-        raise RoundError(f"a training message must hold one ArrayRecord, and this one holds {len(models)}")
+        raise RoundError(
+            f"a training message must hold one ArrayRecord, and this one holds {len(models)}", code="message.malformed"
+        )
     model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()}
     about = {**config, "node": str(context.node_id), "settings": _settings(plain, context)}
     joined, _ = node.handle("join", about, {**arrays, **model})
@@ -139,7 +143,10 @@ def _train(
     results, metrics = list(content.array_records.values()), dict(content.metric_records)
     counts = [record[key] for record in metrics.values() if key in record]
     if len(results) != 1 or len(counts) != 1:
-        raise RoundError(f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}")
+        raise RoundError(
+            f"the app's train function must return one ArrayRecord, and one MetricRecord with {key!r}",
+            code="node.wrong-result",
+        )
     examples = int(counts[0]) if float(counts[0]).is_integer() else counts[0]
     about |= {"examples": examples, "joined": joined["joined"]}
     result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
@@ -181,7 +188,7 @@ def _error(message: Any, text: str) -> Any:
 
 
 def _refused(message: Any, error: QuorumarkError) -> Any:
-    return _reply(message, {"refused": refusal(error)}, {})
+    return _reply(message, refused(error), {})
 
 
 def _check_evaluates(settings: Mapping[str, Any]) -> None:
@@ -191,7 +198,10 @@ def _check_evaluates(settings: Mapping[str, Any]) -> None:
     if wanted not in ("on", "off"):
         raise InputError("quorumark-evaluate", "must be on or off in the node config", repr(wanted))
     if wanted == "off":
-        raise RoundError("this node evaluates no models: its operator switched it off (quorumark-evaluate)")
+        raise RoundError(
+            "this node evaluates no models: its operator switched it off (quorumark-evaluate)",
+            code="node.evaluates-nothing",
+        )
 
 
 def _reply(

@@ -71,7 +71,7 @@ def make_key(
                 answer = accepted_config(reply)
                 point = int(answer["point"])
                 if point in points.values() and points.get(node) != point:
-                    raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one")
+                    raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one", code="node.twice")
                 server.take(point, str(node), answer, arrays_of(reply.content))
                 points[node] = point
                 waiting[point] = str(answer.get("waiting", ""))
@@ -85,7 +85,7 @@ def make_key(
         stopped = {node: why for node, why in {**gone, **refused}.items() if node in points}
         if stopped:
             said = "; ".join(f"{terms.member(points[node]).name}: {why}" for node, why in stopped.items())
-            raise CeremonyError(f"the ceremony stopped. {said}")
+            raise CeremonyError(f"the ceremony stopped. {said}", code="ceremony.stopped")
         nodes = [node for node in nodes if node in points or (node in lost and node not in gone)]
         for node in lost.keys() & nodes:
             note(f"node {node} is asked again: {lost[node]}")
@@ -93,15 +93,17 @@ def make_key(
             absent = [member.name for member in terms.roster if member.point not in points.values()]
             said = "".join(f"; node {node} says: {why}" for node, why in {**gone, **refused}.items())
             raise CeremonyError(
-                f"the ceremony needs all members, and {', '.join(absent)} did not take part: start their nodes{said}"
+                f"the ceremony needs all members, and {', '.join(absent)} did not take part: start their nodes{said}",
+                code="ceremony.members-missing",
             )
         if not lost and server.progress == before:
             stuck = "; ".join(f"{terms.member(x).name} waits for {names}" for x, names in waiting.items() if names)
             raise CeremonyError(
                 f"the ceremony stands still ({stuck}): an earlier one under these terms was finished by some members "
-                "and not by all, and its messages are gone; agree on terms with another date, and make a key for those"
+                "and not by all, and its messages are gone; agree on terms with another date, and make a key for those",
+                code="ceremony.stands-still",
             )
-    raise CeremonyError("the ceremony does not end: look at the members' logs")
+    raise CeremonyError("the ceremony does not end: look at the members' logs", code="ceremony.stands-still")
 
 
 def verify_model(

@@ -18,7 +18,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quorumark.consortium.home import read_as
-from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError
+from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError, code_of
 from quorumark.flower.wire import (
     accepted_config,
     config_of,
@@ -229,7 +229,9 @@ class Watermarked:
         tried = self.reports[before:]
         if tried:
             reason = next(iter(tried[-1].excluded.values()), tried[-1].given_up)
-            raise RoundError(f"no round of this run was finished, and there is no new model: {reason}")
+            raise RoundError(
+                f"no round of this run was finished, and there is no new model: {reason}", code="round.none-finished"
+            )
         result.arrays = carrier.in_own_types(initial_arrays)  # nothing was left to do: the last model stands
         return result
 
@@ -289,7 +291,7 @@ class _Carrier:
                 self._sum(kind, report)
                 weights = server.finish()
         except (RoundError, EncodingError) as error:
-            report.given_up = _text(error)
+            report.given_up, report.given_up_code = _text(error), code_of(error)
             log(WARNING, "quorumark: %s; the last model stands", report.given_up)
         self._owner.reports.append(report)
         for point, reason in report.excluded.items():
@@ -390,7 +392,7 @@ class _Carrier:
                 _, arrays, others = split(message.content)
                 content = flwr.RecordDict({**others, **records({**offer, **late[point]}, arrays)})
                 again[node] = flwr.Message(content, node, message.metadata.message_type)
-                report.excluded.pop(point, None)
+                report.readmit([point])
         for node, reply in self._exchange(list(again.values()), timeout, report).items():
             self._take_ready(node, reply, str(offer["run"]), report)
 
@@ -406,14 +408,14 @@ class _Carrier:
                 self._take_refusal(point, said)
             said = accepted_config(reply)
             if self._nodes.get(point, node) != node:
-                raise RoundError(f"{self._name(point)} runs two nodes: stop one")
+                raise RoundError(f"{self._name(point)} runs two nodes: stop one", code="node.twice")
             self._server.take_ready(point, said["ready"], said.get("boxes", b""), said.get("vouch", b""))
             newer = json.loads(said.get("newer", "{}")).items()
             self._server.take_newer(point, {int(x): bytes.fromhex(message) for x, message in newer})
         except (QuorumarkError, KeyError, TypeError, ValueError) as error:
             excluded = self._points.get(node, point if isinstance(error, RoundError) else -node)
             excluded = -node if self._nodes.get(excluded, node) != node else excluded  # the member itself takes part
-            report.excluded[excluded] = _text(error)
+            report.exclude(excluded, _text(error), code_of(error))
             return
         self._points[node], self._nodes[point] = point, node
         self._contents.append((point, flwr_app().RecordDict(dict(reply.content.metric_records))))
@@ -427,7 +429,7 @@ class _Carrier:
             self._server.take_answered(point, int(said["answered"]), over, int(said["halvings"]), int(said["of-draw"]))
         if "strong" in said:
             self._server.take_strong(point, said["strong"])
-            raise RoundError("the mark of this round is too strong for its update")
+            raise RoundError("the mark of this round is too strong for its update", code="round.too-strong")
 
     def _sum(self, message_type: str, report: RoundReport) -> None:
         server = self._server
@@ -442,7 +444,7 @@ class _Carrier:
                         accepted_config(reply)
                         report.uploaded_bytes += server.take_upload(point, (config or {})["head"], arrays["vector"])
                     except (QuorumarkError, KeyError, TypeError) as error:
-                        report.excluded[point] = _text(error)
+                        report.exclude(point, _text(error), code_of(error))
             if not server.missing:
                 break
             silent = {x for x in server.missing if x not in report.excluded}
@@ -454,7 +456,7 @@ class _Carrier:
                 try:
                     server.take_answer(point, accepted_config(reply)["answer"])
                 except (QuorumarkError, KeyError, TypeError) as error:
-                    report.excluded[point] = _text(error)
+                    report.exclude(point, _text(error), code_of(error))
             report.lost["unmask"] = tuple(x for x in server.missing if x not in report.excluded)
 
     def _ask(self, asked: Mapping[int, dict[str, Any]], message_type: str, report: RoundReport) -> dict[int, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.errors import MissingDependencyError, RoundError
+from quorumark.refusals import listed
 
 __all__ = [
     "RECORD",
@@ -90,7 +91,7 @@ def size_of(content: Any) -> int:
 def content_of(reply: Any) -> Any:
     """A reply's content, unless its node failed."""
     if reply.has_error():
-        raise RoundError(f"its node failed: {reply.error.reason[:500]}")
+        raise RoundError(f"its node failed: {reply.error.reason[:500]}", code="node.failed")
     return reply.content
 
 
@@ -103,11 +104,14 @@ def accepted_config(reply: Any) -> dict[str, Any]:
     """This project's config in a reply, unless the node failed or refuses."""
     config = split(content_of(reply))[0]
     if config is None:
-        raise RoundError("it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods")
+        raise RoundError(
+            "it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods",
+            code="node.no-mod",
+        )
     if "failed" in config:
-        raise RoundError(f"its node failed: {config['failed']}")
+        raise RoundError(f"its node failed: {config['failed']}", code="node.failed")
     if "refused" in config:
-        raise RoundError(str(config["refused"]))
+        raise RoundError(str(config["refused"]), code=listed(config.get("code"), "node.refused"))
     return config
 
 

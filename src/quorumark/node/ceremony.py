@@ -21,7 +21,10 @@ __all__ = ["CeremonyServer", "check_introduction"]
 def check_introduction(about: bytes, roster: Terms, run: str, point: int, node: str, message: bytes) -> None:
     """Whether a node is the member that it says it is: only that member can have signed this node and run."""
     if open_message(message, roster, Header(*introduction(about, run), point)) != node.encode():
-        raise MessageError(f"node {node} shows the introduction of another node: start each member's node once")
+        raise MessageError(
+            f"node {node} shows the introduction of another node: start each member's node once",
+            code="message.not-from-member",
+        )
 
 
 class CeremonyServer:
@@ -67,14 +70,16 @@ class CeremonyServer:
             text = name.removeprefix(MESSAGE)
             if int(text.partition("/")[2].partition("-to-")[0].removesuffix(".msg")) != point:
                 raise MessageError(
-                    f"{self.terms.member(point).name!r} sends a message in another member's name: it is refused"
+                    f"{self.terms.member(point).name!r} sends a message in another member's name: it is refused",
+                    code="message.not-from-member",
                 )
             self._messages[point][text] = bytes(message.tobytes())
         if "manifest" in config:
             manifest = Manifest.from_bytes(config["manifest"])
             if self.manifest is not None and manifest.digest() != self.manifest.digest():
                 raise CeremonyError(
-                    "two members ended with different manifests: discard this ceremony and start a new one"
+                    "two members ended with different manifests: discard this ceremony and start a new one",
+                    code="ceremony.members-differ",
                 )
             self.manifest = manifest
             self._finished.add(point)

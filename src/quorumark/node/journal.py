@@ -205,7 +205,9 @@ class Journal:
     def kept_result(self, layout: ModelLayout, state: bytes, round_no: int) -> NDArray[Any]:
         """What this member trained for a round from a state."""
         path = self._result_path(round_no)
-        missing = RoundError(f"{self.name} has not trained in round {round_no} from this model")
+        missing = RoundError(
+            f"{self.name} has not trained in round {round_no} from this model", code="round.not-trained"
+        )
         if not path.exists():
             raise missing
         reader = SealedReader(path, Unlock.by_identity(self.identity), _RESULT)
@@ -245,7 +247,8 @@ class Journal:
                 raise RoundError(
                     f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
                     "sums from it with two keys would show both. Go on with that consortium, or start from another "
-                    "model"
+                    "model",
+                    code="round.other-consortium",
                 )
 
     # --- consent ---
@@ -301,7 +304,10 @@ class Journal:
             model = layout.encode(read_safetensors(self._model_path))
             mark, buffers = self.notes.mark.encode(), bytes.fromhex(self.notes.buffers)
         except (OSError, ValueError, QuorumarkError) as error:
-            raise RoundError(f"{self.name} has no history of this run to go on from ({type(error).__name__})") from None
+            raise RoundError(
+                f"{self.name} has no history of this run to go on from ({type(error).__name__})",
+                code="round.no-history",
+            ) from None
         return self._restored(layout, anchor, model, mark, buffers)
 
     def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, buffers: bytes) -> History:
@@ -320,7 +326,9 @@ class Journal:
         """
         encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
         if turn.round != read_count(config, "round"):
-            raise MessageError("the server's message names one round in 'round' and another in 'turn'")
+            raise MessageError(
+                "the server's message names one round in 'round' and another in 'turn'", code="message.malformed"
+            )
         self.check_other_keys(encoded)
         buffers = layout.buffers_digest(model) if self.checks else b""
         own, verified = self._derived(config, arrays, layout, model, encoded, buffers)
@@ -332,14 +340,19 @@ class Journal:
             _keep(self._anchor_path, anchor)
         if own.mark.model_digest != model_digest(encoded):
             raise RoundError(
-                "the model that the round starts from is not the one that the server's history names: start a new run"
+                "the model that the round starts from is not the one that the server's history names: start a new run",
+                code="round.other-history",
             )
         if own.warming and own.round > own.strength.warmup_rounds:
-            raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
+            raise RoundError(
+                "the warm-up rounds are over: all members must sign the amendment that names the anchor",
+                code="round.anchor-not-signed",
+            )
         if own.strength.rule == "paper":
             raise RoundError(
                 "the strength rule 'paper' needs another sum before each round, which engines do not have: use "
-                "the rule 'rho'"
+                "the rule 'rho'",
+                code="round.other-rule",
             )
         self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
@@ -371,7 +384,8 @@ class Journal:
             begun.buffers = buffers
             if begun.mark.to_bytes() != state:
                 raise RoundError(
-                    "the server's history does not begin with the anchor: start from the model that the manifest names"
+                    "the server's history does not begin with the anchor: start from the model that the manifest names",
+                    code="round.other-history",
                 )
             self._check_buffers(layout, model)
             _keep(self._anchor_path, encoded)
@@ -393,12 +407,14 @@ class Journal:
         if own.mark.to_bytes() != state:
             raise RoundError(
                 f"the server's history of this run is not the one that {self.name} has seen: it says that round "
-                f"{accepted} was accepted, with another model or strength; start a new run"
+                f"{accepted} was accepted, with another model or strength; start a new run",
+                code="round.other-history",
             )
         if own.buffers != buffers:
             raise RoundError(
                 "the model's integers are not those of the rounds before: they are in no sum, and the server must keep "
-                "them"
+                "them",
+                code="round.other-integers",
             )
         return own, verified
 
@@ -413,7 +429,8 @@ class Journal:
         agreed = self.manifest.terms.buffers
         if agreed and layout.buffers_digest(model).hex() != agreed:
             raise RoundError(
-                "the model's integers and booleans are not those that the terms name: start from the agreed model"
+                "the model's integers and booleans are not those that the terms name: start from the agreed model",
+                code="round.other-integers",
             )
 
     def _accept(self, config: Config, arrays: Arrays, own: History, encoded: Vector) -> bool:
@@ -439,7 +456,8 @@ class Journal:
             raise RoundError(
                 f"the model that the server announces is not the sum of the last round, in which {self.name} took "
                 "part: the server lies, or a member sent a wrong tag. The run cannot go on from the model before: "
-                "another sum from it could show the key. Find out who it was, and let the operators decide"
+                "another sum from it could show the key. Find out who it was, and let the operators decide",
+                code="round.wrong-tag",
             )
         settled = own.settle(
             opened[:-1], read_safetensors(self._model_path), amplitudes, norms=own.strength.needs_norms
@@ -447,7 +465,8 @@ class Journal:
         if (settled.encoded != encoded).any():
             raise RoundError(
                 "the model that the server announces is not the sum that it announces with it: use a strategy that "
-                "takes the sum as it is, such as FedAvg"
+                "takes the sum as it is, such as FedAvg",
+                code="round.not-the-sum",
             )
         own.accept(number, encoded, settled.embedded, settled.norms, name)
         return found is True
@@ -461,7 +480,7 @@ class Journal:
         if norms:
             parts.append(_elements(arrays["norms"], norm_count(layout)))
         if tag >= field.P:
-            raise MessageError("the server's message must give 'sum-tag' as a field element")
+            raise MessageError("the server's message must give 'sum-tag' as a field element", code="message.malformed")
         opened = np.concatenate([*parts, np.array([tag], np.uint64)])
         field.check(opened, "the sum that the server announces")
         return opened
@@ -527,14 +546,16 @@ class Journal:
 def read_count(config: Mapping[str, Any], name: str) -> int:
     value = config[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MessageError(f"the server's message must give {name!r} as an integer of at least 0")
+        raise MessageError(
+            f"the server's message must give {name!r} as an integer of at least 0", code="message.malformed"
+        )
     return value
 
 
 def _text(config: Mapping[str, Any], name: str, kind: Any) -> Any:
     value = config[name]
     if not isinstance(value, kind):
-        raise MessageError(f"the server's message must give {name!r} as {kind.__name__}")
+        raise MessageError(f"the server's message must give {name!r} as {kind.__name__}", code="message.malformed")
     return value
 
 
@@ -544,25 +565,31 @@ def _held(config: Mapping[str, Any]) -> list[str]:
     except (ValueError, TypeError, RecursionError):
         held = None
     if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
-        raise MessageError("the server's message must give 'sum-held' as names of tensors in JSON")
+        raise MessageError(
+            "the server's message must give 'sum-held' as names of tensors in JSON", code="message.malformed"
+        )
     return held
 
 
 def _content(array: NDArray[Any]) -> bytes:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise MessageError("the server's message must hold its files as bytes")
+        raise MessageError("the server's message must hold its files as bytes", code="message.malformed")
     return array.tobytes()
 
 
 def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
     if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
-        raise MessageError(f"the server's message must hold what rounding left as {size} integers")
+        raise MessageError(
+            f"the server's message must hold what rounding left as {size} integers", code="message.malformed"
+        )
     return array.astype(np.int64)
 
 
 def _elements(array: NDArray[Any], size: int) -> Vector:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (size,):
-        raise MessageError(f"the server's message must hold the sum of norms as {size} field elements")
+        raise MessageError(
+            f"the server's message must hold the sum of norms as {size} field elements", code="message.malformed"
+        )
     return np.ascontiguousarray(array)
 
 

@@ -39,7 +39,15 @@ from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
-from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import (
+    AnsweredError,
+    EncodingError,
+    MessageError,
+    QuorumarkError,
+    RecordError,
+    RoundError,
+    code_of,
+)
 from quorumark.files import only_one, write_private
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, create_memory, read_count, rounds_folder
@@ -55,7 +63,17 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import sign
 from quorumark.verify.evidence import Query
 
-__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "refusal", "with_prefix"]
+__all__ = [
+    "MODEL",
+    "RESULT",
+    "Config",
+    "MemberNode",
+    "create_memory",
+    "introduction",
+    "refusal",
+    "refused",
+    "with_prefix",
+]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -81,6 +99,11 @@ def with_prefix(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
+def refused(error: QuorumarkError) -> Config:
+    """What a member that refuses replies: a sentence for people, and a code for programs."""
+    return {"refused": refusal(error), "code": code_of(error)}
+
+
 def refusal(error: QuorumarkError) -> str:
     """What others may read of a refusal: not the member's weight that caused it, nor the paths of its files."""
     text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
@@ -95,7 +118,9 @@ class Fields(dict[str, Any]):
         self._stage = stage
 
     def __missing__(self, name: str) -> Any:
-        raise MessageError(f"the server's message for the stage {self._stage!r} lacks {name!r}")
+        raise MessageError(
+            f"the server's message for the stage {self._stage!r} lacks {name!r}", code="message.incomplete"
+        )
 
     def check_types(self) -> None:
         for kind, names in _TYPES.items():
@@ -103,11 +128,13 @@ class Fields(dict[str, Any]):
                 if not isinstance(self[name], kind):
                     raise MessageError(
                         f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
-                        f"not {type(self[name]).__name__}"
+                        f"not {type(self[name]).__name__}",
+                        code="message.malformed",
                     )
                 if kind is str and any("\ud800" <= letter <= "\udfff" for letter in self[name]):
                     raise MessageError(
-                        f"the server's message for the stage {self._stage!r} must give {name!r} as a string in UTF-8"
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as a string in UTF-8",
+                        code="message.malformed",
                     )
 
 
@@ -155,7 +182,9 @@ class MemberNode:
     def handle(self, stage: str, config: Mapping[str, Any], arrays: Arrays) -> Reply:
         """One stage. What a server sends is checked by type first: it may send anything."""
         if stage not in self._stages:
-            raise MessageError(f"there is no stage {stage[:40]!r}: server and member run different releases")
+            raise MessageError(
+                f"there is no stage {stage[:40]!r}: server and member run different releases", code="message.no-stage"
+            )
         fields, vectors = Fields(stage, config), Fields(stage, arrays)
         fields.check_types()
         with self._alone() if stage in _ROUND else contextlib.nullcontext():
@@ -192,7 +221,8 @@ class MemberNode:
         if round_no <= last:
             raise RoundError(
                 f"round {round_no} is over for {journal.name}, which last took part in round {last}; numbers never "
-                f"repeat: let the server go on after that one (watermarked(…, after={last}))"
+                f"repeat: let the server go on after that one (watermarked(…, after={last}))",
+                code="round.over",
             )
         _check_near(round_no, last)
         journal.check_share(self._unlock)
@@ -203,7 +233,8 @@ class MemberNode:
             raise RoundError(
                 f"{journal.name} has gone on from this model to others: let the run go on from the last one "
                 "(watermarked(…, go_on=True), or with the folder of the run before); a second run from it takes the "
-                "consent of every member's operator (quorumark member consent)"
+                "consent of every member's operator (quorumark member consent)",
+                code="round.gone-on",
             ) from None
         if needs:
             return {"needs": needs}, {}
@@ -224,7 +255,7 @@ class MemberNode:
 
     def _declined(self, journal: Journal, config: Config, error: RoundError, nonce: str) -> Config:
         """Why it does not take part. The server may settle what stands in the way: it is told more than a sentence."""
-        reply = {**self._introduced(journal, config), "refused": refusal(error), "nonce": nonce}
+        reply = {**self._introduced(journal, config), **refused(error), "nonce": nonce}
         if isinstance(error, AnsweredError):
             reply |= {"answered": error.round, "over": json.dumps(error.members), "halvings": error.halvings}
             reply["of-draw"] = error.draw
@@ -245,9 +276,14 @@ class MemberNode:
         side = journal.side(self._unlock)
         turn = Turn.from_bytes(journal.notes.turn.encode())
         if turn.round != round_no:
-            raise RoundError(f"{journal.name} has joined round {turn.round}, not round {round_no}")
+            raise RoundError(
+                f"{journal.name} has joined round {turn.round}, not round {round_no}", code="round.not-joined"
+            )
         if journal.notes.ready == round_no:  # what it uploads it may have to send again: it is not replaced
-            raise RoundError(f"{journal.name} is ready for round {round_no} already: its result is not replaced")
+            raise RoundError(
+                f"{journal.name} is ready for round {round_no} already: its result is not replaced",
+                code="round.result-kept",
+            )
         if turn.repeats:
             side.take_again(journal.kept_result(side.layout, side.state, side.secagg.first_round()))
         else:
@@ -255,12 +291,14 @@ class MemberNode:
                 raise RoundError(
                     f"{journal.name} trained on {config['examples']} examples, and the manifest, whose numbers weigh "
                     f"the sum, says {member.examples}: train on those, or let all members sign the new number "
-                    f"(quorumark consortium amend --examples {journal.point}={config['examples']})"
+                    f"(quorumark consortium amend --examples {journal.point}={config['examples']})",
+                    code="round.other-examples",
                 )
             if config["joined"] != journal.notes.joined:
                 raise RoundError(
                     f"the result is not of the model that {journal.name} joined round {round_no} with: two messages of "
-                    "the server are served at once, and the later one counts"
+                    "the server are served at once, and the later one counts",
+                    code="round.joined-otherwise",
                 )
             side.take(with_prefix(arrays, RESULT))
         reply = self._introduced(journal, config)
@@ -283,7 +321,7 @@ class MemberNode:
     def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
         journal, round_no = self._journal(), read_count(config, "round")
         if journal.notes.ready != round_no:
-            raise RoundError(f"{journal.name} has not trained in round {round_no}")
+            raise RoundError(f"{journal.name} has not trained in round {round_no}", code="round.not-trained")
         side = journal.side(self._unlock)
         repeats = side.turn is not None and side.turn.repeats
         trained_for = side.secagg.first_round() if repeats else round_no
@@ -306,7 +344,9 @@ class MemberNode:
         side, requests = self._summing(journal), _by_point(config, "requests")
         reply = {**self._introduced(journal, config), "point-there": side.point}
         if side.point not in requests:
-            raise RoundError(f"{journal.name} has no part in this sum, and is not asked for it")
+            raise RoundError(
+                f"{journal.name} has no part in this sum, and is not asked for it", code="round.not-in-set"
+            )
         return {**reply, "answer": side.unmask(requests[side.point])}, {}
 
     def _never(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
@@ -318,7 +358,7 @@ class MemberNode:
             _check_near(read_count(config, "of-round"), int(memory["round"]))
         draw = read_count(config, "of-draw") if "of-draw" in config else 0
         if draw >= group.draws:
-            raise RoundError(f"there is no draw {draw} of this group's cohorts")
+            raise RoundError(f"there is no draw {draw} of this group's cohorts", code="round.no-more-draws")
         said = side.never(_digest(config, "state"), read_count(config, "of-round"), draw)
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
@@ -370,18 +410,23 @@ class MemberNode:
         self._check_pinned(terms)
         session = str(config["session"])
         if not re.fullmatch("[0-9a-f]{32}", session):
-            raise MessageError("the server's message must give 'session' as 32 hexadecimal digits")
+            raise MessageError(
+                "the server's message must give 'session' as 32 hexadecimal digits", code="message.malformed"
+            )
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
         allowed = expected_messages(terms, point)
         sent = {name: _content(message) for name, message in with_prefix(arrays, MESSAGE).items()}
         for name, content in sent.items():  # before any is kept: a server must not fill this disk
             if name not in allowed:
-                raise MessageError(f"the server sends {name[:60]!r}, which is not a message for this member")
+                raise MessageError(
+                    f"the server sends {name[:60]!r}, which is not a message for this member", code="message.unexpected"
+                )
             if len(content) > allowed[name]:
                 raise MessageError(
                     f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
-                    f"{allowed[name]}"
+                    f"{allowed[name]}",
+                    code="message.too-large",
                 )
         spool = self._spool(terms, session)
         for name, content in sent.items():
@@ -464,7 +509,10 @@ class MemberNode:
 def _check_near(round_no: int, last: int) -> None:
     """Numbers never repeat: a member that went far ahead could take part in nothing any more."""
     if round_no - last >= FAR:
-        raise RoundError(f"round {round_no} is too far after round {last}, the last one: use the next numbers")
+        raise RoundError(
+            f"round {round_no} is too far after round {last}, the last one: use the next numbers",
+            code="round.wrong-number",
+        )
 
 
 def _by_point(config: Config, name: str) -> dict[int, bytes]:
@@ -472,12 +520,14 @@ def _by_point(config: Config, name: str) -> dict[int, bytes]:
     try:
         return {int(x): bytes.fromhex(text) for x, text in json.loads(config[name]).items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise MessageError(f"the server's message must give {name!r} as bytes by point, in JSON") from None
+        raise MessageError(
+            f"the server's message must give {name!r} as bytes by point, in JSON", code="message.malformed"
+        ) from None
 
 
 def _digest(config: Config, name: str) -> bytes:
     if not is_hex(config[name], 32):
-        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex")
+        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex", code="message.malformed")
     return bytes.fromhex(config[name])
 
 
@@ -488,13 +538,15 @@ def _names(config: Config, name: str) -> set[str]:
     except (ValueError, TypeError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        raise MessageError(f"the server's message must give {name!r} as a list of names in JSON")
+        raise MessageError(
+            f"the server's message must give {name!r} as a list of names in JSON", code="message.malformed"
+        )
     return set(found)
 
 
 def _content(array: NDArray[Any]) -> bytes:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise MessageError("the server's message must hold its files as bytes")
+        raise MessageError("the server's message must hold its files as bytes", code="message.malformed")
     return array.tobytes()
 
 

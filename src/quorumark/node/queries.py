@@ -115,7 +115,10 @@ def unpack_query(folder: ConsortiumFolder, arrays: Arrays) -> Iterator[Question]
         temporary = Path(kept)
         suspect = _unpacked(temporary / "suspect", SUSPECT, arrays)
         if suspect is None:
-            raise MessageError("the server's message for the stage 'answer' lacks the suspect's files ('suspect:NAME')")
+            raise MessageError(
+                "the server's message for the stage 'answer' lacks the suspect's files ('suspect:NAME')",
+                code="message.incomplete",
+            )
         records: dict[str, Path | None] = {}
         for name, file in _RECORDS.items():
             records[name] = _write(temporary / file, arrays[name], name) if name in arrays else None
@@ -149,11 +152,16 @@ def _check_names(prefix: str, names: Iterable[str]) -> None:
     """Plain file names: a server must not choose where on this disk they are written, nor how many there are."""
     found = list(names)
     if len(found) > _MOST_FILES:
-        raise MessageError(f"the server sends {len(found)} files as {prefix!r}: at most {_MOST_FILES} are taken")
+        raise MessageError(
+            f"the server sends {len(found)} files as {prefix!r}: at most {_MOST_FILES} are taken",
+            code="message.too-large",
+        )
     for name in found:
         plain = name.isprintable() and "/" not in name and name not in ("", ".", "..")
         if not plain or len(name.encode("utf-8", "surrogatepass")) > 255:
-            raise MessageError(f"the server sends {prefix + name[:60]!r}, which is not a plain file name")
+            raise MessageError(
+                f"the server sends {prefix + name[:60]!r}, which is not a plain file name", code="message.malformed"
+            )
 
 
 def _write(path: Path, array: NDArray[Any], name: str) -> Path:
@@ -163,5 +171,5 @@ def _write(path: Path, array: NDArray[Any], name: str) -> Path:
 
 def _checked(array: NDArray[Any], name: str) -> NDArray[np.uint8]:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise MessageError(f"the server's message must give {name[:60]!r} as bytes")
+        raise MessageError(f"the server's message must give {name[:60]!r} as bytes", code="message.malformed")
     return array

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RoundError
+from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RoundError, code_of
 from quorumark.node.member import Config, MemberNode, refusal
+from quorumark.refusals import listed
 
 __all__ = ["SignerClient", "SignerServer"]
 
@@ -53,27 +54,34 @@ def _send(connection: socket.socket, config: Mapping[str, Any], arrays: Arrays) 
 def _receive(connection: socket.socket, limit: Limit) -> tuple[Config, dict[str, NDArray[Any]]]:
     size = int.from_bytes(_exactly(connection, 8), "big")
     if size > _LARGEST_HEAD:
-        raise MessageError(f"a message to the signer has a head of more than {_LARGEST_HEAD} bytes")
+        raise MessageError(
+            f"a message to the signer has a head of more than {_LARGEST_HEAD} bytes", code="message.too-large"
+        )
     try:
         head = json.loads(_exactly(connection, size))
         config = {n: bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for n, v in head["config"].items()}
         places = [(str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in head["arrays"]]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise MessageError("a message to the signer has a head that cannot be read") from None
+        raise MessageError("a message to the signer has a head that cannot be read", code="message.malformed") from None
     if any(kind not in _KINDS or any(n < 0 for n in shape) for _, kind, shape in places):
-        raise MessageError("a message to the signer holds an array of an unknown kind")
+        raise MessageError("a message to the signer holds an array of an unknown kind", code="message.malformed")
     lengths = [prod(shape) * np.dtype(kind).itemsize for _, kind, shape in places]
     stage = str(config.get("stage", ""))
     most = limit(stage)
     if sum(lengths) > most:
-        raise MessageError(f"a message to the signer for the stage {stage[:40]!r} has more than {most} bytes of arrays")
+        raise MessageError(
+            f"a message to the signer for the stage {stage[:40]!r} has more than {most} bytes of arrays",
+            code="message.too-large",
+        )
     arrays = {}
     for (name, kind, shape), length in zip(places, lengths, strict=True):
         content = np.frombuffer(_exactly(connection, length), kind)
         try:
             arrays[name] = content.reshape(shape)
         except ValueError:  # more dimensions than numpy has
-            raise MessageError("a message to the signer holds an array of an unknown shape") from None
+            raise MessageError(
+                "a message to the signer holds an array of an unknown shape", code="message.malformed"
+            ) from None
     return config, arrays
 
 
@@ -87,7 +95,9 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
         with memoryview(content) as view:
             got = connection.recv_into(view[at:])
         if not got:
-            raise MessageError("the connection to the signer ended in the middle of a message")
+            raise MessageError(
+                "the connection to the signer ended in the middle of a message", code="message.malformed"
+            )
         at += got
     return content
 
@@ -111,7 +121,7 @@ class SignerClient:
                     "must start it (quorumark member serve)"
                 ) from None
         if "raised" in reply:  # not "refused": a member that does not take part says more than why
-            raise RoundError(str(reply["raised"]))
+            raise RoundError(str(reply["raised"]), code=listed(reply.get("code"), "node.refused"))
         return reply, arrays_back
 
 
@@ -122,7 +132,8 @@ def _handled(node: MemberNode, stage: str, config: Config, arrays: Arrays) -> tu
         raise
     except Exception as error:  # noqa: BLE001 - a fault of ours: what it says stays in this process
         traceback.print_exc()
-        return {"raised": f"the signer failed ({type(error).__name__}): its log has the rest"}, {}
+        text = f"the signer failed ({type(error).__name__}): its log has the rest"
+        return {"raised": text, "code": "node.failed"}, {}
 
 
 class SignerServer:
@@ -140,7 +151,7 @@ class SignerServer:
                         with lock:
                             reply = _handled(node, str(config.pop("stage", "")), config, arrays)
                     except QuorumarkError as error:
-                        reply = {"raised": refusal(error)}, {}
+                        reply = {"raised": refusal(error), "code": code_of(error)}, {}
                     _send(self.request, *reply)
                     self.request.settimeout(_IDLE)
                     while self.request.recv(_PIECE):  # what was refused unread: else the refusal would not arrive

@@ -228,7 +228,10 @@ class MarkState:
 
     def _check_next(self, round_no: int) -> None:
         if round_no != self.round + 1:
-            raise RoundError(f"round {self.round + 1} is next after {self.round} accepted ones, not round {round_no}")
+            raise RoundError(
+                f"round {self.round + 1} is next after {self.round} accepted ones, not round {round_no}",
+                code="round.wrong-number",
+            )
 
     def _rate_ratio(self, round_no: int) -> Fraction:
         """The learning rate over the last update's; at most 1, since a mark never runs ahead of the updates."""
@@ -256,7 +259,10 @@ class MarkState:
             self.layout,
             self.key,
         ):
-            raise RoundError(f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}")
+            raise RoundError(
+                f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}",
+                code="round.wrong-number",
+            )
         checked = self._checked_norms(norms, embedded)
         before, self.model = self.model, checked_model("model", model, self.layout)
         self.model_digest = model_digest(self.model)
@@ -430,7 +436,10 @@ class PaperScale:
         self._ema = norms if self._ema is None else [(9 * e + n) // 10 for e, n in zip(self._ema, norms, strict=True)]
         scales = [self._strength.c * n * e >> 72 for n, e in zip(norms, self._ema, strict=True)]
         if max(scales) > P >> 11:  # so that a thousand of them add up
-            raise RoundError("this member's update is too large for the rule 'paper': its scale is above 1024")
+            raise RoundError(
+                "this member's update is too large for the rule 'paper': its scale is above 1024",
+                code="round.update-too-large",
+            )
         return field.from_signed(np.array(scales, np.int64))
 
 

@@ -78,7 +78,9 @@ def round_key(
     """The key of the sum over `members`, from their boxes for this member."""
     point, parts = group.point_of(identity.ed25519), []
     if len(boxes) != len(members):
-        raise MessageError("the server must hand on one box of every member of the announced set")
+        raise MessageError(
+            "the server must hand on one box of every member of the announced set", code="message.incomplete"
+        )
     for sender, box in zip(members, boxes, strict=True):
         if sender == point:
             parts.append(_own_part(identity, group, round_no, binding))
@@ -86,7 +88,9 @@ def round_key(
         try:
             parts.append(_cipher(identity, group, round_no, binding, sender, point).decrypt(_NONCE, box, None))
         except (InvalidTag, ValueError):
-            raise MessageError(f"the box from {group.name(sender)} cannot be opened (step 'sums/key')") from None
+            raise MessageError(
+                f"the box from {group.name(sender)} cannot be opened (step 'sums/key')", code="message.cannot-open"
+            ) from None
     about = b"".join(map(word, members))
     return derive_key(b"".join(parts), "sum key", group.id, word(round_no), binding, about)
 
@@ -162,7 +166,9 @@ def vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[int, byt
         if message:
             header = group.header("vouch", group.session(round_no, "model"), point)
             if open_message(message, group, header) != binding:
-                raise MessageError(f"{group.name(point)} vouches for something else (step 'sums/vouch')")
+                raise MessageError(
+                    f"{group.name(point)} vouches for something else (step 'sums/vouch')", code="message.other-vouch"
+                )
             found.append(point)
     return tuple(found)
 
@@ -170,7 +176,9 @@ def vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[int, byt
 def check_said(group: Group, round_no: int, binding: bytes, point: int, boxes: bytes, message: bytes) -> None:
     """For the server: boxes for everybody, and a voucher that is right or none. All of U would stop at another."""
     if len(boxes) != _BOX * len(group.roster):
-        raise MessageError(f"{group.name(point)} must send one box for each member (step 'sums/key')")
+        raise MessageError(
+            f"{group.name(point)} must send one box for each member (step 'sums/key')", code="message.malformed"
+        )
     vouchers(group, round_no, binding, {point: message})
 
 
@@ -182,5 +190,6 @@ def check_vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[in
         raise RoundError(
             f"{group.threshold} members of the announced set must have checked the sum that round {round_no} starts "
             f"from, and only {names} did: wait for members who took part in the last round, or begin a new run from "
-            "the anchor"
+            "the anchor",
+            code="round.unchecked-sum",
         )

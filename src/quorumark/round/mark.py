@@ -38,7 +38,10 @@ def marked_vector(
     """
     terms = manifest.terms
     if point not in members or len(members) < terms.threshold:
-        raise RoundError(f"a share of member {point} may enter only among {terms.threshold} members or more, with it")
+        raise RoundError(
+            f"a share of member {point} may enter only among {terms.threshold} members or more, with it",
+            code="round.too-few",
+        )
     factor = shamir.lagrange(sorted(members))[sorted(members).index(point)]
     _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), share)
 
@@ -96,20 +99,32 @@ def check_round(
     """
     terms, layout, round_no = manifest.terms, amplitudes.layout, amplitudes.round
     if (layout.digest(), layout.coordinates, amplitudes.key) != (terms.layout, terms.coordinates, terms.key):
-        raise RoundError("the model's layout or kind of key is not the manifest's")
+        raise RoundError("the model's layout or kind of key is not the manifest's", code="round.not-agreed")
     if strength != terms.strength:
-        raise RoundError("the strength is not the manifest's")
+        raise RoundError("the strength is not the manifest's", code="round.not-agreed")
     if len(set(members)) != len(members) or not all(x in range(1, terms.members + 1) for x in members):
-        raise RoundError(f"the members of a round must be of the roster, each once, but are {list(members)}")
+        raise RoundError(
+            f"the members of a round must be of the roster, each once, but are {list(members)}",
+            code="round.wrong-members",
+        )
     shares = weights(manifest, members)
     if told_weights is not None and dict(told_weights) != shares:
-        raise RoundError(f"the weights of round {round_no} are not those of the manifest's numbers of examples")
+        raise RoundError(
+            f"the weights of round {round_no} are not those of the manifest's numbers of examples",
+            code="round.not-agreed",
+        )
     if told_rate is not None and told_rate != strength.rate(round_no):
-        raise RoundError(f"the learning rate of round {round_no} is not the manifest's: {told_rate} of the first one's")
+        raise RoundError(
+            f"the learning rate of round {round_no} is not the manifest's: {told_rate} of the first one's",
+            code="round.not-agreed",
+        )
     check_weights(manifest, members)
     if len(members) < terms.threshold:
         if strength.below_threshold == "refuse":
-            raise RoundError(f"round {round_no} has {len(members)} members, and the mark needs {terms.threshold}")
+            raise RoundError(
+                f"round {round_no} has {len(members)} members, and the mark needs {terms.threshold}",
+                code="round.too-few",
+            )
         return False
     if not amplitudes.marks:
         return False
@@ -121,7 +136,7 @@ def check_weights(manifest: Manifest, members: Sequence[int]) -> None:
     """Whether the weights hide a member among the others, with or without a mark (`quorumark.consortium.hiding`)."""
     problem = exposed(manifest.terms, members)
     if problem:
-        raise RoundError(f"the members' weights hide too little: {problem}")
+        raise RoundError(f"the members' weights hide too little: {problem}", code="round.hides-too-little")
 
 
 class TooStrongError(RoundError):
@@ -144,5 +159,6 @@ def check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after
         if mark_squared * ONE**2 > (4 * strength.c_max) ** 2 * updates[name]:
             raise TooStrongError(
                 f"the mark of round {amplitudes.round} in {name!r} is more than {4 * strength.c_max / ONE:.3g} times "
-                "this member's own update of it: it would show"
+                "this member's own update of it: it would show",
+                code="round.too-strong",
             )

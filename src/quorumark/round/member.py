@@ -144,7 +144,10 @@ class RoundMember:
         """What training made of the global model; it is kept until the round is over."""
         self._result = None
         if self.turn is not None and self.turn.repeats:
-            raise RoundError(f"round {self.turn.repeats} is made again from what member {self.point} trained for it")
+            raise RoundError(
+                f"round {self.turn.repeats} is made again from what member {self.point} trained for it",
+                code="round.result-kept",
+            )
         self.layout.encode(result)  # NaN, another shape or an overflow stops here, by the tensor's name
         self._result = self.layout.flatten(result)  # a copy: the function may go on using its tensors
 
@@ -190,7 +193,7 @@ class RoundMember:
         if self._scale is None:
             return self._known().amplitudes(self._begun().halvings)
         if self._paper is None or self._paper.round != self._known().round:
-            raise RoundError(f"the scale of round {self._begun().round} has not been summed")
+            raise RoundError(f"the scale of round {self._begun().round} has not been summed", code="round.no-scale")
         return self._paper
 
     @property
@@ -233,7 +236,9 @@ class RoundMember:
         result = self._trained()
         joined, amplitudes = self._joined.get(plan.purpose, (0, None))
         if joined != plan.round:
-            raise RoundError(f"member {self.point} has not joined round {plan.round} ({plan.purpose!r})")
+            raise RoundError(
+                f"member {self.point} has not joined round {plan.round} ({plan.purpose!r})", code="round.not-joined"
+            )
         before, after = self._known().mark.model, codec.encode(result, name="model")
         if plan.purpose == "scale":
             return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
@@ -259,7 +264,9 @@ class RoundMember:
     def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
         """After the vector. The key is kept for the sum of this round."""
         if len(vouches) != len(plan.members):
-            raise MessageError("the server must hand on what every member of the announced set vouches for")
+            raise MessageError(
+                "the server must hand on what every member of the announced set vouches for", code="message.incomplete"
+            )
         checked_sums.check_vouchers(self.group, plan.round, plan.binding, dict(zip(plan.members, vouches, strict=True)))
         self.history_checked = True
         key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
@@ -310,7 +317,7 @@ class RoundMember:
     def _own_scale(self, round_no: int, before: Vector, after: Vector) -> Vector:
         """Moved on once a round, however many attempts it takes."""
         if self._scale is None:
-            raise RoundError("a scale is summed under the rule 'paper' only")
+            raise RoundError("a scale is summed under the rule 'paper' only", code="round.other-rule")
         if self._scaled is None or self._scaled[0] != round_no:
             ema = self._scale._ema
             self._scaled = round_no, self._scale.scale(before, after), ema
@@ -323,23 +330,29 @@ class RoundMember:
             _own_mark(y, amplitudes, self._own_key, share_of)
             return
         if self._share is None:
-            raise RoundError(f"member {self.point} has no share: without it the sum would be garbage and show others'")
+            raise RoundError(
+                f"member {self.point} has no share: without it the sum would be garbage and show others'",
+                code="round.no-share",
+            )
         pieces: Iterable[Vector] = self._share.pieces() if isinstance(self._share, ShareFile) else [self._share]
         marked_vector(y, amplitudes, self.manifest, members, self.point, pieces)
 
     def _known(self) -> History:
         if self.history is None:
-            raise RoundError(f"member {self.point} knows no history: give it one that starts from the initial model")
+            raise RoundError(
+                f"member {self.point} knows no history: give it one that starts from the initial model",
+                code="round.no-history",
+            )
         return self.history
 
     def _begun(self) -> Turn:
         if self.turn is None:
-            raise RoundError(f"no round has begun for member {self.point}")
+            raise RoundError(f"no round has begun for member {self.point}", code="round.not-begun")
         return self.turn
 
     def _trained(self) -> NDArray[Any]:
         if self._result is None:
-            raise RoundError(f"member {self.point} has not trained in this round")
+            raise RoundError(f"member {self.point} has not trained in this round", code="round.not-trained")
         return self._result
 
 

@@ -178,7 +178,10 @@ def adopt(memory: Memory, group: Group) -> None:
     if memory["group"] == now:
         return
     if now in memory["left"]:
-        raise RoundError("this member has gone over to a later manifest, and takes part under this one no more")
+        raise RoundError(
+            "this member has gone over to a later manifest, and takes part under this one no more",
+            code="round.manifest-left",
+        )
     memory["left"].append(memory["group"])
     memory.update(group=now, open=False, purposes={})
 

@@ -113,7 +113,8 @@ class Past:
         raise RoundError(
             f"draw {self.draw} of the cohort from this model waits for {away}: {len(there)} of its {group.size} "
             f"members can be reached, and {group.least} must take part"
-            + ("; no other is drawn after this one" if last else f", or {group.closing} sign that another is drawn")
+            + ("; no other is drawn after this one" if last else f", or {group.closing} sign that another is drawn"),
+            code="round.cohort-waits",
         )
 
     # --- strength ---

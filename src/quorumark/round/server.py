@@ -123,7 +123,8 @@ class RoundServer:
             if not self._ask_to_give_up(self._open, past, ask):
                 raise RoundError(
                     f"the sum of round {server.plan.round} is open: {server.answers} members have answered, and "
-                    f"{server.group.quorum} must; it is asked for again in the next round"
+                    f"{server.group.quorum} must; it is asked for again in the next round",
+                    code="round.sum-open",
                 )
             self._drop_open()
         past.settle(ask, self.history.unclosed())
@@ -193,7 +194,10 @@ class RoundServer:
         self.save(model)
         history, past = self.history, self._current_past()
         if history.warming and history.round > history.strength.warmup_rounds:
-            raise RoundError("the warm-up rounds are over: all members must sign the amendment that names the anchor")
+            raise RoundError(
+                "the warm-up rounds are over: all members must sign the amendment that names the anchor",
+                code="round.anchor-not-signed",
+            )
         repeats = max((r for r in past.standing() if past.drawn[r] == past.draw), default=0)
         halvings = past.halved.get(repeats, 0) if repeats else past.halvings
         self._turn = Turn(
@@ -313,7 +317,8 @@ class RoundServer:
             past.halvings += 1
             raise RoundError(
                 f"the mark of round {self.round_no} is too strong for {self.group.names(complaints)}: it is halved in "
-                "the next round"
+                "the next round",
+                code="round.too-strong",
             ) from None
         return self._announcement
 
@@ -324,7 +329,8 @@ class RoundServer:
             raise RoundError(
                 f"members have answered in round {self._turn.repeats}, and its sum must be made again by the same "
                 f"ones; not ready: {self.group.names(sorted(missing)) or 'all'}. If one of them is lost for ever, the "
-                "operators of the others must consent to another sum (quorumark member consent)"
+                "operators of the others must consent to another sum (quorumark member consent)",
+                code="round.repeat-waits",
             )
         server.leave_out(set(server.ready) - set(members))
 
@@ -406,14 +412,14 @@ class RoundServer:
     def settled(self) -> Settled:
         """What the sum that was finished led to."""
         if self._settled is None:
-            raise RoundError("no sum is waiting to be accepted")
+            raise RoundError("no sum is waiting to be accepted", code="round.no-sum")
         return self._settled
 
     @property
     def opened(self) -> Vector:
         """That sum, with its tag where sums are checked."""
         if self._opened is None:
-            raise RoundError("no sum is waiting to be accepted")
+            raise RoundError("no sum is waiting to be accepted", code="round.no-sum")
         return self._opened
 
     @property
@@ -461,7 +467,8 @@ class RoundServer:
                 raise RoundError(
                     "the model is not the sum of the last round, and the members check that: use a strategy that takes "
                     "the sum as it is, such as FedAvg, or let all members sign that they do not check sums (quorumark "
-                    "consortium amend --policy sums=unchecked)"
+                    "consortium amend --policy sums=unchecked)",
+                    code="round.not-the-sum",
                 )
             rest = _smallest(field.to_signed(field.sub(self.opened[: self.layout.size], encoded)))
             norms = self.opened[self.layout.size : -1].copy() if self._has_norms else None
@@ -477,7 +484,7 @@ class RoundServer:
 
     def _running(self) -> SecAggServer:
         if self._sum is None:
-            raise RoundError("no round is under way")
+            raise RoundError("no round is under way", code="round.not-begun")
         return self._sum
 
     # --- a run that goes on ---

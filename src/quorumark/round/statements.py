@@ -86,7 +86,8 @@ def check_given_up(group: Group, state: bytes, round_no: int, said: Said, draw: 
     found = signers(group, "never", state, word(round_no), said, draw)
     if len(found) < group.closing:
         raise RoundError(
-            f"{group.closing} members must say that they never answer in round {round_no}, and {len(found)} do"
+            f"{group.closing} members must say that they never answer in round {round_no}, and {len(found)} do",
+            code="round.not-given-up",
         )
 
 
@@ -106,12 +107,16 @@ def check_redrawn(group: Group, state: bytes, draw: int, said: Mapping[str, Said
     such draw. Under it, any two sets of T answers have t members in common, and an honest one, who answers once.
     """
     if draw >= group.draws:
-        raise RoundError(f"at most {group.draws} cohorts are drawn from one model, and this would be number {draw + 1}")
+        raise RoundError(
+            f"at most {group.draws} cohorts are drawn from one model, and this would be number {draw + 1}",
+            code="round.no-more-draws",
+        )
     for before in range(draw):
         if not is_closed(group, state, before, said.get(place_of(group, before), {})):
             raise RoundError(
                 f"this is draw {draw} from this model: {group.closing} members of the cohort of draw {before} must say "
-                "that they answer nothing more under it"
+                "that they answer nothing more under it",
+                code="round.not-closed",
             )
 
 
@@ -127,7 +132,8 @@ def check_closed(group: Group, state: bytes, said: Mapping[str, Said]) -> None:
             cohort = f" of the cohort of draw {draw}" if group.draws > 1 else ""
             raise RoundError(
                 f"the manifest has changed since this model was summed: {group.closing} members under the manifest "
-                f"before{cohort} must say that they answer nothing more from it there, and {len(found)} do"
+                f"before{cohort} must say that they answer nothing more from it there, and {len(found)} do",
+                code="round.not-closed",
             )
 
 
@@ -139,12 +145,14 @@ def place_of(group: Group, draw: int) -> str:
 def check_halved(group: Group, state: bytes, halvings: int, said: Mapping[int, Said], draw: int = 0) -> None:
     """Whether the mark may be halved so many times: each time enough of the cohort found it too strong."""
     if not 0 <= halvings <= HALVINGS:
-        raise RoundError(f"a mark is halved {HALVINGS} times at most, not {halvings} times")
+        raise RoundError(f"a mark is halved {HALVINGS} times at most, not {halvings} times", code="round.not-halved")
     for level in range(halvings):
         found = signers(group, "strong", state, word(level), said.get(level, {}), draw)
         if len(found) < group.blocking:
             raise RoundError(
-                f"{group.blocking} members must say that a mark halved {level} times is too strong, and {len(found)} do"
+                f"{group.blocking} members must say that a mark halved {level} times is too strong, and "
+                f"{len(found)} do",
+                code="round.not-halved",
             )
 
 
@@ -159,7 +167,8 @@ def check_newer(group: Group, state: bytes, nonce: bytes, said: Said, draw: int 
     if len(found) < group.closing:
         raise RoundError(
             "this member's memory of rounds was made anew: it goes on from a model that was summed after that, as soon "
-            f"as {group.closing} members say so, and {len(found)} do"
+            f"as {group.closing} members say so, and {len(found)} do",
+            code="round.memory-anew",
         )
 
 
@@ -205,7 +214,9 @@ class Turn:
             never, strong, newer = (from_plain(body[name], int) for name in ("never", "strong", "newer"))
             closed = from_plain(body["closed"], str)
         except (KeyError, TypeError, ValueError, AttributeError, RecordError, InputError):
-            raise MessageError("the server's message about this round cannot be read") from None
+            raise MessageError(
+                "the server's message about this round cannot be read", code="message.malformed"
+            ) from None
         return cls(round_no, halvings, repeats, never, strong, closed, newer, draw)
 
 

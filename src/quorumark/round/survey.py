@@ -47,9 +47,9 @@ class Where:
             over = None
         numbers["draw"] = reply.get("of-draw", 0)
         if not all(is_count(number) for number in numbers.values()):
-            raise RoundError("it does not say where it is in integers")
+            raise RoundError("it does not say where it is in integers", code="message.malformed")
         if not isinstance(over, list) or not all(is_count(point, 1) for point in over):
-            raise RoundError("it does not say as a list of points over whom it has answered")
+            raise RoundError("it does not say as a list of points over whom it has answered", code="message.malformed")
         return cls(over=tuple(over), **numbers)
 
 
@@ -85,7 +85,8 @@ def candidates(replies: Iterable[Reply], present: int, least: int) -> list[Reply
         most = max([here, *(len(group) for group in named.values())])
         raise RoundError(
             f"the run cannot go on: {least} members must be at the same model, and at most {most} are; start the nodes "
-            "of the others, and try again"
+            "of the others, and try again",
+            code="round.no-common-model",
         )
     return sorted(agreed, key=lambda reply: -int(reply["accepted"]))
 

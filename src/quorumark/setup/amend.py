@@ -106,7 +106,8 @@ def successor(before: Manifest, terms: Terms) -> Manifest:
     """The amendment that all sign: other terms, the same shares."""
     if needs_new_shares(terms, before.terms):
         raise CeremonyError(
-            "members or the threshold change: that needs new shares (quorumark share reshare), not an amendment"
+            "members or the threshold change: that needs new shares (quorumark share reshare), not an amendment",
+            code="ceremony.needs-new-shares",
         )
     genesis = replace(before.genesis, anchor=terms.anchor)  # the same, but after warm-up rounds
     manifest = replace(before, terms=terms, genesis=genesis, predecessor=before.digest().hex(), signatures={})

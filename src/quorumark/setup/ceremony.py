@@ -95,7 +95,8 @@ class Ceremony:
         for point, body in bodies.items():
             if self._commitment(point, body) != self._commits[point]:
                 raise MessageError(
-                    f"{self._name(point)} reveals something else than it committed to (step '{self.NAME}/reveal')"
+                    f"{self._name(point)} reveals something else than it committed to (step '{self.NAME}/reveal')",
+                    code="message.not-as-committed",
                 )
         whole = b"".join(self._revealed() if point == self.point else bodies[point] for point in self._everyone)
         self.session = digest(f"{self.NAME} session", self._context, whole).hex()
@@ -105,7 +106,8 @@ class Ceremony:
                 session_secret = exchange(self._key, body[32:].hex())
             except MessageError:
                 raise MessageError(
-                    f"{self._name(point)} reveals a key that cannot be used (step '{self.NAME}/reveal')"
+                    f"{self._name(point)} reveals a key that cannot be used (step '{self.NAME}/reveal')",
+                    code="message.invalid-key",
                 ) from None
             secret = session_secret + self._identity.exchange(self.terms.member(point).x25519)
             self._pairs[point] = derive_key(secret, f"{self.NAME} pair", bytes.fromhex(self.session))
@@ -155,7 +157,8 @@ class Ceremony:
         different = [x for x, body in bodies.items() if body[:32] != self._seen_roots]
         if different:
             raise CeremonyError(
-                f"{self._names(different)} saw other roots than this member: discard this ceremony and start anew"
+                f"{self._names(different)} saw other roots than this member: discard this ceremony and start anew",
+                code="ceremony.members-differ",
             )
         self._promised = {x: body[32:] for x, body in bodies.items()}
         return self._say("health", to_bytes(self._answer) + self._blind)
@@ -167,7 +170,8 @@ class Ceremony:
         for x, body in self._hear("health", healths, size + 32).items():
             if self._answer_digest(x, body[:size], body[size:]) != self._promised[x]:
                 raise MessageError(
-                    f"{self._name(x)} answers something else than it committed to (step '{self.NAME}/health')"
+                    f"{self._name(x)} answers something else than it committed to (step '{self.NAME}/health')",
+                    code="message.not-as-committed",
                 )
             answers[x] = self._elements(body[:size], x, "health")
         return answers
@@ -213,12 +217,21 @@ class Ceremony:
         try:
             decoded = shamir.decode(answers, threshold)
         except DecodingError:
-            raise CeremonyError(f"the shares {fault}, and there are too few members to tell whose are wrong") from None
+            raise CeremonyError(
+                f"the shares {fault}, and there are too few members to tell whose are wrong",
+                code="ceremony.shares-misfit",
+            ) from None
         if decoded.wrong:
             names = self._names(x if seats is None else seats[x] for x in decoded.wrong)
-            raise CeremonyError(f"the shares {fault}: what {names} holds must be wrong, or what was dealt to it")
+            raise CeremonyError(
+                f"the shares {fault}: what {names} holds must be wrong, or what was dealt to it",
+                code="ceremony.wrong-share",
+            )
         if expected is not None and decoded.value != expected:
-            raise CeremonyError(f"the shares {fault}: what they were made from was wrong; discard this ceremony")
+            raise CeremonyError(
+                f"the shares {fault}: what they were made from was wrong; discard this ceremony",
+                code="ceremony.wrong-dealing",
+            )
         return decoded.value
 
     # --- messages ---
@@ -245,7 +258,8 @@ class Ceremony:
         missing = [point for point in wanted if point not in messages]
         if missing:
             raise CeremonyError(
-                f"step '{self.NAME}/{step}' needs a message from everybody: {self._names(missing)} missing"
+                f"step '{self.NAME}/{step}' needs a message from everybody: {self._names(missing)} missing",
+                code="ceremony.messages-missing",
             )
         bodies = {}
         for point in wanted:
@@ -254,7 +268,8 @@ class Ceremony:
             if len(bodies[point]) != expected:
                 raise MessageError(
                     f"the message of {self._name(point)} for step '{self.NAME}/{step}' must hold {expected} bytes, "
-                    f"not {len(bodies[point])}"
+                    f"not {len(bodies[point])}",
+                    code="message.malformed",
                 )
         return bodies
 
@@ -269,7 +284,8 @@ class Ceremony:
         words = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
         if words.size and int(words.max()) >= P:
             raise MessageError(
-                f"the message of {self._name(sender)} for step '{self.NAME}/{step}' holds no field elements"
+                f"the message of {self._name(sender)} for step '{self.NAME}/{step}' holds no field elements",
+                code="message.malformed",
             )
         return words
 
@@ -337,4 +353,4 @@ def slices(total: int, sizes: Iterable[int]) -> Iterator[slice]:
         yield slice(start, start + size)
         start += size
     if start != total:
-        raise CeremonyError("a message has another length than its parts")
+        raise CeremonyError("a message has another length than its parts", code="message.malformed")

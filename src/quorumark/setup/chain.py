@@ -69,11 +69,15 @@ def chain_for_newcomer(folder: Path, terms: Terms, pinned: str | None) -> list[M
     if pinned is None:
         raise CeremonyError(
             "this member holds no manifest of this consortium: ask the others for the digest of the one in force, and "
-            "give it with --from"
+            "give it with --from",
+            code="ceremony.no-manifest",
         )
     current = started_from(folder)
     if current is None:  # who may wait for it looks first (`wait_for_chain`)
-        raise CeremonyError("the manifests so far are not in the folder yet: a member who holds a share must go first")
+        raise CeremonyError(
+            "the manifests so far are not in the folder yet: a member who holds a share must go first",
+            code="ceremony.no-manifest",
+        )
     if current != pinned:
         raise RecordError(f"the folder was begun from the manifest {current[:16]}…, not from {pinned[:16]}…")
     manifest = read_as(folder / "chain" / Path(history_name(current)).name, "a manifest", Manifest.from_bytes)
@@ -94,11 +98,14 @@ def folder_for_newcomer(home: HomeFolder, chain: list[Manifest]) -> ConsortiumFo
     consortium = home.consortium(chain[0].terms)
     consortium.check_followed_by(chain)
     if consortium.manifest_path.exists() and consortium.manifest().digest() == chain[-1].digest():
-        raise CeremonyError("this member holds the manifest in force: it is not new (leave --from away)")
+        raise CeremonyError(
+            "this member holds the manifest in force: it is not new (leave --from away)", code="ceremony.not-new"
+        )
     with contextlib.suppress(RecordError):
         chain[-1].terms.point_of(home.card().ed25519)
         raise CeremonyError(
             "this member belongs to the consortium, but its own manifest is older: first run quorumark consortium "
-            "update, then quorumark share recover"
+            "update, then quorumark share recover",
+            code="ceremony.member-behind",
         )
     return consortium

@@ -39,7 +39,8 @@ class CheckMember(Ceremony):
         if self._k == self._t:
             raise CeremonyError(
                 "with t = K any shares lie on one polynomial: there is nothing to check but each share by itself "
-                "(quorumark share verify)"
+                "(quorumark share verify)",
+                code="ceremony.nothing-to-check",
             )
         self.checked = manifest
         self._share = share

@@ -65,11 +65,13 @@ def deal(
 ) -> Manifest:
     """Draws and deals a key; the manifest to be signed. `progress` hears how many coordinates are done, of how many."""
     if terms.setup != "dealer":
-        raise CeremonyError(f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'dealer'")
+        raise CeremonyError(
+            f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'dealer'", code="ceremony.other-setup"
+        )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if (target / "dealing.json").exists():
-        raise CeremonyError(f"{str(target)!r} already holds a dealing")
+        raise CeremonyError(f"{str(target)!r} already holds a dealing", code="ceremony.folder-used")
     session, nonce = os.urandom(32).hex(), os.urandom(32)
     # blocks small enough that the choice of generated shares goes round several times, and everyone saves alike
     block = max(1024, min(shamir.DEFAULT_BLOCK, terms.coordinates // (8 * terms.members)))
@@ -142,18 +144,28 @@ def _take(
     consortium: ConsortiumFolder, identity: Identity, unlock: Unlock, source: Path, manifest: Manifest, point: int
 ) -> Progress:
     if consortium.manifest_path.exists() and consortium.manifest().digest() != manifest.digest():
-        raise CeremonyError("this member already holds a share of another dealing under these terms")
+        raise CeremonyError(
+            "this member already holds a share of another dealing under these terms", code="ceremony.share-exists"
+        )
     if consortium.share_path().exists():
         kept = consortium.share(unlock)
         if kept.info.session != manifest.genesis.session or kept.root().hex() != manifest.roots[point - 1]:
-            raise CeremonyError("the share that this member keeps is not the one of this dealing")
+            raise CeremonyError(
+                "the share that this member keeps is not the one of this dealing", code="ceremony.wrong-share"
+            )
     else:
         sealed = ShareFile(source / f"share-{point}.sealed", Unlock.by_identity(identity))
         expected = ShareInfo.under(manifest, point, sealed.info.block)
         if sealed.info != expected:
-            raise CeremonyError("the dealer's file for this member describes another share than the dealing does")
+            raise CeremonyError(
+                "the dealer's file for this member describes another share than the dealing does",
+                code="ceremony.wrong-share",
+            )
         if sealed.root().hex() != manifest.roots[point - 1]:
-            raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
+            raise CeremonyError(
+                "the dealer's share for this member is not the one that its root commits to",
+                code="ceremony.wrong-share",
+            )
         sealed.copy_to(consortium.share_path(), unlock)
     consortium.remember_signed(manifest.terms.digest().hex(), manifest.digest().hex())
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
@@ -176,7 +188,10 @@ def _take(
 def check_commitment(manifest: Manifest, key: NDArray[np.int64]) -> bool:
     """Whether a reconstructed raw key is the one that the dealer committed to."""
     if manifest.commitment is None:
-        raise CeremonyError("this consortium's key was made without a dealer: there is no commitment to check")
+        raise CeremonyError(
+            "this consortium's key was made without a dealer: there is no commitment to check",
+            code="ceremony.nothing-to-check",
+        )
     hashed = commitment(bytes.fromhex(manifest.commitment["nonce"]), bytes.fromhex(manifest.genesis.terms))
     hashed.update(key.astype("<i4").tobytes())
     return hashed.hexdigest() == manifest.commitment["hash"]

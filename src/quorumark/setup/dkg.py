@@ -50,15 +50,20 @@ _PIECE = 1 << 18
 def check_terms(terms: Terms) -> None:
     """Whether the leak-free protocol can run: a product of two shared numbers needs 2t−1 members to open."""
     if terms.setup != "dkg":
-        raise CeremonyError(f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'dkg'")
+        raise CeremonyError(
+            f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'dkg'", code="ceremony.other-setup"
+        )
     if terms.key != "rademacher":
         raise CeremonyError(
-            "the leak-free setup makes signs only: a 'gaussian' key needs a dealer or the paper's protocol, which leaks"
+            "the leak-free setup makes signs only: a 'gaussian' key needs a dealer or the paper's protocol, which "
+            "leaks",
+            code="ceremony.other-key",
         )
     if terms.members < 2 * terms.threshold - 1:
         raise CeremonyError(
             f"the dealer-free setup needs K ≥ 2t−1 = {2 * terms.threshold - 1} members, but there are {terms.members}: "
-            f"lower the threshold to {(terms.members + 1) // 2}, add members, or use a dealer (setup 'dealer')"
+            f"lower the threshold to {(terms.members + 1) // 2}, add members, or use a dealer (setup 'dealer')",
+            code="ceremony.too-few-members",
         )
 
 
@@ -118,7 +123,7 @@ class KeyCeremony(SigningCeremony):
         They are not said yet: see `ceremony`.
         """
         if self.share is None:
-            raise CeremonyError("this member has no share yet")
+            raise CeremonyError("this member has no share yet", code="ceremony.too-early")
         bodies = self._hear("root", roots, 32) | {self.point: self._own_root}
         self._roots = tuple(bodies[point].hex() for point in self._everyone)
         seen = [bytes.fromhex(self.session), *(bytes.fromhex(root) for root in self._roots)]
@@ -230,7 +235,10 @@ class DkgMember(KeyCeremony):
         if self.point not in chosen:
             raise InputError("chosen", f"must include this member (point {self.point})", chosen)
         if self._opened_by not in (None, chosen):
-            raise CeremonyError(f"these dealings were opened by the members {self._opened_by}: start a new ceremony")
+            raise CeremonyError(
+                f"these dealings were opened by the members {self._opened_by}: start a new ceremony",
+                code="ceremony.opened-already",
+            )
         self._opened_by = chosen
         weight = shamir.lagrange(chosen)[chosen.index(self.point)]
         vector = field.mul(r, r, checked=False)
@@ -252,10 +260,15 @@ class DkgMember(KeyCeremony):
     def confirm(self, total: bytes) -> bytes:
         """Checks the relay's sum and says its hash."""
         if len(total) != 8 * self.terms.coordinates:
-            raise CeremonyError(f"the relay's sum must have {self.terms.coordinates} elements")
+            raise CeremonyError(
+                f"the relay's sum must have {self.terms.coordinates} elements", code="message.malformed"
+            )
         squares = np.frombuffer(total, "<u8").astype(np.uint64)
         if int(squares.max()) >= P or not squares.all():
-            raise CeremonyError("the opened squares hold 0 or no field element: discard this ceremony and start anew")
+            raise CeremonyError(
+                "the opened squares hold 0 or no field element: discard this ceremony and start anew",
+                code="ceremony.wrong-dealing",
+            )
         self._squares, self._seen = squares, self.squares_digest(total)
         return self._say("confirm", self._seen)
 
@@ -268,40 +281,50 @@ class DkgMember(KeyCeremony):
         """Once all saw the same squares: this member's share, and the commitment to it."""
         r = self._received()
         if self._squares is None:
-            raise CeremonyError("the squares have not been opened yet")
+            raise CeremonyError("the squares have not been opened yet", code="ceremony.too-early")
         different = [x for x, body in self._hear("confirm", confirms, 32).items() if body != self._seen]
         if different:
             raise CeremonyError(
                 f"{self._names(different)} saw other squares than this member: the relay told members "
-                "different things; discard this ceremony and start anew"
+                "different things; discard this ceremony and start anew",
+                code="ceremony.members-differ",
             )
         try:
             roots = field.inv_sqrt(self._squares, checked=False)
         except InputError:
             raise CeremonyError(
                 "what was opened are not squares: a dealing or an opening was wrong; "
-                "discard this ceremony and start anew"
+                "discard this ceremony and start anew",
+                code="ceremony.wrong-dealing",
             ) from None
         return self._commit_to(field.mul(r, roots, out=roots, checked=False))
 
     def _received(self) -> Vector:
         if self._r is None:
-            raise CeremonyError("the dealings have not been received yet")
+            raise CeremonyError("the dealings have not been received yet", code="ceremony.too-early")
         return self._r
 
 
 def relay_sum(terms: Terms, session: str, messages: Mapping[int, bytes]) -> bytes:
     """What the relay does: adds the openings of 2t−1 members. It learns r², as everybody does, and nothing else."""
     if len(messages) != 2 * terms.threshold - 1:
-        raise CeremonyError(f"an opening needs 2t−1 = {2 * terms.threshold - 1} members, not {len(messages)}")
+        raise CeremonyError(
+            f"an opening needs 2t−1 = {2 * terms.threshold - 1} members, not {len(messages)}",
+            code="ceremony.messages-missing",
+        )
     total = np.zeros(terms.coordinates, np.uint64)
     for point, data in messages.items():
         body = open_message(data, terms, Header(terms.digest().hex(), session, "dkg/open", point))
         name = repr(terms.member(point).name)
         if len(body) != 8 * terms.coordinates:
-            raise MessageError(f"the message of {name} for step 'dkg/open' must hold {terms.coordinates} elements")
+            raise MessageError(
+                f"the message of {name} for step 'dkg/open' must hold {terms.coordinates} elements",
+                code="message.malformed",
+            )
         words = np.frombuffer(body, "<u8").astype(np.uint64)
         if int(words.max()) >= P:
-            raise MessageError(f"the message of {name} for step 'dkg/open' holds no field elements")
+            raise MessageError(
+                f"the message of {name} for step 'dkg/open' holds no field elements", code="message.malformed"
+            )
         field.add(total, words, out=total, checked=False)
     return to_bytes(total)

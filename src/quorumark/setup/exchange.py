@@ -88,7 +88,10 @@ def set_up(
                 consortium.ceremony_path.unlink()  # a power cut came between the two
             if consortium.share_path().exists():
                 return Progress("sign", (), consortium.manifest())
-            raise CeremonyError("the ceremony is finished, but this member's share is gone: it must be recovered")
+            raise CeremonyError(
+                "the ceremony is finished, but this member's share is gone: it must be recovered",
+                code="ceremony.no-share",
+            )
         kind = PaperMember if terms.setup == "paper" else DkgMember
         visit: _Visit[KeyCeremony] = _Visit(
             home, unlock, consortium, folder, note, terms.digest(), lambda identity, seed: kind(identity, terms, seed)
@@ -220,7 +223,9 @@ def reshare(
     newcomers_chain: list[Manifest] = []
     if consortium is None or pinned is not None:
         if terms is None:
-            raise CeremonyError("who is new to the consortium must know the terms that were agreed")
+            raise CeremonyError(
+                "who is new to the consortium must know the terms that were agreed", code="ceremony.no-terms"
+            )
         consortium = _newcomers_folder(home, folder, terms)
         if consortium is None:
             if pinned is not None and started_from(folder) is None:
@@ -244,17 +249,22 @@ def reshare(
                 show_chain(chain[:-1], folder)
                 return _keep(home, unlock, consortium, folder, note)
             if here and not left:
-                raise CeremonyError(f"{str(folder)!r} is the folder of the last resharing: use a new, empty one")
+                raise CeremonyError(
+                    f"{str(folder)!r} is the folder of the last resharing: use a new, empty one",
+                    code="ceremony.folder-used",
+                )
             if left:
                 raise CeremonyError(
                     "the last resharing is not finished here: run it with its own folder, until all have said kept; or "
-                    "discard it (--although-signed), if somebody never will: the old share then stays"
+                    "discard it (--although-signed), if somebody never will: the old share then stays",
+                    code="ceremony.under-way",
                 )
         check_terms_follow(agreed, chain[-1].terms)
         if not consortium.ceremony_path.exists() and consortium.has_signed(chain[-1].digest().hex()):
             raise CeremonyError(
                 "this member has signed a successor of the present manifest: bring it into force first, or, if it "
-                "never can be, run quorumark setup discard --although-signed"
+                "never can be, run quorumark setup discard --although-signed",
+                code="ceremony.signed-already",
             )
         share = None
         if not newcomers_chain:
@@ -358,7 +368,8 @@ def discard(consortium: ConsortiumFolder, although_signed: bool = False) -> bool
         if there and about.get("signed") and not although_signed:
             raise CeremonyError(
                 "this member has signed already: the others may finish, or have. Go on with this ceremony; only if "
-                "nobody has finished, and nobody will, give --although-signed"
+                "nobody has finished, and nobody will, give --although-signed",
+                code="ceremony.signed-already",
             )
         signed = {str(about.get("signed"))} if there else consortium.pending() if although_signed else set()
         forgotten = signed & consortium.pending()
@@ -403,16 +414,20 @@ class _Visit(Generic[Member]):
             self._state = json.loads(read_sealed(consortium.ceremony_path, unlock, _KIND))
             self._saved = canonical(self._state)
         if self._state["context"] != context.hex():
-            raise CeremonyError(UNDER_WAY)
+            raise CeremonyError(UNDER_WAY, code="ceremony.under-way")
         if self._state["failed"]:
-            raise CeremonyError(f"this ceremony has failed ({self._state['failed']}); discard it and start a new one")
+            raise CeremonyError(
+                f"this ceremony has failed ({self._state['failed']}); discard it and start a new one",
+                code="ceremony.failed-before",
+            )
         self.member = make(identity, bytes.fromhex(self._state["seed"]))
         self._terms = self.member.terms
         self._others = [m.point for m in self._terms.roster if m.point != self.member.point]
         if fresh:
             if self._path("commit", self.member.point).exists():
                 raise CeremonyError(
-                    f"{str(self._folder)!r} holds an earlier ceremony of this member: use a new, empty folder"
+                    f"{str(self._folder)!r} holds an earlier ceremony of this member: use a new, empty folder",
+                    code="ceremony.folder-used",
                 )
             self._save()
 
@@ -436,7 +451,7 @@ class _Visit(Generic[Member]):
 
     def keep_share(self, member: KeyCeremony | ReshareMember, info: ShareInfo, epoch: int) -> None:
         if member.share is None:
-            raise CeremonyError("this member has no share yet")
+            raise CeremonyError("this member has no share yet", code="ceremony.too-early")
         path = self.consortium.share_path(epoch)
         with ShareWriter(path, self._unlock, info, member.salt, member.others_salts) as file:
             file.write(member.share)
@@ -480,7 +495,8 @@ class _Visit(Generic[Member]):
         except RecordError as error:
             name = self._terms.member(sender).name
             raise MessageError(
-                f"the message of {name!r} for step '{self.member.NAME}/{step}' cannot be read: {error}"
+                f"the message of {name!r} for step '{self.member.NAME}/{step}' cannot be read: {error}",
+                code="message.malformed",
             ) from None
 
     def publish(self, step: str, message: bytes, recipient: int = 0) -> None:
@@ -520,7 +536,8 @@ class _Visit(Generic[Member]):
             if before[x] != value:
                 name = self._terms.member(int(x)).name
                 raise MessageError(
-                    f"{name!r} says something else for step '{self.member.NAME}/{step}' than when it was used: refused"
+                    f"{name!r} says something else for step '{self.member.NAME}/{step}' than when it was used: refused",
+                    code="message.changed",
                 )
         self._save()
         return result

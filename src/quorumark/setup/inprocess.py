@@ -55,7 +55,7 @@ def make_key(
     manifest = members[0].signed(signatures)
     shares = {m.point: m.share for m in members if m.share is not None}
     if len(shares) != len(members):
-        raise CeremonyError("a member has no share")
+        raise CeremonyError("a member has no share", code="ceremony.too-early")
     return manifest, shares
 
 
@@ -69,7 +69,10 @@ def set_up_all(homes: Sequence[tuple[HomeFolder, Unlock]], terms: Terms, folder:
             return manifest
         steps += 1
         if steps > 100:  # every turn does a step for everybody, and there are fewer
-            raise CeremonyError(f"the ceremony does not end: {progress[0].step}, waiting for {progress[0].waiting}")
+            raise CeremonyError(
+                f"the ceremony does not end: {progress[0].step}, waiting for {progress[0].waiting}",
+                code="ceremony.stands-still",
+            )
 
 
 def deal_key(people: Sequence[Identity], terms: Terms) -> tuple[Manifest, dict[int, Vector]]:

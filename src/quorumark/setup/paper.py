@@ -35,9 +35,14 @@ def leak(terms: Terms) -> float:
 
 def check_paper_terms(terms: Terms) -> None:
     if terms.setup != "paper":
-        raise CeremonyError(f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'paper'")
+        raise CeremonyError(
+            f"the terms of {terms.name!r} ask for the setup {terms.setup!r}, not 'paper'", code="ceremony.other-setup"
+        )
     if terms.key != "gaussian":
-        raise CeremonyError("the paper's protocol makes a 'gaussian' key: a sum of normal vectors is not signs")
+        raise CeremonyError(
+            "the paper's protocol makes a 'gaussian' key: a sum of normal vectors is not signs",
+            code="ceremony.other-key",
+        )
 
 
 class PaperMember(KeyCeremony):
@@ -90,5 +95,5 @@ class PaperMember(KeyCeremony):
     def root(self) -> bytes:
         """The commitment to this member's share."""
         if self._sum is None:
-            raise CeremonyError("the dealings have not been received yet")
+            raise CeremonyError("the dealings have not been received yet", code="ceremony.too-early")
         return self._commit_to(self._sum)

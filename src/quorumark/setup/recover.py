@@ -62,9 +62,14 @@ def request(
         if asked is not None and asked[1] == helpers:
             return asked[0]
         if consortium.share_path().exists():
-            raise CeremonyError(f"{str(consortium.share_path())!r} is still there: move it away if it is damaged")
+            raise CeremonyError(
+                f"{str(consortium.share_path())!r} is still there: move it away if it is damaged",
+                code="ceremony.share-exists",
+            )
         if any(folder.glob("*.msg")):
-            raise CeremonyError(f"{str(folder)!r} holds an earlier recovery: use a new, empty folder")
+            raise CeremonyError(
+                f"{str(folder)!r} holds an earlier recovery: use a new, empty folder", code="ceremony.folder-used"
+            )
         nonce, key = os.urandom(32).hex(), X25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw().hex()
         body = canonical({"format": _FORMAT, "nonce": nonce, "helpers": list(helpers), "key": public})
@@ -109,11 +114,12 @@ def help_recover(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock,
                 raise
             raise MessageError(
                 f"{error}: it was not made under the manifest in force here; a member that is behind finishes the "
-                "ceremony that is under way there, or takes over the later one with quorumark consortium update"
+                "ceremony that is under way there, or takes over the later one with quorumark consortium update",
+                code=error.code,
             ) from None
         nonce, helpers, requesters_key = _read_request(body, manifest, point)
         if own not in helpers:
-            raise CeremonyError(f"{name!r} asks other members for help, not this one")
+            raise CeremonyError(f"{name!r} asks other members for help, not this one", code="ceremony.not-asked")
         # a key for each request: helping two members at once must not mix their masks
         state = consortium.path / f"help-{_hash(body)[:16]}.sealed"
         answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
@@ -159,11 +165,14 @@ def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folde
         terms, point = manifest.terms, manifest.terms.point_of(identity.ed25519)
         state = consortium.path / "recovery.sealed"
         if not state.exists():
-            raise CeremonyError("no recovery was asked for here: run it with --helpers first")
+            raise CeremonyError(
+                "no recovery was asked for here: run it with --helpers first", code="ceremony.too-early"
+            )
         kept = json.loads(read_sealed(state, unlock, "recovery"))
         if kept["manifest"] != manifest.digest().hex():
             raise CeremonyError(
-                "another manifest has come into force since this member asked: ask again, with --helpers"
+                "another manifest has come into force since this member asked: ask again, with --helpers",
+                code="ceremony.manifest-changed",
             )
         nonce, helpers, _ = _read_request(kept["request"].encode(), manifest, point)
         key = X25519PrivateKey.from_private_bytes(bytes.fromhex(kept["key"]))
@@ -175,12 +184,15 @@ def finish(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock, folde
                 identity, manifest, folder, helper, _header(manifest, "answer", helper, point, nonce), key
             )
             if words.size != total.size or int(words.max()) >= P:
-                raise MessageError(f"the answer of {terms.member(helper).name!r} is no share")
+                raise MessageError(f"the answer of {terms.member(helper).name!r} is no share", code="message.malformed")
             field.add(total, words, out=total, checked=False)
         salt, others, values = np.split(total, [SALT_ELEMENTS, SALT_ELEMENTS * (1 + terms.members)])
         if share_root([values], salt, terms.leaf, manifest.share_length).hex() != manifest.roots[point - 1]:
             names = ", ".join(terms.member(h).name for h in helpers)
-            raise CeremonyError(f"what {names} sent is not this member's share: one of them is wrong; ask others")
+            raise CeremonyError(
+                f"what {names} sent is not this member's share: one of them is wrong; ask others",
+                code="ceremony.wrong-share",
+            )
         info = ShareInfo.under(manifest, point)
         with ShareWriter(
             consortium.share_path(), unlock, info, salt, others.reshape(terms.members, SALT_ELEMENTS)
@@ -213,7 +225,10 @@ def _check_helpers(manifest: Manifest, point: int, helpers: tuple[int, ...]) -> 
     terms = manifest.terms
     known = all(type(h) is int and 1 <= h <= terms.members for h in helpers)
     if not known or len(set(helpers)) != len(helpers) or len(helpers) != terms.threshold or point in helpers:
-        raise CeremonyError(f"a recovery needs exactly t = {terms.threshold} different helpers other than the member")
+        raise CeremonyError(
+            f"a recovery needs exactly t = {terms.threshold} different helpers other than the member",
+            code="ceremony.wrong-helpers",
+        )
 
 
 def _read_request(body: bytes, manifest: Manifest, point: int) -> tuple[str, tuple[int, ...], str]:
@@ -222,7 +237,9 @@ def _read_request(body: bytes, manifest: Manifest, point: int) -> tuple[str, tup
     nonce, helpers, key = read["nonce"], read["helpers"], read["key"]
     texts = all(isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) for text in (nonce, key))
     if not texts or not isinstance(helpers, list):
-        raise CeremonyError(f"the request of {manifest.terms.member(point).name!r} is damaged")
+        raise CeremonyError(
+            f"the request of {manifest.terms.member(point).name!r} is damaged", code="message.malformed"
+        )
     _check_helpers(manifest, point, tuple(helpers))
     return str(nonce), tuple(helpers), str(key)
 

@@ -76,7 +76,7 @@ class ReshareMember(SigningCeremony):
         self._keys_size = 0 if before.archived else leaves * ARCHIVE_KEY
         self.archived = before.archived or tuple(sorted(self._old_points.values()))
         if self.deals_here and (share is None or share.shape != (self._size,)):
-            raise CeremonyError("a member who stays needs its old share")
+            raise CeremonyError("a member who stays needs its old share", code="ceremony.no-share")
         self._old_share = share if self.deals_here else None
         self.share: Vector | None = None
         self.salt = self._private.elements(SALT_ELEMENTS)
@@ -223,7 +223,7 @@ class ReshareMember(SigningCeremony):
     def difference(self) -> bytes:
         """s_i − ρ_i, of a member who stays. Said once: the same dealings give the same message."""
         if self._old_share is None:
-            raise CeremonyError("only members who stay say a difference")
+            raise CeremonyError("only members who stay say a difference", code="ceremony.not-asked")
         self._own_difference = to_bytes(field.sub(self._old_share, self._old_rho))
         return self._say("difference", self._own_difference)
 
@@ -250,12 +250,13 @@ class ReshareMember(SigningCeremony):
     def echo(self, roots: Mapping[int, bytes]) -> bytes:
         """Random combinations of the new share and, where there is one, of the old share; not said yet."""
         if self.share is None:
-            raise CeremonyError("this member has no new share yet")
+            raise CeremonyError("this member has no new share yet", code="ceremony.too-early")
         bodies = self._hear("root", roots, 64) | {self.point: self._own_root + self._seen_differences}
         different = [x for x, body in bodies.items() if body[32:] != self._seen_differences]
         if different:
             raise CeremonyError(
-                f"{self._names(different)} saw other differences than this member: discard and start anew"
+                f"{self._names(different)} saw other differences than this member: discard and start anew",
+                code="ceremony.members-differ",
             )
         self._roots = tuple(bodies[x][:32].hex() for x in self._everyone)
         seen = digest("reshare roots", bytes.fromhex(self.session), *(bytes.fromhex(root) for root in self._roots))
@@ -287,7 +288,10 @@ class ReshareMember(SigningCeremony):
         self._judge({x: int(v[1]) for x, v in answers.items()}, self._t, "of the archives' keys do not fit together")
         old = {self._old_points[x]: int(answers[x][_MASKS]) for x in self.dealers}
         if self._judge(old, self._old_t, "from before do not fit together", seats=self._seats) != new:
-            raise CeremonyError("the new shares do not hold the key that the old ones hold: a dealing was wrong")
+            raise CeremonyError(
+                "the new shares do not hold the key that the old ones hold: a dealing was wrong",
+                code="ceremony.wrong-dealing",
+            )
         if squares_are_known(self.terms):
             squares = {x: int(v[2]) for x, v in answers.items()}
             self._judge(squares, 2 * self._t - 1, "do not hold a key any more", self._expected)

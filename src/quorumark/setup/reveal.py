@@ -45,9 +45,11 @@ def reconstruct_key(
         raise ShareError(f"the key needs the shares of {terms.threshold} members, but there are {len(vectors)}")
     key = field.to_signed(shamir.reconstruct(vectors, terms.threshold))
     if terms.key == "rademacher" and not np.isin(key, (-1, 1)).all():
-        raise CeremonyError("what these shares give are not signs: the setup was faulty")
+        raise CeremonyError("what these shares give are not signs: the setup was faulty", code="ceremony.wrong-dealing")
     if manifest.commitment is not None and not check_commitment(manifest, key):
-        raise CeremonyError("the reconstructed key is not the one that the dealer committed to")
+        raise CeremonyError(
+            "the reconstructed key is not the one that the dealer committed to", code="ceremony.wrong-dealing"
+        )
     buffer = io.BytesIO()
     np.save(buffer, key.astype(np.int32))
     write_private(Path(out), buffer.getvalue())

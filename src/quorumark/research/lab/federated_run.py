@@ -184,7 +184,8 @@ def check_loss(round_no: int, loss: float) -> None:
     """A loss that is no number ends a run: what follows would be worth nothing."""
     if not math.isfinite(loss):
         raise RoundError(
-            f"round {round_no}: the loss is {loss}, the run has diverged; try a smaller learning rate or mark"
+            f"round {round_no}: the loss is {loss}, the run has diverged; try a smaller learning rate or mark",
+            code="round.diverged",
         )
 
 

@@ -55,7 +55,9 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
         run.local_models(number)
         report = federation.round()
         if report.given_up or report.excluded:
-            raise RoundError(f"round {number} of the protocol failed: {report.given_up or report.excluded}")
+            raise RoundError(
+                f"round {number} of the protocol failed: {report.given_up or report.excluded}", code="round.given-up"
+            )
         total = weighted_sum(run.fleet.theta, run.weights)[run.fleet.order.to_layout]
         plain = decoded(total.clone())
         if run.mark is None:

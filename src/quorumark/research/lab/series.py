@@ -71,7 +71,7 @@ class Series:
         """
         self._work(chosen)
         if self._diverged:
-            raise RoundError(f"diverged, and not recorded: {', '.join(self._diverged)}")
+            raise RoundError(f"diverged, and not recorded: {', '.join(self._diverged)}", code="round.diverged")
 
     def _work(self, chosen: Sequence[Settings]) -> None:
         waiting, taking = iter(chosen), threading.Lock()

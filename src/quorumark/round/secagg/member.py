@@ -56,7 +56,9 @@ class SecAggMember:
         self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
         with state.edit() as memory:
             if memory["group"] != group.id.hex() and not leaving:
-                raise RoundError("this memory of rounds belongs to another group, manifest or epoch")
+                raise RoundError(
+                    "this memory of rounds belongs to another group, manifest or epoch", code="round.other-memory"
+                )
 
     def __repr__(self) -> str:
         return f"SecAggMember(point {self.point}, secrets hidden)"
@@ -84,7 +86,7 @@ class SecAggMember:
         check_arguments(binding, length, purpose)
         start, turn = origin or own_origin(self.group, round_no), turn or Turn(round_no)
         if self.point not in self.group.cohort(start, turn.draw):
-            raise RoundError(f"{self._name()} is not drawn for round {round_no}")
+            raise RoundError(f"{self._name()} is not drawn for round {round_no}", code="round.not-drawn")
         agreed = {"binding": binding.hex(), "length": length, "origin": start.hex(), "draw": turn.draw}
         with self.state.edit() as memory:
             if round_no > memory["round"] or (round_no == memory["round"] and purpose not in memory["purposes"]):
@@ -101,7 +103,8 @@ class SecAggMember:
             if {name: entry[name] for name in agreed} != agreed:
                 raise RoundError(
                     f"{self._name()} has joined round {round_no} ({purpose!r}) with another model, other weights or "
-                    "another length; it joins once"
+                    "another length; it joins once",
+                    code="round.joined-otherwise",
                 )
             key = private_key(entry).public_key().public_bytes_raw()
         header = self.group.header("ready", self.group.session(round_no, purpose, turn.draw), self.point)
@@ -115,11 +118,12 @@ class SecAggMember:
         It changes the memory: statements that it was shown once it need not be shown again.
         """
         if self.point not in self.group.cohort(origin, turn.draw):
-            raise RoundError(f"{self._name()} is not drawn for round {turn.round}")
+            raise RoundError(f"{self._name()} is not drawn for round {turn.round}", code="round.not-drawn")
         if [self.group.id.hex(), origin.hex(), turn.draw] in memory["closed"]:
             raise RoundError(
                 f"{self._name()} has said that it answers nothing more from this model under this "
-                + ("draw of the cohort" if self.group.draws > 1 else "manifest")
+                + ("draw of the cohort" if self.group.draws > 1 else "manifest"),
+                code="round.said-never",
             )
         free = memory["simulation"] or memory["consents"].get(origin.hex())
         if not free:
@@ -179,15 +183,20 @@ class SecAggMember:
         mine = (origin.hex(), self.group.id.hex())
         if (sent.get("origin"), sent.get("group")) != mine or turn.repeats not in sent["rounds"]:
             raise RoundError(
-                f"{self._name()} has not uploaded in round {turn.repeats} from this model, and cannot make it again"
+                f"{self._name()} has not uploaded in round {turn.repeats} from this model, and cannot make it again",
+                code="round.other-repeat",
             )
         if sent["halvings"] != turn.halvings:
             raise RoundError(
                 f"the mark of round {turn.repeats} was halved {sent['halvings']} times, not {turn.halvings} times: a "
-                "sum that is made again has the same mark"
+                "sum that is made again has the same mark",
+                code="round.other-repeat",
             )
         if sent["draw"] != turn.draw:
-            raise RoundError(f"round {turn.repeats} was of draw {sent['draw']} of the cohort, not of draw {turn.draw}")
+            raise RoundError(
+                f"round {turn.repeats} was of draw {sent['draw']} of the cohort, not of draw {turn.draw}",
+                code="round.other-repeat",
+            )
         return list(sent["members"])
 
     def first_round(self, purpose: str = "model") -> int:
@@ -208,13 +217,14 @@ class SecAggMember:
         with self.state.edit() as memory:
             if not is_newer(memory, origin):
                 raise RoundError(
-                    f"the memory of {self._name()} was made anew: it does not know what it answered before"
+                    f"the memory of {self._name()} was made anew: it does not know what it answered before",
+                    code="round.memory-anew",
                 )
             given = [entry for answers in memory["answered"].get(origin.hex(), {}).values() for entry in answers]
             mine, about = self.group.id.hex(), word(round_no) if round_no else statements.in_draw(draw)
             answered = (last == round_no if round_no else of == draw for last, group, of in given if group == mine)
             if any(answered):
-                raise RoundError(f"{self._name()} has answered from this model")
+                raise RoundError(f"{self._name()} has answered from this model", code="round.answered-already")
             if round_no == 0:
                 entry = [mine, origin.hex(), draw]
                 if entry not in memory["closed"]:
@@ -248,29 +258,37 @@ class SecAggMember:
         group, round_no, purpose, attempt = self.group, head["round"], head["purpose"], head["attempt"]
         members = head.get("members")
         if not isinstance(members, list) or not all(is_count(x, 1) for x in members) or len(members) != len(readies):
-            raise MessageError("the server's announcement is refused: it does not list its members and their keys")
+            raise MessageError(
+                "the server's announcement is refused: it does not list its members and their keys",
+                code="message.malformed",
+            )
         with self.state.edit() as memory:
             entry = self._entry(memory, round_no, purpose)
         drawn = group.cohort(bytes.fromhex(entry["origin"]), entry["draw"])
         if members != sorted(set(members)) or not set(members) <= set(drawn):
-            raise RoundError("the announced set holds a member twice, or one who is not drawn for this round")
+            raise RoundError(
+                "the announced set holds a member twice, or one who is not drawn for this round",
+                code="round.wrong-members",
+            )
         if self.point not in members:
-            raise RoundError(f"{self._name()} is not in the announced set")
+            raise RoundError(f"{self._name()} is not in the announced set", code="round.not-in-set")
         if len(members) < group.least:
             raise RoundError(
                 f"the announced set has {len(members)} members; at least max(T, 3) = {group.least} must "
-                f"take part, or {group.threshold - 1} colluders and the server see single vectors"
+                f"take part, or {group.threshold - 1} colluders and the server see single vectors",
+                code="round.too-few",
             )
         keys = []
         for point, data in zip(members, readies, strict=True):
             key, binding, length = read_ready(group, round_no, purpose, point, data, entry["draw"])
             if (binding.hex(), length) != (entry["binding"], entry["length"]):
                 raise RoundError(
-                    f"{group.name(point)} was told of another model, other weights or another length than this member"
+                    f"{group.name(point)} was told of another model, other weights or another length than this member",
+                    code="round.told-otherwise",
                 )
             keys.append(key)
         if keys[members.index(self.point)] != private_key(entry).public_key().public_bytes_raw().hex():
-            raise RoundError(f"the announced key of {self._name()} is not its own")
+            raise RoundError(f"the announced key of {self._name()} is not its own", code="round.wrong-key")
         plan = self._planned(entry, round_no, purpose, attempt, members, keys)
         self._admit(entry, plan)
         return plan
@@ -337,11 +355,17 @@ class SecAggMember:
             if attempt != entry["attempt"]:
                 raise RoundError(
                     f"{self._name()} does not answer for attempt {attempt} of round {round_no} ({purpose!r}): "
-                    + (f"it has uploaded for attempt {entry['attempt']}" if entry["attempt"] else "it has not uploaded")
+                    + (
+                        f"it has uploaded for attempt {entry['attempt']}" if entry["attempt"] else "it has not uploaded"
+                    ),
+                    code="round.wrong-attempt" if entry["attempt"] else "round.not-uploaded",
                 )
             plan = self._planned(entry, round_no, purpose, attempt, entry["members"], entry["keys"])
             if len(parts) != 2 * len(plan.members):
-                raise RoundError("the server's request must show one upload of every member of the announced set")
+                raise RoundError(
+                    "the server's request must show one upload of every member of the announced set",
+                    code="message.incomplete",
+                )
             pairs = self._pairs(entry, plan)
             shares = b""
             for dealer, message, box in zip(plan.members, parts[::2], parts[1::2], strict=True):
@@ -351,7 +375,8 @@ class SecAggMember:
                     shares += bytes_of(elements_of(share, SEED))
                 except (InvalidTag, ValueError):
                     raise MessageError(
-                        f"the share from {self.group.name(dealer)} cannot be opened (step 'secagg/unmask')"
+                        f"the share from {self.group.name(dealer)} cannot be opened (step 'secagg/unmask')",
+                        code="message.cannot-open",
                     ) from None
             message = self._identity.write(self.group.header("unmask", plan.ctx, self.point, attempt), shares)
             memory["purposes"][purpose] = {"answered": attempt}  # the keys are gone
@@ -377,35 +402,47 @@ class SecAggMember:
     def _entry(self, memory: dict[str, Any], round_no: int, purpose: str) -> dict[str, Any]:
         """What is remembered of a round and purpose in which this member may still do something."""
         if round_no < memory["round"]:
-            raise RoundError(f"round {round_no} is over for {self._name()}: it has joined round {memory['round']}")
+            raise RoundError(
+                f"round {round_no} is over for {self._name()}: it has joined round {memory['round']}", code="round.over"
+            )
         if round_no == memory["round"] and not memory["open"]:
-            raise RoundError(f"round {round_no} is over for {self._name()}: it has left it")
+            raise RoundError(f"round {round_no} is over for {self._name()}: it has left it", code="round.over")
         entry: dict[str, Any] | None = memory["purposes"].get(purpose) if round_no == memory["round"] else None
         if entry is None:
-            raise RoundError(f"{self._name()} has not joined round {round_no} ({purpose!r})")
+            raise RoundError(f"{self._name()} has not joined round {round_no} ({purpose!r})", code="round.not-joined")
         if "answered" in entry:
-            raise RoundError(f"{self._name()} has already answered in round {round_no} ({purpose!r})")
+            raise RoundError(
+                f"{self._name()} has already answered in round {round_no} ({purpose!r})", code="round.answered-already"
+            )
         return entry
 
     def _admit(self, entry: dict[str, Any], plan: Plan) -> None:
         """The rule of attempts: one after the other, each with a set strictly inside the last, with the same keys."""
         last: int = entry["attempt"]
         if plan.attempt != last + 1:
-            raise RoundError(f"attempt {last + 1} is next for {self._name()}, not attempt {plan.attempt}")
+            raise RoundError(
+                f"attempt {last + 1} is next for {self._name()}, not attempt {plan.attempt}", code="round.wrong-attempt"
+            )
         if plan.attempt > self.group.attempts:
-            raise RoundError(f"there are {self.group.attempts} attempts in a round, no more")
+            raise RoundError(
+                f"there are {self.group.attempts} attempts in a round, no more", code="round.no-more-attempts"
+            )
         mine = (self.group.id, self.group.quorum, entry["length"], entry["binding"])
         if (plan.group, plan.quorum, plan.length, plan.binding.hex()) != mine:
-            raise RoundError("this plan was not made by this member in this round")
+            raise RoundError("this plan was not made by this member in this round", code="round.other-plan")
         if "repeats" in entry and list(plan.members) != entry["repeats"]:
             raise RoundError(
-                f"a sum that is made again is of the same members {entry['repeats']}, not of {list(plan.members)}"
+                f"a sum that is made again is of the same members {entry['repeats']}, not of {list(plan.members)}",
+                code="round.other-repeat",
             )
         if last:
             before = dict(zip(entry["members"], entry["keys"], strict=True))
             now = dict(zip(plan.members, plan.keys, strict=True))
             if not (now.items() < before.items()):
-                raise RoundError("the set of a further attempt must lie strictly inside the last one, with its keys")
+                raise RoundError(
+                    "the set of a further attempt must lie strictly inside the last one, with its keys",
+                    code="round.wrong-members",
+                )
 
     def _planned(
         self, entry: dict[str, Any], round_no: int, purpose: str, attempt: int, members: list[int], keys: list[str]
@@ -428,7 +465,8 @@ class SecAggMember:
                         self._shared[known] = exchange(private, key)
                 except MessageError:
                     raise MessageError(
-                        f"{self.group.name(point)} sent an invalid public key (step 'secagg/ready')"
+                        f"{self.group.name(point)} sent an invalid public key (step 'secagg/ready')",
+                        code="message.invalid-key",
                     ) from None
                 # both the round's keys and the lasting ones: the first can be forgotten, the second say who
                 secret = self._shared[known] + self._lasting[point]

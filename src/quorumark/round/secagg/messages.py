@@ -65,7 +65,7 @@ class Upload:
         stop = 4 + int.from_bytes(data[:4], "big")
         start = stop + -stop % 8
         if len(data) <= start or (len(data) - start) % 8:
-            raise MessageError("an upload is truncated, or is something else")
+            raise MessageError("an upload is truncated, or is something else", code="message.malformed")
         vector = np.frombuffer(data, "<u8", offset=start).astype(np.uint64, copy=False)
         return cls(bytes(data[4:stop]), vector if vector.flags.aligned else vector.copy())
 
@@ -94,7 +94,9 @@ def read_ready(
     """A member's key for the round, what it was told, and how long its vector is."""
     body = opened(group.member(point), group.header("ready", group.session(round_no, purpose, draw), point), data)
     if len(body) != 72:
-        raise MessageError(f"the message of {group.name(point)} for step 'secagg/ready' must hold 72 bytes")
+        raise MessageError(
+            f"the message of {group.name(point)} for step 'secagg/ready' must hold 72 bytes", code="message.malformed"
+        )
     return body[:32].hex(), body[32:64], int.from_bytes(body[64:], "big")
 
 
@@ -102,7 +104,9 @@ def read_upload(group: Group, plan: Plan, point: int, data: bytes) -> tuple[byte
     """Digests of a member's vector and of its boxes, and the commitment to its seed."""
     body = opened(group.member(point), group.header("upload", plan.ctx, point, plan.attempt), data)
     if len(body) != 96:
-        raise MessageError(f"the message of {group.name(point)} for step 'secagg/upload' must hold 96 bytes")
+        raise MessageError(
+            f"the message of {group.name(point)} for step 'secagg/upload' must hold 96 bytes", code="message.malformed"
+        )
     return body[:32], body[32:64], body[64:]
 
 
@@ -118,12 +122,12 @@ def pack(parts: Iterable[bytes]) -> bytes:
 
 def unpack(data: bytes, what: str) -> list[bytes]:
     if not isinstance(data, bytes):
-        raise MessageError(f"the server's {what} must be bytes")
+        raise MessageError(f"the server's {what} must be bytes", code="message.malformed")
     parts, start = [], 0
     while start < len(data):
         stop = start + 4 + int.from_bytes(data[start : start + 4], "big")
         if stop > len(data) or start + 4 > len(data):
-            raise MessageError(f"the server's {what} is truncated, or is something else")
+            raise MessageError(f"the server's {what} is truncated, or is something else", code="message.malformed")
         parts.append(data[start + 4 : stop])
         start = stop
     return parts
@@ -134,10 +138,12 @@ def hear(kind: str, data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     try:
         head = parse(parts[0] if parts else b"", f"quorumark-{kind}/v1", f"a server's {kind}")
     except (RecordError, InputError) as error:
-        raise MessageError(f"the server's {kind} is refused: {error}") from None
+        raise MessageError(f"the server's {kind} is refused: {error}", code="message.malformed") from None
     sound = all(is_count(head.get(name), 1) for name in ("round", "attempt")) and isinstance(head.get("purpose"), str)
     if not sound or head["round"] >= LARGEST_ROUND:
-        raise MessageError(f"the server's {kind} is refused: it names no round, purpose and attempt")
+        raise MessageError(
+            f"the server's {kind} is refused: it names no round, purpose and attempt", code="message.malformed"
+        )
     return head, parts[1:]
 
 

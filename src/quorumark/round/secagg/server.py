@@ -19,6 +19,7 @@ from quorumark.errors import (
     RoundError,
 )
 from quorumark.field import Vector
+from quorumark.refusals import Refusal, listed
 from quorumark.round.group import Group, check_round_number
 from quorumark.round.secagg.masks import (
     BOX,
@@ -88,20 +89,26 @@ class SecAggServer:
             name = self.group.name(point)
             key, binding, length = read_ready(self.group, self._plan.round, self._plan.purpose, point, data, self.draw)
             if (binding, length) != (self._plan.binding, self._plan.length):
-                raise MessageError(f"{name} starts from another model, other weights or another length")
+                raise MessageError(
+                    f"{name} starts from another model, other weights or another length", code="message.other-model"
+                )
             exchange(PROBE, key)  # one key that no secret can be shared with would stop all members
             self._readies[point] = data, key
 
     def announce(self) -> bytes:
         """Fixes the set U: all who are ready. For all of them."""
         if self._stage != "ready":
-            raise RoundError(f"the set of round {self._plan.round} is fixed; `retry` makes it smaller")
+            raise RoundError(
+                f"the set of round {self._plan.round} is fixed; `retry` makes it smaller", code="round.set-fixed"
+            )
         return self._announce(self._readies)
 
     def _announce(self, members: Iterable[int]) -> bytes:
         chosen = tuple(sorted(members))
         if len(chosen) < self.group.least:
-            raise self._give_up(f"{len(chosen)} members are left, and at least {self.group.least} must take part")
+            raise self._give_up(
+                f"{len(chosen)} members are left, and at least {self.group.least} must take part", "round.too-few"
+            )
         keys = tuple(self._readies[x][1] for x in chosen)
         self._plan = replace(self._plan, attempt=self._plan.attempt + 1, members=chosen, keys=keys)
         self._stage = "upload"
@@ -144,31 +151,41 @@ class SecAggServer:
             if isinstance(upload, bytes):
                 upload = Upload.from_bytes(upload)
             if not isinstance(upload, Upload) or not isinstance(upload.head, bytes):
-                raise MessageError("what came is not an upload")
+                raise MessageError("what came is not an upload", code="message.malformed")
             name, head, vector = self.group.name(point), upload.head, upload.vector
             stop = 4 + int.from_bytes(head[:4], "big")
             message, boxes = head[4:stop], head[stop:]
             vector_digest, boxes_digest, commitment = read_upload(self.group, plan, point, message)
             if len(boxes) != BOX * len(plan.members) or digest("secagg boxes", boxes) != boxes_digest:
-                raise MessageError(f"the boxes in the upload of {name} are cut or altered")
+                raise MessageError(f"the boxes in the upload of {name} are cut or altered", code="message.altered")
             if not isinstance(vector, np.ndarray) or vector.dtype != np.uint64 or vector.shape != (plan.length,):
-                raise MessageError(f"the upload of {name} must hold a uint64 vector of {plan.length} elements")
+                raise MessageError(
+                    f"the upload of {name} must hold a uint64 vector of {plan.length} elements",
+                    code="message.malformed",
+                )
             field.check(vector, f"the upload of {name}")
             hashed = VectorDigest()
             for part in field.chunks(plan.length, PIECE):
                 hashed.update(vector[part])
             if hashed.digest() != vector_digest:
-                raise MessageError(f"the vector in the upload of {name} is not the one that it signed")
+                raise MessageError(
+                    f"the vector in the upload of {name} is not the one that it signed", code="message.altered"
+                )
             field.add(self._sum, vector, out=self._sum, checked=False)
             self._uploads[point] = message, boxes, commitment
 
     def retry(self) -> bytes:
         """The next attempt, among those whose uploads came. Nothing of the last one will be opened."""
         if self._stage != "upload" or not self.missing:
-            raise RoundError(f"round {self._plan.round} is not missing an upload: there is no reason to try again")
+            raise RoundError(
+                f"round {self._plan.round} is not missing an upload: there is no reason to try again",
+                code="round.nothing-missing",
+            )
         if self._plan.attempt == self.group.attempts:
             lost = self.group.names(self.missing)
-            raise self._give_up(f"{self._plan.attempt} attempts failed, the last one without {lost}")
+            raise self._give_up(
+                f"{self._plan.attempt} attempts failed, the last one without {lost}", "round.no-more-attempts"
+            )
         return self._announce(self._uploads)
 
     # --- unmask ---
@@ -178,9 +195,15 @@ class SecAggServer:
         if self._stage == "upload" and not self.missing:
             self._stage = "unmask"
         if self._stage != "unmask":
-            raise RoundError(f"nobody answers before all have uploaded; missing: {self.group.names(self.missing)}")
+            raise RoundError(
+                f"nobody answers before all have uploaded; missing: {self.group.names(self.missing)}",
+                code="round.uploads-missing",
+            )
         if point not in self._plan.members:
-            raise RoundError(f"{self.group.name(point)} does not take part in this attempt, and is not asked")
+            raise RoundError(
+                f"{self.group.name(point)} does not take part in this attempt, and is not asked",
+                code="round.not-in-set",
+            )
         place = self._plan.members.index(point) * BOX
         parts: list[bytes] = []
         for dealer in self._plan.members:
@@ -196,7 +219,9 @@ class SecAggServer:
             try:
                 self._answers[point] = elements_of(body, SEED * len(plan.members))
             except ValueError:
-                raise MessageError(f"the answer of {self.group.name(point)} does not hold field elements") from None
+                raise MessageError(
+                    f"the answer of {self.group.name(point)} does not hold field elements", code="message.malformed"
+                ) from None
 
     def finish(self) -> Vector:
         """The sum, from T answers or more.
@@ -205,15 +230,20 @@ class SecAggServer:
         masks: if about all, that member lied; if about a few, it did, or those dealt it wrong shares.
         """
         if self._stage != "unmask":
-            raise RoundError(f"round {self._plan.round} has no answers to finish with")
+            raise RoundError(f"round {self._plan.round} has no answers to finish with", code="round.no-answers")
         if len(self._answers) < self.group.quorum:
             lost = self.group.names(self.missing)
-            raise self._waiting(f"{len(self._answers)} members answered, and {self.group.quorum} must; missing: {lost}")
+            raise self._waiting(
+                f"{len(self._answers)} members answered, and {self.group.quorum} must; missing: {lost}",
+                "round.too-few-answers",
+            )
         plan, masks = self._plan, []
         for dealer, seed in self._seeds().items():
             if commitment_of(plan.ctx, dealer, seed) != self._uploads[dealer][2]:
                 raise self._waiting(
-                    f"the mask of {self.group.name(dealer)} does not open: it dealt wrong shares, or an answer is wrong"
+                    f"the mask of {self.group.name(dealer)} does not open: it dealt wrong shares, or an answer is "
+                    "wrong",
+                    "round.wrong-answers",
                 )
             masks.append((self_mask(plan.ctx, dealer, seed), True))
         for part in field.chunks(plan.length, PIECE):
@@ -244,7 +274,8 @@ class SecAggServer:
             spare = len(points) - self.group.quorum
             raise self._waiting(
                 f"the shares of the masks of {about} do not fit together: dealt wrong, or more than {spare // 2} "
-                f"of the {len(points)} answers are wrong"
+                f"of the {len(points)} answers are wrong",
+                "round.wrong-answers",
             )
         good = [i for i, x in enumerate(points) if x not in liars][: self.group.quorum]
         basis, xs = np.ascontiguousarray(answers[good]), [points[i] for i in good]
@@ -279,7 +310,7 @@ class SecAggServer:
         server = cls(group, *what, origin=bytes.fromhex(about["origin"]), draw=about["draw"])
         members = about["members"]
         if len(parts) != 5 * len(members) or vector.shape != (about["length"],):
-            raise MessageError("a kept sum is damaged")
+            raise MessageError("a kept sum is damaged", code="message.malformed")
         readies, uploads = parts[: 2 * len(members)], parts[2 * len(members) :]
         for i, x in enumerate(members):
             server._readies[x] = readies[2 * i], readies[2 * i + 1].decode()
@@ -290,24 +321,28 @@ class SecAggServer:
         server._sum, server._stage = np.ascontiguousarray(vector, np.uint64), "unmask"
         return server
 
-    def _waiting(self, reason: str) -> RoundError:
+    def _waiting(self, reason: str, code: Refusal) -> RoundError:
         """The sum may still be opened: the same members can be asked again."""
-        return RoundError(f"round {self._plan.round} ({self._plan.purpose!r}) cannot be opened yet: {reason}")
+        text = f"round {self._plan.round} ({self._plan.purpose!r}) cannot be opened yet: {reason}"
+        return RoundError(text, code=code)
 
-    def _give_up(self, reason: str) -> RoundError:
+    def _give_up(self, reason: str, code: Refusal) -> RoundError:
         self._stage = "over"
-        return RoundError(f"round {self._plan.round} ({self._plan.purpose!r}) is given up: {reason}")
+        return RoundError(f"round {self._plan.round} ({self._plan.purpose!r}) is given up: {reason}", code=code)
 
     @contextmanager
     def _taking(self, stage: str, point: int, allowed: Container[int], taken: Container[int]) -> Iterator[None]:
         """One message of a stage from each member; an error in it excludes its sender, and says so."""
         name, where = self.group.name(point), f"round {self._plan.round}"
         if stage != self._stage or point not in allowed or point in taken:
-            raise MessageError(f"no message is expected of {name} for step 'secagg/{stage}' of {where} now")
+            raise MessageError(
+                f"no message is expected of {name} for step 'secagg/{stage}' of {where} now", code="message.unexpected"
+            )
         if point in self.excluded:
-            raise MessageError(f"{name} is excluded from {where}: {self.excluded[point]}")
+            raise MessageError(f"{name} is excluded from {where}: {self.excluded[point]}", code="message.excluded")
         try:
             yield
         except QuorumarkError as error:
             self.excluded[point] = str(error)
-            raise MessageError(f"{name} is excluded from {where}: {error}") from None
+            code = listed(error.code, "message.malformed")
+            raise MessageError(f"{name} is excluded from {where}: {error}", code=code) from None

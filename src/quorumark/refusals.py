@@ -1,0 +1,135 @@
+"""Codes of what rounds and ceremonies refuse: errors, reports and replies have one beside the sentence.
+
+`RoundError`, `MessageError` and `CeremonyError` take one; `RoundReport` and what a node sends when it refuses have it
+too. The list is closed, and docs/engines.md says what each code means. Records have other codes, with values:
+`quorumark.reasons`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, cast, get_args
+
+__all__ = ["REFUSALS", "Refusal", "listed"]
+
+Refusal: TypeAlias = Literal[
+    # a round that cannot go on, or a step of it that a member or the server refuses
+    "round.anchor-not-signed",
+    "round.answered-already",
+    "round.cohort-waits",
+    "round.diverged",
+    "round.given-up",
+    "round.gone-on",
+    "round.hides-too-little",
+    "round.joined-otherwise",
+    "round.manifest-left",
+    "round.memory-anew",
+    "round.no-answers",
+    "round.no-common-model",
+    "round.no-history",
+    "round.no-more-attempts",
+    "round.no-more-draws",
+    "round.no-scale",
+    "round.no-share",
+    "round.no-sum",
+    "round.none-finished",
+    "round.not-agreed",
+    "round.not-begun",
+    "round.not-closed",
+    "round.not-drawn",
+    "round.not-encodable",
+    "round.not-given-up",
+    "round.not-halved",
+    "round.not-in-set",
+    "round.not-joined",
+    "round.not-the-sum",
+    "round.not-trained",
+    "round.not-uploaded",
+    "round.nothing-missing",
+    "round.other-consortium",
+    "round.other-examples",
+    "round.other-history",
+    "round.other-integers",
+    "round.other-memory",
+    "round.other-plan",
+    "round.other-repeat",
+    "round.other-rule",
+    "round.over",
+    "round.repeat-waits",
+    "round.result-kept",
+    "round.said-never",
+    "round.set-fixed",
+    "round.sum-open",
+    "round.told-otherwise",
+    "round.too-few",
+    "round.too-few-answers",
+    "round.too-strong",
+    "round.unchecked-sum",
+    "round.update-too-large",
+    "round.uploads-missing",
+    "round.wrong-answers",
+    "round.wrong-attempt",
+    "round.wrong-key",
+    "round.wrong-members",
+    "round.wrong-number",
+    "round.wrong-tag",
+    # a message that is refused
+    "message.altered",
+    "message.cannot-open",
+    "message.changed",
+    "message.elsewhere",
+    "message.excluded",
+    "message.incomplete",
+    "message.invalid-key",
+    "message.malformed",
+    "message.no-stage",
+    "message.not-as-committed",
+    "message.not-from-member",
+    "message.other-model",
+    "message.other-vouch",
+    "message.too-large",
+    "message.unexpected",
+    # a key ceremony that cannot go on
+    "ceremony.failed-before",
+    "ceremony.folder-used",
+    "ceremony.manifest-changed",
+    "ceremony.member-behind",
+    "ceremony.members-differ",
+    "ceremony.members-missing",
+    "ceremony.messages-missing",
+    "ceremony.needs-new-shares",
+    "ceremony.no-manifest",
+    "ceremony.no-share",
+    "ceremony.no-terms",
+    "ceremony.not-asked",
+    "ceremony.not-new",
+    "ceremony.nothing-to-check",
+    "ceremony.opened-already",
+    "ceremony.other-key",
+    "ceremony.other-setup",
+    "ceremony.share-exists",
+    "ceremony.shares-misfit",
+    "ceremony.signed-already",
+    "ceremony.stands-still",
+    "ceremony.stopped",
+    "ceremony.too-early",
+    "ceremony.too-few-members",
+    "ceremony.under-way",
+    "ceremony.wrong-dealing",
+    "ceremony.wrong-helpers",
+    "ceremony.wrong-share",
+    # a member's node, as the server sees it
+    "node.evaluates-nothing",
+    "node.failed",
+    "node.no-mod",
+    "node.not-watermarked",
+    "node.refused",
+    "node.twice",
+    "node.wrong-result",
+]
+
+REFUSALS: frozenset[str] = frozenset(get_args(Refusal))
+
+
+def listed(code: object, otherwise: Refusal) -> Refusal:
+    """A code that another machine sent, or that another kind of error has: itself if it is of the list."""
+    return cast(Refusal, code) if isinstance(code, str) and code in REFUSALS else otherwise
