@@ -42,7 +42,7 @@ from quorumark.consortium.records import Terms
 from quorumark.errors import AnsweredError, EncodingError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.files import only_one, write_private
 from quorumark.model.layout import ModelLayout
-from quorumark.node.journal import MODEL, Journal, create_memory, read_count, rounds_folder
+from quorumark.node.journal import MODEL, Journal, read_count, rounds_folder
 from quorumark.node.queries import unpack_query
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
@@ -55,7 +55,7 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import sign
 from quorumark.verify.evidence import Query
 
-__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "create_memory", "introduction", "refusal", "with_prefix"]
+__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "introduction", "refusal", "with_prefix"]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -387,8 +387,6 @@ class MemberNode:
         for name, content in sent.items():
             (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_private(spool / name, content)
-        consortium = self._home.consortium(terms)
-        before = consortium.manifest_path.exists()
         progress = set_up(self._home, self._unlock, terms, spool)
         have = _names(config, "have")
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
@@ -403,10 +401,6 @@ class MemberNode:
         }
         if progress.manifest is not None:
             reply["manifest"] = progress.manifest.to_bytes()
-            if not before:
-                # a new key: nobody has taken part in anything yet. Later turns of the ceremony, which a server may ask
-                # for at any time, make no memory: one that begins at 0 would let rounds repeat
-                create_memory(consortium, identity)
             if not messages:  # all of its own are on their way
                 shutil.rmtree(spool, ignore_errors=True)
         return reply, messages

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from quorumark import field, shamir
 from quorumark.canonical import digest
+from quorumark.consortium import memory
 from quorumark.consortium.home import HomeFolder, read_as, read_file
 from quorumark.consortium.identity import verify, verify_manifest
 from quorumark.consortium.keystore import Unlock
@@ -147,6 +148,8 @@ def accept(
         if sealed.root().hex() != manifest.roots[point - 1]:
             raise CeremonyError("the dealer's share for this member is not the one that its root commits to")
         sealed.copy_to(consortium.share_path(), unlock)
+    if not consortium.manifest_path.exists():
+        memory.begin(consortium, identity)
     consortium.remember_signed(manifest.terms.digest().hex(), manifest.digest().hex())
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
     write_shared(source / f"signature-{point}.hex", signature.encode())
