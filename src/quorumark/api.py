@@ -39,7 +39,7 @@ from quorumark.errors import InputError
 from quorumark.files import write_private, write_shared
 from quorumark.model.layout import ModelLayout, Source, write_safetensors
 from quorumark.model.suspect import Suspect
-from quorumark.node.journal import create_memory
+from quorumark.node.journal import allow_repeats
 from quorumark.report import certificate_page, write_page
 from quorumark.setup import exchange, inprocess
 from quorumark.setup.waiting import until_finished
@@ -130,7 +130,7 @@ class Home:
         with tempfile.TemporaryDirectory(prefix="quorumark-setup-") as made:
             manifest = inprocess.set_up_all([(h.folder, h.unlock) for h in homes], terms, Path(made) / "exchange")
         for home in homes if repeatable else ():
-            create_memory(home.consortium(), home.folder.identity(home.unlock), simulation=True)
+            allow_repeats(home.consortium(), home.folder.identity(home.unlock))
         return manifest
 
     def answer_by_itself(self, queries_per_day: int) -> None:

@@ -17,9 +17,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from quorumark.errors import MessageError, RecordError, RoundError
 from quorumark.flower import watermarked
 from quorumark.flower.wire import records
-from quorumark.node.journal import MODEL, create_memory
+from quorumark.node.journal import MODEL, create_lost_memory
 from quorumark.node.member import RESULT, MemberNode
 from quorumark.node.signer import SignerClient
+from quorumark.round.memory import FolderState
 from quorumark.round.server import RoundServer
 from quorumark.simulation import Losses
 from quorumark.verify.reference import Reference
@@ -74,9 +75,8 @@ def test_one_member_with_a_later_number_or_another_layout_of_its_own(tmp_path: P
     than the agreed one; member 4's went astray. Those are told why, without a single weight, and the others go on."""
     world = Consortium.deal(tmp_path, 9, 3)
     home, unlock = world.home(3)
-    place = home.only_consortium()
-    (place.path / "rounds" / "memory" / "rounds.sealed").unlink()
-    create_memory(place, home.identity(unlock), 6)
+    with FolderState(home.only_consortium().memory_path.parent, home.identity(unlock)).edit() as memory:
+        memory["round"] = 6
 
     def smaller(*told: Any) -> Model:
         made = train(*told)
@@ -461,11 +461,13 @@ def test_a_false_history_is_refused(world: Consortium) -> None:
 
 
 def test_without_a_memory_of_rounds_nobody_takes_part(world: Consortium, tmp_path: Path) -> None:
+    """The key ceremony made it: one that is gone counts as lost, also before the first round."""
     home, unlock = world.home(1)
     place = home.only_consortium()
-    (place.path / "rounds" / "memory" / "rounds.sealed").unlink()
+    place.memory_path.unlink()
     wrapped, _ = run(world, LocalGrid(app_for(world.folder), 5), 1, folder=tmp_path / "server")
-    assert "quorumark member rounds --new" in wrapped.reports[0].excluded[-101]
-    create_memory(place, home.identity(unlock), 1)
-    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 2, folder=tmp_path / "server")
-    assert again.reports[0].members == (1, 2, 3, 4, 5)
+    assert wrapped.reports[0].members == (2, 3, 4, 5)
+    assert "quorumark member rounds --lost" in wrapped.reports[0].excluded[-101]
+    create_lost_memory(place, home.identity(unlock))
+    again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 4, folder=tmp_path / "server")
+    assert [1 in report.members for report in again.reports] == [False, False, True]

@@ -118,11 +118,11 @@ def test_a_signer_follows_the_servers_seed_only_if_its_operator_says_so(
 
 
 def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str]) -> None:
-    """`member rounds` once; `member serve` until it is told to stop."""
+    """A memory of rounds that is there is not made anew; `member serve` until it is told to stop."""
     home, _ = world.home(1)
     options = ["--home", str(home.path), "--key-file", str(world.folder / "member-1.key")]
     command = [sys.executable, "-m", "quorumark", "member"]
-    again = subprocess.run([*command, "rounds", "--new", *options], env=environment, capture_output=True, text=True)
+    again = subprocess.run([*command, "rounds", "--lost", *options], env=environment, capture_output=True, text=True)
     assert again.returncode == 2
     assert "exists already" in again.stderr
     path = world.folder / "s.sock"

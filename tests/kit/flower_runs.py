@@ -31,7 +31,7 @@ def run(world: Consortium, grid: Any, rounds: int, inner: Any = None, **options:
 def run_in_vain(world: Consortium, grid: Any, reason: str) -> Any:
     """A wrapped run of one round that is given up: it says why, and gives no model that an app could save."""
     wrapped = watermarked(fedavg(), world.path, seed=SEED)
-    with pytest.raises(RoundError, match=f"no round of this run was finished.*{reason}"):
+    with pytest.raises(RoundError, match=f"(?s)no round of this run was finished.*{reason}"):
         wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
     return wrapped
 

@@ -20,7 +20,6 @@ from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.files import write_shared
 from quorumark.flower import serve_queries, watermark_mod
 from quorumark.model.layout import ModelLayout, write_safetensors
-from quorumark.node.journal import create_memory
 from quorumark.node.member import MemberNode
 from quorumark.setup.dealer import accept, deal
 from quorumark.setup.inprocess import set_up_all
@@ -87,7 +86,7 @@ class Consortium:
 
     @classmethod
     def make(cls, folder: Path, count: int = 5, threshold: int = 3, **changes: Any) -> Consortium:
-        """With a key, made over a folder, and memories of rounds."""
+        """With a key, made over a folder."""
         world = cls.agree(folder, count, threshold, **changes)
         world.set_up()
         return world
@@ -96,8 +95,6 @@ class Consortium:
         """The members make their key over a folder."""
         homes = [self.home(x) for x in range(1, self.count + 1)]
         self.keep(set_up_all(homes, self.terms, self.folder / "ceremony"))
-        for home, unlock in homes:
-            create_memory(home.only_consortium(), home.identity(unlock), 0)
 
     @classmethod
     def deal(cls, folder: Path, count: int, threshold: int, **changes: Any) -> Consortium:
@@ -110,9 +107,6 @@ class Consortium:
                 manifest = accept(home, unlock, folder / "dealing", world.terms).manifest
         assert manifest is not None
         world.keep(manifest)
-        for x in range(1, count + 1):
-            home, unlock = world.home(x)
-            create_memory(home.only_consortium(), home.identity(unlock), 0)
         return world
 
     def copy(self, folder: Path) -> Consortium:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quorumark import field
-from quorumark.node.journal import create_memory
+from quorumark.node.journal import create_lost_memory
 from quorumark.research.known import KnownKey
 from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as sign_amendment
@@ -106,7 +106,7 @@ def lose_memory(world: Consortium, x: int) -> None:
     home, unlock = world.home(x)
     place = home.only_consortium()
     shutil.rmtree(place.path / "rounds")
-    create_memory(place, home.identity(unlock), lost=True)
+    create_lost_memory(place, home.identity(unlock))
 
 
 # --- amendments -------------------------------------------------------------------------------------------

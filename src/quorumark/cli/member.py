@@ -63,7 +63,6 @@ def restore(
 @app.command("rounds")
 @bundled
 def rounds(
-    new: Annotated[bool, typer.Option("--new", help="This member never took part in a round.")] = False,
     lost: Annotated[
         bool, typer.Option("--lost", help="It may have taken part, and its memory of rounds is lost.")
     ] = False,
@@ -71,19 +70,20 @@ def rounds(
     here: Here,
     keys: Keys,
 ) -> None:
-    """Make this member's memory of rounds, without which an engine's rounds are refused. With --lost it takes part
-    again as soon as others say that the model is newer than its loss; until then it could do things twice."""
+    """Make this member's memory of rounds anew, after it was lost: a restored backup does not hold it. The first one
+    came with the share. The member takes part again as soon as others say that the model is newer than its loss; until
+    then it could do things twice."""
     from quorumark.errors import InputError
-    from quorumark.node.journal import create_memory
+    from quorumark.node.journal import create_lost_memory
 
-    if new == lost:
-        raise InputError("--new or --lost", "must be given, one of the two", "both" if new else "neither")
-    create_memory(here.folder, here.member.identity(keys.unlock()), lost=lost)
-    name = here.member.card().name
-    if lost:
-        typer.echo(f"{name} takes part again once the others have gone on for two rounds without it")
-    else:
-        typer.echo(f"{name} takes part in rounds")
+    if not lost:
+        raise InputError(
+            "--lost",
+            "must be given: this member's first memory of rounds came with its share, and is made anew only "
+            "after it was lost",
+        )
+    create_lost_memory(here.folder, here.member.identity(keys.unlock()))
+    typer.echo(f"{here.member.card().name} takes part again once the others have gone on for two rounds without it")
 
 
 @app.command("consent")

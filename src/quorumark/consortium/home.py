@@ -10,6 +10,8 @@
     HOME/consortia/ID/manifest.json      the current one, once setup is finished
     HOME/consortia/ID/history/….json     the manifests before it, by the first 16 digits of their digests
     HOME/consortia/ID/share-EPOCH.sealed
+    HOME/consortia/ID/rounds/            what this member must not do twice in rounds of training (`consortium.memory`),
+                                         and what an engine's node keeps (`node.journal`); in no backup
     HOME/consortia/ID/archive.bin        after a resharing: the genesis share, under keys that nobody holds alone
     HOME/consortia/ID/ledger.jsonl       what this member answered, refused and learnt in verifications, hash-chained
     HOME/consortia/ID/ledger.head        the hash of its last entry, so that a cut ledger is noticed
@@ -269,6 +271,7 @@ class ConsortiumFolder:
         self.ledger_path = path / "ledger.jsonl"
         self.ledger_head_path = path / "ledger.head"
         self.queries_path = path / "queries"
+        self.memory_path = path / "rounds" / "memory" / "rounds.sealed"
 
     def terms(self) -> Terms:
         return read_as(self.path / "terms.json", "a consortium's terms", Terms.from_bytes)

@@ -16,13 +16,15 @@ Which member a node is, its operator says when it starts the node, never the ser
 With `quorumark-evaluate="off"` the node evaluates no models: otherwise a server learns the loss of any model that it
 sends on this member's data. Instead of home, key file and pins the node config may name `quorumark-socket`, where a
 process of another user holds the share (`quorumark member serve`, which takes the pins). In a simulation all homes are
-in one folder, which the app's run config names (`quorumark-homes`): member N is the node of partition N−1.
+in one folder, which the app's run config names (`quorumark-homes`), each with its key file beside it (NAME and
+NAME.key). The node of partition N−1 is the member at point N, by the keys in the manifest's roster.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from logging import ERROR, WARNING
 from pathlib import Path
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.records import Member
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.flower.wire import flwr_app, records, split, tensors
 from quorumark.node.journal import MODEL
@@ -221,16 +224,18 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
             config, arrays, _ = split(message.content)
             if config is None or config.get("stage") not in ("setup", "answer", "sign"):
                 raise RecordError("this is not a query of quorumark: send the stages setup, answer or sign")
-            about = {**config, "node": str(context.node_id)}
-            return _reply(message, *find(context).handle(str(config["stage"]), about, arrays))
+            about, stage = {**config, "node": str(context.node_id)}, str(config["stage"])
+            node = member_of(context, setup=True) if member is None and stage == "setup" else find(context)
+            return _reply(message, *node.handle(stage, about, arrays))
         except QuorumarkError as error:
             return _refused(message, error)
         except Exception as error:  # noqa: BLE001
             return _failed(message, error)
 
 
-def member_of(context: Any) -> Stages:
-    """The member that a node is, from its node config; in a simulation from its partition."""
+def member_of(context: Any, *, setup: bool = False) -> Stages:
+    """The member that a node is, from its node config; in a simulation from its partition. While the key is made
+    (`setup`) some members have the manifest and others do not: a node must stay the same member."""
     settings = context.node_config
     if "quorumark-socket" in settings:
         ignored = sorted(name for name in settings if name in _OF_A_SIGNER)
@@ -252,14 +257,86 @@ def member_of(context: Any) -> Stages:
         unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
         seeds = settings.get("quorumark-seeds") is True
         return MemberNode(HomeFolder(str(settings["quorumark-home"])), unlock, seeds=seeds, **pins)
-    homes = context.run_config.get("quorumark-homes")
-    if homes is None or "partition-id" not in settings:
+    homes = str(context.run_config.get("quorumark-homes", ""))
+    if "partition-id" not in settings:
         raise InputError(
             "node config",
             "must name this member's folder (quorumark-home) and key file (quorumark-key-file)",
         )
-    base, number = Path(str(homes)), int(settings["partition-id"]) + 1
-    home = HomeFolder(base / f"member-{number}")
+    if not homes:
+        raise InputError(
+            "quorumark-homes",
+            f"must be set in a simulation, {_HOMES}; a node on its own machine has quorumark-home and "
+            "quorumark-key-file in its node config instead",
+        )
+    home = find_home(Path(homes), int(settings["partition-id"]) + 1, pins.get("consortium"), setup=setup)
+    key_file = home.path.with_name(f"{home.path.name}.key")
+    if not key_file.is_file():
+        raise InputError(
+            "quorumark-homes",
+            f"must hold the key file of each home beside it: there is {home.path.name!r}, and no {key_file.name!r}; "
+            "put it there under this name",
+        )
     if "quorumark-terms" in context.run_config:
         pins.setdefault("terms", str(context.run_config["quorumark-terms"]))
-    return MemberNode(home, Unlock.key_file(base / f"member-{number}.key"), **pins)
+    return MemberNode(home, Unlock.key_file(key_file), **pins)
+
+
+_HOMES = (
+    'to the folder with all members\' homes: quorumark-homes = "/home/me/app/consortium" under [tool.flwr.app.config] '
+    "in the app's pyproject.toml, or flwr run . --run-config 'quorumark-homes=\"/home/me/app/consortium\"'"
+)
+
+
+def find_home(folder: Path, point: int, consortium: str | None = None, *, setup: bool = False) -> HomeFolder:
+    """The home of the member at a point, among those in a folder, by the keys in its card: folders may have any names.
+
+    While the key is made (`setup`) no roster says who is where; then the homes are taken in the order of their names.
+    """
+    if not folder.is_dir():
+        relative = "" if folder.is_absolute() else "; it is relative, and nodes run elsewhere: name the whole path"
+        raise InputError("quorumark-homes", f"must be set {_HOMES}", f"{str(folder)!r}, which is no folder{relative}")
+    homes = {path.parent.name: HomeFolder(path.parent) for path in sorted(folder.glob("*/member.json"))}
+    if not homes:
+        raise InputError(
+            "quorumark-homes",
+            f"must be set {_HOMES}",
+            f"{str(folder)!r}, in which no folder holds a member.json: homes are made by quorumark member init, or by "
+            "qm.Home.create",
+        )
+    rosters = (_roster(home, consortium) for home in homes.values())
+    roster = None if setup else next((found for found in rosters if found), None)
+    count = len(homes) if roster is None else len(roster)
+    if point > count:
+        raise InputError(
+            "num-supernodes",
+            f"must be the number of members, {count}: flwr run . --federation-config 'num-supernodes={count}'",
+            f"at least {point}",
+        )
+    if roster is None:
+        return homes[sorted(homes, key=_by_number)[point - 1]]
+    member = roster[point - 1]
+    found = [home for home in homes.values() if home.card().ed25519 == member.ed25519]
+    names = ", ".join(homes)
+    if len(found) > 1:
+        same = " and ".join(home.path.name for home in found)
+        raise InputError("quorumark-homes", f"must hold each member's home once: {same} are {member.name!r}; move one")
+    if not found:
+        raise InputError(
+            "quorumark-homes",
+            f"must be the folder with the homes of all {count} members",
+            f"one without the home of {member.name!r}, member {point}; there: {names}",
+        )
+    return found[0]
+
+
+def _roster(home: HomeFolder, consortium: str | None) -> tuple[Member, ...]:
+    """The members of a home's consortium, once its key is made."""
+    made = [place for place in home.consortia() if place.manifest_path.exists()]
+    chosen = [place for place in made if consortium is None or place.path.name.startswith(consortium)]
+    return chosen[0].manifest().terms.roster if chosen else ()
+
+
+def _by_number(name: str) -> list[tuple[bool, int, str]]:
+    """member-10 after member-9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]

@@ -15,10 +15,12 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.consortium.home import read_as
-from quorumark.errors import EncodingError, InputError, QuorumarkError, RoundError, code_of
+from quorumark.consortium.records import anchor_of
+from quorumark.errors import EncodingError, InputError, LayoutError, QuorumarkError, RoundError, code_of
 from quorumark.flower.wire import (
     accepted_config,
     config_of,
@@ -32,11 +34,11 @@ from quorumark.flower.wire import (
     to_record,
     wait_for,
 )
-from quorumark.model.layout import ModelLayout
+from quorumark.model.layout import ModelLayout, read_safetensors
 from quorumark.node.ceremony import check_introduction
 from quorumark.round.server import RoundServer
 from quorumark.simulation import RoundReport, timed, without_values
-from quorumark.verify.reference import LAYOUT, read_chain
+from quorumark.verify.reference import ANCHOR, LAYOUT, read_chain
 
 __all__ = ["Watermarked", "watermarked"]
 
@@ -77,10 +79,12 @@ def watermarked(
     """The same strategy, with secure aggregation and the consortium's mark.
 
     `consortium` is the file of the signed manifest; layout.json beside it (or `layout`) says where each weight of the
-    model is in the vector, and is made from the initial model if there is none. With a `folder` a run whose server died
+    model is in the vector, and is made from the initial model if there is none. anchor.safetensors beside it is the
+    model that the run begins with, unless `start` is given the same one. With a `folder` a run whose server died
     goes on. With `go_on` a run that lost its folder goes on from the newest model that t members name as their last,
     which they hand out: a second run from the initial model takes the consent of every member's operator. `after` is
-    the last round in which these members took part in any run. `stage_timeout` is how long a node may take for an
+    the last round in which these members took part in any run; the nodes that are there are asked for it, so it is
+    needed only if others come later. `stage_timeout` is how long a node may take for an
     upload or an answer, in seconds; training has the strategy's own timeout. With `patience` (3, say), nodes that are
     silent when more than half have replied get that many times as long as those took, if it is less. `linear` vouches
     for your own strategy: that what it makes of the replies depends on their weighted average alone. `seed` is for
@@ -149,9 +153,16 @@ class Watermarked:
         go_on: bool = False,
     ) -> None:
         self.strategy, self.reports = strategy, list[RoundReport]()
+        if not consortium.is_file():
+            raise InputError(
+                "consortium",
+                "must be the file of the signed manifest; a relative path begins where the server's process was "
+                "started (with flwr run: where its SuperLink was), so name the whole path if in doubt",
+                f"{str(consortium)!r}, looked for at {str(consortium.absolute())!r}",
+            )
         *earlier, self.manifest = read_chain(consortium)
         self._earlier, self._go_on = tuple(earlier), go_on
-        usual = consortium.parent / LAYOUT
+        usual, self._anchor_path = consortium.parent / LAYOUT, consortium.parent / ANCHOR
         self._layout_path = Path(layout) if layout is not None else usual if usual.exists() else None
         self._folder, self._after, self._seed, self._timeout = folder, after, seed, stage_timeout
         self._patience = patience
@@ -163,7 +174,7 @@ class Watermarked:
     def start(
         self,
         grid: Any,
-        initial_arrays: Any,
+        initial_arrays: Any = None,
         num_rounds: int = 3,
         timeout: float = 3600,
         train_config: Any = None,
@@ -172,21 +183,13 @@ class Watermarked:
     ) -> Any:
         """As the strategy's own. Rounds that are given up leave the last model standing; `reports` says why.
 
-        A run in which all of them were raises a RoundError: apps save what they get, and it would be the model that the
-        run began with, over one that an earlier run trained.
+        Without `initial_arrays` the run begins with the anchor beside the manifest, which is the only model that it can
+        begin with. A run whose rounds were all given up raises a RoundError: apps save what they get, and it would be
+        the model that the run began with, over one that an earlier run trained. If all nodes refuse in the first round,
+        for reasons that another round does not mend, it is raised then, with what each of them says.
         """
-        model, before = tensors(initial_arrays), len(self.reports)
-        layout = (
-            ModelLayout.of(model)
-            if self._layout_path is None
-            else read_as(self._layout_path, "a layout", ModelLayout.from_bytes)
-        )
-        if layout.digest() != self.manifest.terms.layout:
-            raise InputError(
-                "initial_arrays",
-                "must be the model that the manifest's layout describes (name its layout.json)",
-                layout.digest()[:16],
-            )
+        model, layout = self._initial(initial_arrays)
+        initial_arrays, before = to_record(model) if initial_arrays is None else initial_arrays, len(self.reports)
         server = RoundServer(
             self.manifest,
             layout,
@@ -235,6 +238,49 @@ class Watermarked:
         result.arrays = carrier.in_own_types(initial_arrays)  # nothing was left to do: the last model stands
         return result
 
+    def _initial(self, arrays: Any) -> tuple[dict[str, NDArray[Any]], ModelLayout]:
+        """The model that the run begins with, which must be the one that the members agreed on, and its layout."""
+        terms, path = self.manifest.terms, self._anchor_path
+        given = arrays is not None
+        if not given and not path.is_file():
+            raise InputError(
+                "initial_arrays",
+                f"must be given, or the members' initial model must be beside the manifest as {ANCHOR} "
+                "(qm.Reference.publish writes it there)",
+                f"nothing, and there is no {str(path)!r}",
+            )
+        model = tensors(arrays) if given else {name: np.asarray(t) for name, t in read_safetensors(path).items()}
+        layout = (
+            ModelLayout.of(model)
+            if self._layout_path is None
+            else read_as(self._layout_path, "a layout", ModelLayout.from_bytes)
+        )
+        remedy = (
+            "leave initial_arrays out, and the run begins with that model: strategy.start(grid=grid, num_rounds=…)"
+            if path.is_file()
+            else f"put that model beside the manifest as {ANCHOR}, and leave initial_arrays out: "
+            "strategy.start(grid=grid, num_rounds=…)"
+        )
+        what = ("initial_arrays", remedy) if given else (ANCHOR, "get the file from the member who published it")
+        if layout.digest() != terms.layout:
+            raise _not_agreed(*what, "names and shapes", layout.digest(), terms.layout)
+        if self._folder is not None and (Path(self._folder) / "run.json").exists():
+            return model, layout  # the run goes on from its folder
+        try:
+            found = anchor_of(layout, model)
+        except LayoutError as error:
+            raise InputError(what[0], f"must have the tensors of the agreed layout: {what[1]}", error) from None
+        if found != terms.anchor:
+            raise _not_agreed(*what, "weights", found, terms.anchor)
+        if terms.buffers and layout.buffers_digest(model).hex() != terms.buffers:
+            raise _not_agreed(*what, "integers", layout.buffers_digest(model).hex(), terms.buffers)
+        return model, layout
+
+
+def _not_agreed(argument: str, remedy: str, part: str, found: str, agreed: str) -> InputError:
+    rule = f"must be the model that the members agreed on, whose {part} have the digest {agreed}: {remedy}"
+    return InputError(argument, rule, f"a model with the digest {found}")
+
 
 class _Carrier:
     """What the strategy takes for the Grid."""
@@ -245,6 +291,8 @@ class _Carrier:
         self._silent: set[int] = set()  # nodes that did not reply when they were last asked
         self._contents: list[Any] = []
         self._nodes: dict[int, int] = {}
+        self._mended: set[int] = set()  # nodes that refused for what the server settles before the next round
+        self._first = True
         self.gather: Any = None
         self._like = server.like
 
@@ -296,6 +344,9 @@ class _Carrier:
         self._owner.reports.append(report)
         for point, reason in report.excluded.items():
             log(WARNING, "quorumark: %s is out of round %s: %s", self._name(point), report.round, reason)
+        if report.given_up and self._first:
+            self._check_hope(report)
+        self._first = False
         if report.given_up or weights is None:
             return []
         report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
@@ -318,6 +369,18 @@ class _Carrier:
         key, total = self._owner._inner.weighted_by_key, sum(self._examples(x) for x in report.members)
         content = flwr.RecordDict({"arrays": to_record(weights), "metrics": flwr.MetricRecord({key: total})})
         return [flwr.Message(content, reply_to=messages[0])]
+
+    def _check_hope(self, report: RoundReport) -> None:
+        """Ends a run in whose first round every node that replied refused, and will again: somebody must act first."""
+        if self._nodes or self._mended or not report.excluded:
+            return
+        reasons = [f"{self._name(point)}: {reason}" for point, reason in sorted(report.excluded.items(), reverse=True)]
+        silent = len(report.lost.get("train", ()))
+        raise RoundError(
+            f"no round of this run was finished, and there is no new model: all {len(reasons)} nodes that replied "
+            "refuse" + (f", and {silent} did not reply" if silent else "") + "\n  " + "\n  ".join(reasons),
+            code="round.none-finished",
+        )
 
     def ask_all(
         self, nodes: Iterable[int], message_type: str, stage: str, config: Mapping[str, Any]
@@ -373,7 +436,7 @@ class _Carrier:
                     content = flwr.RecordDict({**others, **records(offer, extra)})
                     again.append(flwr.Message(content, message.metadata.dst_node_id, message.metadata.message_type))
                 replies |= self._exchange(again, timeout, report)
-            self._nodes = {}
+            self._nodes, self._mended = {}, set()
             for node, reply in replies.items():
                 self._take_ready(node, reply, str(offer["run"]), report)
             self._train_late(made, offer, timeout, report)
@@ -405,6 +468,7 @@ class _Carrier:
                 manifest = self._server.manifest
                 check_introduction(manifest.digest(), manifest.terms, run, point, str(node), said["introduction"])
                 self._points[node] = point
+                self._mended |= {node} if said.get("nonce") or "answered" in said or "strong" in said else set()
                 self._take_refusal(point, said)
             said = accepted_config(reply)
             if self._nodes.get(point, node) != node:

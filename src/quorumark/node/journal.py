@@ -3,7 +3,7 @@
 An engine may start a new process for every message, so everything is on disk, in HOME/consortia/ID/rounds/: one folder
 for the consortium, whatever its manifests.
 
-    memory/rounds.sealed   what it must not do twice (`round.memory`)
+    memory/rounds.sealed   what it must not do twice (`consortium.memory`)
     notes.json             the state that it is at, and the round that it joined (`Notes`)
     model.safetensors      the model of that state
     anchor.npy             E of the model that the run began with
@@ -48,7 +48,7 @@ from quorumark.round.memory import FolderState, adopt, answers_from, follow
 from quorumark.round.movement import norm_count
 from quorumark.round.statements import Turn
 
-__all__ = ["MODEL", "Journal", "Notes", "create_memory"]
+__all__ = ["MODEL", "Journal", "Notes", "allow_repeats", "create_lost_memory"]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -93,13 +93,16 @@ class Notes:
         return notes
 
 
-def create_memory(
-    consortium: ConsortiumFolder, identity: Identity, after: int = 0, *, lost: bool = False, simulation: bool = False
-) -> None:
-    """The memory of rounds of a member that never took part in any (`after`: later than that one), or that `lost` it
-    (docs/secagg.md). In a `simulation` rounds may be repeated, and seeds be the server's."""
-    group = group_of(consortium.manifest())
-    FolderState.create(rounds_folder(consortium) / "memory", identity, group, after, lost=lost, simulation=simulation)
+def create_lost_memory(consortium: ConsortiumFolder, identity: Identity) -> None:
+    """The memory of rounds of a member that lost it (docs/secagg.md). The first one comes with the share: afterwards
+    nobody can say that a member never took part."""
+    FolderState.create(consortium.memory_path.parent, identity, group_of(consortium.manifest()), lost=True)
+
+
+def allow_repeats(consortium: ConsortiumFolder, identity: Identity) -> None:
+    """For a home that was made for a simulation: rounds may be repeated, and seeds be the server's."""
+    with FolderState(consortium.memory_path.parent, identity).edit() as memory:
+        memory["simulation"] = True
 
 
 def rounds_folder(consortium: ConsortiumFolder) -> Path:
@@ -120,7 +123,6 @@ class Journal:
         self.name = self.group.name(self.point)
         self.checks = checks_sums(self.manifest)
         self._folder = rounds_folder(consortium)
-        self._memory_path = self._folder / "memory" / "rounds.sealed"
         self._sum_path = self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
@@ -136,12 +138,14 @@ class Journal:
     # --- what it must not do twice ---
 
     def memory(self) -> FolderState:
-        if not self._memory_path.exists():
+        path = self.consortium.memory_path
+        if not path.exists():
             raise KeystoreError(
-                f"{self.name} has no memory of rounds: if it never took part in any, make one (quorumark member rounds "
-                "--new); if it was lost, or comes from a backup, say so (quorumark member rounds --lost)"
+                f"{self.name} has lost its memory of rounds, which came with its share: the file was removed, or this "
+                "home comes from a backup. Say so on this node (quorumark member rounds --lost); it takes part again "
+                "two rounds later"
             )
-        return FolderState(self._folder / "memory", self.identity)
+        return FolderState(path.parent, self.identity)
 
     def adopt(self) -> None:
         """Goes over to the manifest in force."""

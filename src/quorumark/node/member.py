@@ -50,7 +50,7 @@ from quorumark.errors import (
 )
 from quorumark.files import only_one, write_private
 from quorumark.model.layout import ModelLayout
-from quorumark.node.journal import MODEL, Journal, create_memory, read_count, rounds_folder
+from quorumark.node.journal import MODEL, Journal, read_count, rounds_folder
 from quorumark.node.queries import unpack_query
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
@@ -63,17 +63,7 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import sign
 from quorumark.verify.evidence import Query
 
-__all__ = [
-    "MODEL",
-    "RESULT",
-    "Config",
-    "MemberNode",
-    "create_memory",
-    "introduction",
-    "refusal",
-    "refused",
-    "with_prefix",
-]
+__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "introduction", "refusal", "refused", "with_prefix"]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
@@ -432,8 +422,6 @@ class MemberNode:
         for name, content in sent.items():
             (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_private(spool / name, content)
-        consortium = self._home.consortium(terms)
-        before = consortium.manifest_path.exists()
         progress = set_up(self._home, self._unlock, terms, spool)
         have = _names(config, "have")
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
@@ -448,10 +436,6 @@ class MemberNode:
         }
         if progress.manifest is not None:
             reply["manifest"] = progress.manifest.to_bytes()
-            if not before:
-                # a new key: nobody has taken part in anything yet. Later turns of the ceremony, which a server may ask
-                # for at any time, make no memory: one that begins at 0 would let rounds repeat
-                create_memory(consortium, identity)
             if not messages:  # all of its own are on their way
                 shutil.rmtree(spool, ignore_errors=True)
         return reply, messages

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from quorumark import field, shamir
 from quorumark.canonical import digest
+from quorumark.consortium import memory
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_as, read_file
 from quorumark.consortium.identity import Identity, verify, verify_manifest
 from quorumark.consortium.keystore import Unlock
@@ -167,6 +168,8 @@ def _take(
                 code="ceremony.wrong-share",
             )
         sealed.copy_to(consortium.share_path(), unlock)
+    if not consortium.manifest_path.exists():
+        memory.begin(consortium, identity)
     consortium.remember_signed(manifest.terms.digest().hex(), manifest.digest().hex())
     signature = identity.sign("manifest", manifest.sign_bytes()).hex()
     write_shared(source / f"signature-{point}.hex", signature.encode())

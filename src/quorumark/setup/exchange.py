@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from quorumark.canonical import canonical, digest, parse
+from quorumark.consortium import memory
 from quorumark.consortium.archive import leaf_count, write_archive
 from quorumark.consortium.home import UNDER_WAY, ConsortiumFolder, HomeFolder, read_exchanged, read_file
 from quorumark.consortium.identity import Header, Identity, open_message
@@ -133,8 +134,10 @@ def _setup_steps(visit: _Visit[KeyCeremony]) -> Progress:
     visit.publish("echo", visit.use("root", member.echo))
     visit.publish("health", visit.use("echo", member.health))
     unsigned: Manifest = visit.use("health", member.finish)
-    # the share first, then the signature, then the manifest; then everything that made them is forgotten
+    # the share and the memory of rounds first, then the signature, then the manifest; then everything that made them is
+    # forgotten
     visit.keep_share(member, ShareInfo.first(terms, member.session, member.point), 0)
+    visit.begin_memory()
     visit.sign(terms.digest().hex(), unsigned, member.sign())
     manifest: Manifest = visit.use("sign", member.signed)
     write_shared(visit.consortium.manifest_path, manifest.to_bytes())
@@ -311,6 +314,8 @@ def _reshare_steps(visit: _Visit[ReshareMember], old: ShareFile | None) -> Progr
     visit.publish("health", visit.use("echo", member.health))
     unsigned: Manifest = visit.use("health", member.finish)
     visit.keep_share(member, ShareInfo.under(unsigned, member.point), unsigned.epoch)
+    if old is None and not member.was_here:  # one that comes back may have taken part: its memory is there, or lost
+        visit.begin_memory()
     if old is not None and old.info.epoch == 0 and member.deals_here:
         write_archive(visit.consortium.archive_path, old, member.archive_keys())
     visit.sign(str(unsigned.predecessor), unsigned, member.sign())
@@ -399,7 +404,7 @@ class _Visit(Generic[Member]):
         make: Callable[[Identity, bytes], Member],
     ) -> None:
         self.consortium, self._unlock, self._folder, self._note = consortium, unlock, Path(folder), note
-        identity = home.identity(unlock)
+        self._identity = identity = home.identity(unlock)
         fresh = not consortium.ceremony_path.exists()
         if fresh:
             self._state: dict[str, Any] = {
@@ -455,6 +460,10 @@ class _Visit(Generic[Member]):
         path = self.consortium.share_path(epoch)
         with ShareWriter(path, self._unlock, info, member.salt, member.others_salts) as file:
             file.write(member.share)
+
+    def begin_memory(self) -> None:
+        """With the first share: later it would look as if this member had never taken part in a round."""
+        memory.begin(self.consortium, self._identity)
 
     def finish(self, found: str) -> None:
         """Remembers that this ceremony is finished, and what it showed."""

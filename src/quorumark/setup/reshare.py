@@ -68,6 +68,7 @@ class ReshareMember(SigningCeremony):
         self._seats = {earlier: now for now, earlier in self._old_points.items()}
         self.dealers = tuple(self._old_points)
         self.deals_here = self.point in self._old_points
+        self.was_here = any(m.ed25519 == identity.ed25519 for earlier in chain for m in earlier.terms.roster)
         self._old_t = before.terms.threshold
         self._size = before.share_length
         self._rows = len(self.dealers) - self._old_t + 1  # m: combinations that no t−1 old members know anything about

@@ -209,7 +209,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     from quorumark.consortium.strength import Strength
     from quorumark.files import write_shared
     from quorumark.model.layout import ModelLayout
-    from quorumark.node.journal import create_memory
+    from quorumark.node.journal import allow_repeats
     from quorumark.setup.dealer import accept, deal
 
     layout = ModelLayout.of(model)
@@ -236,4 +236,4 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
     write_shared(folder / "consortium.json", manifest.to_bytes())
     write_shared(folder / "layout.json", layout.to_bytes())
     for home, unlock in people.values():
-        create_memory(home.only_consortium(), home.identity(unlock), simulation=True)
+        allow_repeats(home.only_consortium(), home.identity(unlock))

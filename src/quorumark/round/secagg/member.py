@@ -22,7 +22,7 @@ from quorumark.errors import (
 from quorumark.field import Vector, derive_key
 from quorumark.round import statements
 from quorumark.round.group import Group, check_round_number, word
-from quorumark.round.memory import Memory, State, answers_from, is_newer
+from quorumark.round.memory import Memory, State, adopt, answers_from, is_newer
 from quorumark.round.secagg.masks import (
     NONCE,
     PIECE,
@@ -55,6 +55,8 @@ class SecAggMember:
         self._lasting: dict[int, bytes] = {}
         self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
         with state.edit() as memory:
+            if not memory["group"] and not leaving:
+                adopt(memory, group)
             if memory["group"] != group.id.hex() and not leaving:
                 raise RoundError(
                     "this memory of rounds belongs to another group, manifest or epoch", code="round.other-memory"

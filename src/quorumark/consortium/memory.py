@@ -1,0 +1,189 @@
+"""What a member remembers of rounds, so that it does nothing twice (docs/secagg.md, "One state, one opened sum").
+
+One memory for each identity and consortium, whatever the manifest: what a member answered from a state it must know
+under every later manifest, in every later run. It is made with the member's first share (`begin`), before there is a
+manifest to take part under. So a home that has a manifest and no memory has lost it. It is in no backup: a memory that
+is turned back does things twice.
+
+    group, left     the group that it takes part in (none yet: empty), and those that it left for good
+    round, open     the last round that it joined, and whether it may still do something there
+    purposes        keys of that round
+    answered        state → purpose → the rounds in which it answered, their groups and draws
+    answer          the last answer for each purpose, to be sent again
+    sent            the last vector for each purpose: its state, draw, rounds, members and halvings, to make a sum again
+    closed          groups, states and draws in which it said that it answers nothing
+    nonce, known    of a memory made anew: what the others must have seen, and the states that are newer than that
+    nonces          of other members whose memory is new, and the state that this member was at when it saw them
+    marked          whether it has ever answered for a sum with a mark in it
+    consents        states from which the operator lets this member answer once more
+    simulation      whether all of it is a simulation, in which rounds may be repeated and seeds be the server's
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from quorumark.canonical import canonical
+from quorumark.checks import is_count
+from quorumark.consortium.home import ConsortiumFolder
+from quorumark.consortium.identity import Identity
+from quorumark.errors import InputError, KeystoreError
+from quorumark.field import derive_key
+from quorumark.files import only_one, write_private
+
+__all__ = ["FolderState", "Memory", "MemoryState", "State", "begin"]
+
+Memory = dict[str, Any]
+
+
+class Named(Protocol):
+    """A group, by its id (`round.group`)."""
+
+    @property
+    def id(self) -> bytes: ...
+
+
+class State(ABC):
+    """A member's memory: what it must not do twice, and the keys that it needs to go on.
+
+    `edit` gives it as a dict, and writes what was changed when the block ends without an error. Nobody else edits
+    meanwhile.
+    """
+
+    @contextmanager
+    def edit(self) -> Iterator[Memory]:
+        with self._alone():
+            before = self._load()
+            memory: Memory = json.loads(before)
+            yield memory
+            after = canonical(memory)
+            if after != before:
+                self._save(after)
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @abstractmethod
+    def _load(self) -> bytes: ...
+
+    @abstractmethod
+    def _save(self, content: bytes) -> None: ...
+
+    @staticmethod
+    def _empty(group: Named | None, after: int, *, lost: bool = False, simulation: bool = False) -> bytes:
+        if not is_count(after):
+            raise InputError("after", "must be a round's number, at least 0", after)
+        memory: Memory = {
+            "group": group.id.hex() if group is not None else "",
+            "left": [],
+            "round": after,
+            "open": False,
+            "purposes": {},
+            "answered": {},
+            "answer": {},
+            "sent": {},
+            "closed": [],
+            "nonce": os.urandom(32).hex() if lost else "",
+            "known": [],
+            "nonces": {},
+            "consents": {},
+            "marked": False,
+            "simulation": simulation,
+            "sum": {},
+        }
+        return canonical(memory)
+
+
+class MemoryState(State):
+    """For simulations: forgotten with the process, and with it the right to take part in a round that has begun."""
+
+    def __init__(self, group: Named, after: int = 0, *, simulation: bool = False) -> None:
+        self._content = self._empty(group, after, simulation=simulation)
+        self._lock = threading.Lock()
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        return self._lock
+
+    def _load(self) -> bytes:
+        return self._content
+
+    def _save(self, content: bytes) -> None:
+        self._content = content
+
+
+class FolderState(State):
+    """In a folder of its own, sealed under a key that comes from the member's private keys, synced before `edit` ends.
+
+    The file must never be brought back from a backup: a member that forgets what it sent may send it twice. A member
+    that lost it creates it anew with `lost`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], identity: Identity) -> None:
+        self._folder = Path(folder)
+        self._path = self._folder / "rounds.sealed"
+        self._cipher = AESGCM(derive_key(identity.to_secret_bytes(), "secagg state"))
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        identity: Identity,
+        group: Named | None,
+        after: int = 0,
+        *,
+        lost: bool = False,
+        simulation: bool = False,
+    ) -> FolderState:
+        """The memory of a member that has not taken part in any round later than `after`, of this group or another one
+        of the same consortium: 0 for one that never took part in any. `lost`: it may have, and does not know how.
+        Without a `group` it takes the first one that it is used for."""
+        state = cls(folder, identity)
+        if state._path.exists():
+            raise KeystoreError(f"{str(state._path)!r} exists already: this member remembers its rounds")
+        state._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state._save(cls._empty(group, after, lost=lost, simulation=simulation))
+        return state
+
+    def _alone(self) -> AbstractContextManager[None]:
+        if not self._folder.is_dir():
+            raise KeystoreError(f"there is no memory of rounds in {str(self._folder)!r}: create it")
+        return only_one(self._folder)
+
+    def _load(self) -> bytes:
+        try:
+            if self._path.exists() and not self._path.is_file():  # a pipe would be waited for
+                raise ValueError
+            sealed = self._path.read_bytes() if self._path.stat().st_size <= _LARGEST else b""
+            return self._cipher.decrypt(sealed[:12], sealed[12:], _FORMAT)
+        except OSError as error:
+            raise KeystoreError(f"cannot read the memory of rounds {str(self._path)!r}: {error.strerror}") from None
+        except (InvalidTag, ValueError):
+            raise KeystoreError(
+                f"{str(self._path)!r} is damaged or another member's: move it away, and say that the memory is lost "
+                "(quorumark member rounds --lost)"
+            ) from None
+
+    def _save(self, content: bytes) -> None:
+        nonce = os.urandom(12)
+        write_private(self._path, nonce + self._cipher.encrypt(nonce, content, _FORMAT))
+
+
+_FORMAT = b"quorumark-rounds/v3"
+_LARGEST = 1 << 28  # bytes: keys of a round, and a line for each state that it ever answered from
+
+
+def begin(consortium: ConsortiumFolder, identity: Identity) -> None:
+    """The memory of a member that takes its first share of a consortium. A ceremony calls it before the member signs
+    the manifest, without which nobody takes part in a round: a memory that begins later would let rounds repeat."""
+    if not consortium.memory_path.exists() and not (consortium.path / "rounds" / "notes.json").exists():
+        FolderState.create(consortium.memory_path.parent, identity, None)
