@@ -34,6 +34,7 @@ ORDER = [
     "quorumark.api",
     "quorumark.flower",
     "quorumark.demo",
+    "quorumark.doctor",
     "quorumark.research",
     "quorumark.cli",
     "quorumark.__main__",
@@ -80,6 +81,7 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
 }
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {
+        "quorumark.doctor",
         "quorumark.field._triton",
         "quorumark.field._random",
         "quorumark.model.layout",

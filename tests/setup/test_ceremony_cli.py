@@ -137,7 +137,7 @@ def test_what_was_used_must_not_change(five: Consortium) -> None:
     said = five.run(*arguments, *five.secrets(five.homes[1]), fails=QuorumarkError)
     assert "holds an earlier ceremony of this member: use a new, empty folder" in said
     (five.folder / "1-commit" / "2.msg").unlink()
-    CliRunner().invoke(app, [*arguments, *five.secrets(five.homes[1])])
+    CliRunner().invoke(app, [*arguments, "--no-wait", *five.secrets(five.homes[1])])
     said = five.run(*arguments, *five.secrets(five.homes[0]), fails=QuorumarkError)
     assert "'Birch'" in said
     assert "says something else for step 'dkg/commit'" in said

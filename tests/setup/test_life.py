@@ -359,7 +359,7 @@ def test_nobody_signs_two_successors_of_one_manifest(tmp_path: Path) -> None:
     for _ in range(9):
         for home in group.homes[1:]:
             group.run(*steps, *group.secrets(home))
-        result = CliRunner().invoke(app, [*steps, *group.secrets(group.homes[0])])
+        result = CliRunner().invoke(app, [*steps, "--no-wait", *group.secrets(group.homes[0])])
         if result.exit_code:
             break
     assert "bring it into force first" in str(result.exception)
@@ -398,7 +398,7 @@ def test_a_ceremony_under_way_is_not_lost_to_other_commands(tmp_path: Path) -> N
     assert "has signed already" in group.run("setup", "discard", "--home", str(cedar), fails=QuorumarkError)
     current = (folder / "chain" / "current").read_text()
     (folder / "chain" / "current").write_text("ab" * 32)
-    CliRunner().invoke(app, [*steps, *group.secrets(cedar)])
+    CliRunner().invoke(app, [*steps, "--no-wait", *group.secrets(cedar)])
     assert place(cedar).ceremony_path.exists() or place(cedar).manifest().epoch == 1
     (folder / "chain" / "current").write_text(current)
     together(group, group.homes, *steps)
@@ -862,7 +862,7 @@ def test_the_papers_protocol_runs_where_its_leak_is_accepted(tmp_path: Path) -> 
     assert "--accept-leak must be given" in said
     assert "cosine 0.707" in said  # √((t−1)/K) = √(2/4)
     accepted = [*step, "--protocol", "paper", "--accept-leak"]
-    result = CliRunner().invoke(app, [*accepted, *group.secrets(group.homes[0])])
+    result = CliRunner().invoke(app, [*accepted, "--no-wait", *group.secrets(group.homes[0])])
     assert "cosine 0.707 to the key, √((t−1)/K)" in result.stderr
     together(group, group.homes, *accepted)
     key = group.key((0, 1, 2)) / 2**8

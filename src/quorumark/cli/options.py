@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-HomeOption = Annotated[Path, typer.Option("--home", help="This member's folder.", show_default="~/.quorumark")]
+HomeOption = Annotated[
+    Path,
+    typer.Option("--home", envvar="QUORUMARK_HOME", help="This member's folder.", show_default="~/.quorumark"),
+]
 DEFAULT_HOME = Path("~/.quorumark").expanduser()
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
 from quorumark.cli.options import DEFAULT_HOME, HomeOption, report
+
+if TYPE_CHECKING:
+    from quorumark.consortium.home import ConsortiumFolder
+    from quorumark.setup.waiting import Progress
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -50,8 +54,10 @@ def dkg(
         if not accept_leak:
             raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}")
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
-    member, opened = HomeFolder(home), keys.unlock()
-    report(waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo)), home)
+    member, opened = HomeFolder(home), keys.unlock(home)
+    progress = waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo))
+    _keep_agreed(progress, member.consortium(agreed), terms)
+    report(progress, home)
 
 
 @app.command("check")
@@ -67,7 +73,7 @@ def check_setup(
     from quorumark.setup.exchange import check
 
     member = here.member
-    ours, opened = here.folder, keys.unlock()
+    ours, opened = here.folder, keys.unlock(here.home)
     progress = waiting.until_finished(lambda: check(member, opened, ours, folder, note=typer.echo))
     if progress.finished:
         typer.echo(f"healthy: {progress.finding}")
@@ -137,5 +143,17 @@ def accept_share(
     from quorumark.setup.dealer import accept
 
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
-    member, opened = HomeFolder(home), keys.unlock()
-    report(waiting.until_finished(lambda: accept(member, opened, folder, agreed)), home)
+    member, opened = HomeFolder(home), keys.unlock(home)
+    progress = waiting.until_finished(lambda: accept(member, opened, folder, agreed))
+    if agreed is not None:
+        _keep_agreed(progress, member.consortium(agreed), terms)
+    report(progress, home)
+
+
+def _keep_agreed(progress: Progress, ours: ConsortiumFolder, terms: Path | None) -> None:
+    """Once there is a key: the layout and the other files beside the terms are kept, for `public` and `verify`."""
+    from quorumark.verify.public import keep_agreed
+
+    if progress.finished and terms is not None:
+        for name in keep_agreed(ours, terms.parent):
+            typer.echo(f"{terms.parent / name} is not what the terms name, and was not kept", err=True)
