@@ -376,8 +376,8 @@ def forget(
         if not sys.stdin.isatty():
             raise InputError("--yes", "must be given where nobody can be asked")
         typer.echo(
-            f"{name} ({ours.path.name}): this member's share, its ledger of answers and its memory of rounds go away "
-            f"in {here.home}. Without a backup, the share comes back only with the help of {threshold} others."
+            f"{name} ({ours.path.name}): this member's share, ledger and memory of rounds are erased in {here.home}. "
+            f"Without a backup, the share comes back only with the help of {threshold} others."
         )
         if not answered(lambda: typer.confirm("Forget it?")):
             raise typer.Exit(1)
