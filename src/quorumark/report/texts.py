@@ -352,7 +352,7 @@ PHRASES: dict[str, str] = {
         "{energy:.2f} % of what the suspect would have shown"
     ),
     "audit-opened": "leaves of them that the audit {audit:.16} opened: {leaves:,}",
-    "unexplained": "NOTHING EXPLAINS why {leaves:,} of these leaves are left out: the proof of an audit would (--audit)",
+    "unexplained": "NOTHING EXPLAINS why {leaves:,} of these leaves are left out; --audit with a proof would",
     "quorum": (
         "{enough} members' answers give a verdict, but one who lies could have set it (uncorroborated); ask {better}, "
         "so that a lie is noticed"
