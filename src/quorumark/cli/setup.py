@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, report
-
-if TYPE_CHECKING:
-    from quorumark.consortium.home import ConsortiumFolder
-    from quorumark.setup.waiting import Progress
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, keep_agreed_files, report
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -56,7 +52,7 @@ def dkg(
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
     member, opened = HomeFolder(home), keys.unlock(home)
     progress = waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo))
-    _keep_agreed(progress, member.consortium(agreed), terms)
+    keep_agreed_files(progress, member, terms)
     report(progress, home)
 
 
@@ -145,15 +141,5 @@ def accept_share(
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
     member, opened = HomeFolder(home), keys.unlock(home)
     progress = waiting.until_finished(lambda: accept(member, opened, folder, agreed))
-    if agreed is not None:
-        _keep_agreed(progress, member.consortium(agreed), terms)
+    keep_agreed_files(progress, member, terms)
     report(progress, home)
-
-
-def _keep_agreed(progress: Progress, ours: ConsortiumFolder, terms: Path | None) -> None:
-    """Once there is a key: the layout and the other files beside the terms are kept, for `public` and `verify`."""
-    from quorumark.verify.public import keep_agreed
-
-    if progress.finished and terms is not None:
-        for name in keep_agreed(ours, terms.parent):
-            typer.echo(f"{terms.parent / name} is not what the terms name, and was not kept", err=True)

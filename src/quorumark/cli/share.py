@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
-from quorumark.cli.options import From, Json, awaited, report, say_once
+from quorumark.cli.options import From, Json, awaited, keep_agreed_files, report, say_once
 
 app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no_args_is_help=True)
 
@@ -158,7 +158,9 @@ def reshare(
         typer.echo("\n".join(changes(agreed, ours.manifest().terms)))
     opened = keys.unlock(here.home)
     visit = partial(reshare, member, opened, folder, agreed, ours, pinned, note=say_once())
-    report(waiting.until_finished(visit), here.home)
+    progress = waiting.until_finished(visit)
+    keep_agreed_files(progress, member, terms)  # for who is new
+    report(progress, here.home)
 
 
 @app.command("hand-over")

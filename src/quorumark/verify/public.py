@@ -69,7 +69,7 @@ def keep_agreed(place: ConsortiumFolder, source: Path) -> list[str]:
 
     The names of those that are there, but are not what the terms name: they are left.
     """
-    terms, strange = place.terms(), []
+    terms, strange = place.manifest().terms, []
     for name in agreed(terms):
         if (source / name).is_file() and not (place.path / name).exists():
             try:
