@@ -21,7 +21,6 @@ Nothing here computes: each method is a call or two of the packages behind it, w
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,8 +51,9 @@ from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Finding, Partial, Query
 from quorumark.verify.examine import Examined, examine
 from quorumark.verify.layered import Opened
+from quorumark.verify.public import publish
 from quorumark.verify.query import AskLayers, prepare
-from quorumark.verify.reference import ANCHOR, GROUPS, LAYOUT
+from quorumark.verify.reference import ANCHOR, GROUPS, LAYOUT, LORA
 from quorumark.verify.reference import Reference as PublicSide
 from quorumark.verify.rules import AnswerRules
 
@@ -86,7 +86,9 @@ class Home:
             Path(key_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             Unlock.new_key_file(key_file)
         home = cls(path, key_file=key_file, passphrase=passphrase)
-        HomeFolder.create(path, name, home.unlock)
+        made = HomeFolder.create(path, name, home.unlock)
+        if key_file is not None:
+            made.remember_key_file(key_file)
         return home
 
     def __repr__(self) -> str:
@@ -227,10 +229,8 @@ class Reference(PublicSide):
         """Writes what anybody needs who verifies: the manifests, the layout, the initial model, the groups."""
         consortium, out = member.consortium(), Path(folder)
         cls.write_agreed(out, consortium.terms(), model, groups, layout)
-        if (consortium.path / "history").is_dir():
-            shutil.copytree(consortium.path / "history", out / "history", dirs_exist_ok=True)
-        write_shared(out / "consortium.json", consortium.manifest().to_bytes())
-        return cls.read(out / "consortium.json")
+        found = publish(consortium, out, {name: out / name for name in (LAYOUT, ANCHOR, GROUPS, LORA)})
+        return cls(found.chain, found.layout, found.anchor, found.groups, found.lora)
 
     @staticmethod
     def write_agreed(

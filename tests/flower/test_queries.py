@@ -90,7 +90,7 @@ def test_after_an_audit_a_model_is_verified_with_its_proof(tmp_path: Path) -> No
     with pytest.raises(EvidenceError, match="2 members answered, and 3 must"):
         # those who opened refuse to answer about what is public; the others have answered the very same query before
         verify_model(grid, owners.reference, owners.suspect, note=said.append)
-    assert len([text for text in said if "does not leave out the leaves" in text]) == 3
+    assert len([text for text in said if "leaves of the key that an audit opened" in text]) == 3
     certificate = verify_model(grid, owners.reference, owners.suspect, audits=[proof])
     assert certificate.finding.verdict == "PASSED"
     assert certificate.finding.audits == {proof.name: done.challenge.leaves}

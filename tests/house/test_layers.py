@@ -35,6 +35,7 @@ ORDER = [
     "quorumark.api",
     "quorumark.flower",
     "quorumark.demo",
+    "quorumark.doctor",
     "quorumark.research",
     "quorumark.cli",
     "quorumark.__main__",
@@ -81,6 +82,7 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
 }
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {
+        "quorumark.doctor",
         "quorumark.field._triton",
         "quorumark.field._random",
         "quorumark.model.layout",

@@ -260,7 +260,7 @@ def test_what_was_tested() -> None:
         "Of the 2,560,000 weights that could carry the mark, 2,000,000 were found",
         "left out: 3 of the key's leaves, 3,072 of 2,560,000 coordinates (0.12 %), with 1.00 % of what the suspect",
         f"leaves of them that the audit {name[:16]} opened: 2",
-        "NOTHING EXPLAINS why these leaves are left out: 1",
+        "NOTHING EXPLAINS why 1 of these leaves are left out; --audit with a proof would",
         "ways to read the suspect and to leave something out; the threshold pays for that: 7.5 instead of 6",
         "raised by the asker’s choices",
         "tensors stored as BF16 instead of F32: 9",

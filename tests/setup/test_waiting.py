@@ -175,7 +175,7 @@ def test_every_other_ceremony_takes_one_command_each(members: Members) -> None:
     assert "recovered: " in cedar
     assert all("in force: manifest" in said for said in (*helpers, cedar))
     # Cedar leaves, Hazel comes, and starts before anybody has shown the manifests
-    hazel, newer = base / "Hazel", str(base / "newer.json")
+    hazel, newer = base / "Hazel", str(base / "agreed" / "newer.json")
     group.run("member", "init", "--name", "Hazel", *group.secrets(hazel))
     change = ["--remove", "3", "--add", f"{hazel}/member.json:100"]
     group.run("consortium", "amend", "--home", avon, "--out", newer, *change)
@@ -186,6 +186,8 @@ def test_every_other_ceremony_takes_one_command_each(members: Members) -> None:
     assert all("finished: " in said for said in all_run([reshare], [reshare]))
     assert "finished: " in members.end(comes)
     assert {m.epoch for m in group.manifests()} == {2}
+    for name in ("layout.json", "anchor.safetensors"):  # they were beside the new terms
+        assert (HomeFolder(hazel).only_consortium().path / name).exists()
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
 

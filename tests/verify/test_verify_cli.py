@@ -60,7 +60,7 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
         said = desk("sign", certificate, *desk.home(point), "--json")
     assert json.loads(said.stdout)["signed_by"] == ["Birch", "Cedar", "Elm"]
     # combined again, signatures are not lost
-    assert "must not be a certificate that somebody has signed" in desk.combine(query, partials, code=2)
+    assert "is a signed certificate with all of these partials" in desk.combine(query, partials, code=2)
     done = desk(*check, "--suspect", suspect, "--report", desk.path("report.html"))
     assert done.stdout.startswith("PASSED: z = ")
     assert done.stdout.count("checked: ") == 5
@@ -78,6 +78,36 @@ def test_from_the_question_to_the_report(desk: Desk) -> None:
         error = desk("check", desk.path("spoilt.json"), "--manifest", check[-1], code=2).stderr
         assert error.startswith("quorumark: ")
         assert error.count("\n") == 1
+
+
+def test_an_answer_that_comes_late_is_added_to_a_signed_certificate(desk: Desk) -> None:
+    suspect, manifest = desk.world.suspect, ["--manifest", desk.world.folder / "consortium.json"]
+    query, out = desk.prepare(suspect, "late.json"), "late-certificate.json"
+    partials = [desk.partial(query, suspect, point, "--approve") for point in (1, 2, 3)]
+    first = desk.combine(query, partials, out)
+    assert first["corroboration"] == "uncorroborated"
+    for point in (1, 2, 3):
+        desk("sign", desk.path(out), *desk.home(point))
+    signed = Path(desk.path(out)).read_bytes()
+    other = desk.prepare(desk.world.save(trained_from(anchor_model(), 78), "others.safetensors"), "others.json")
+    assert "must not be a signed certificate of another query" in desk.combine(other, partials, out, code=2)
+    assert "is a signed certificate with all of these partials" in desk.combine(query, partials[:1], out, code=2)
+    assert Path(desk.path(out)).read_bytes() == signed
+    found = desk.combine(query, [desk.partial(query, suspect, 4, "--approve")], out)  # the late one alone
+    assert (found["z"], found["corroboration"]) == (first["z"], "corroborated")
+    assert found["members"] == ["Avon", "Birch", "Cedar", "Delta"]
+    kept = desk.path("late-certificate-1.json")
+    assert found["kept"] == kept
+    assert Path(kept).read_bytes() == signed
+    desk("check", kept, *manifest, "--suspect", suspect)
+    assert "nobody has signed the certificate" in desk("check", desk.path(out), *manifest, code=2).stderr
+    for point in (1, 2, 3, 4):
+        desk("sign", desk.path(out), *desk.home(point))
+    desk("check", desk.path(out), *manifest, "--suspect", suspect)
+    # a fifth: the second certificate is kept as well
+    found = desk.combine(query, [desk.partial(query, suspect, 5, "--approve")], out)
+    assert found["kept"] == desk.path("late-certificate-2.json")
+    assert len(found["members"]) == 5
 
 
 def test_a_terminal_hears_what_is_worked_on_and_a_file_does_not(desk: Desk) -> None:
@@ -266,8 +296,8 @@ def test_an_audit_from_the_challenge_to_the_proof(desk: Desk) -> None:
     options = ["--suspect", suspect, "--out", desk.path("p5.json"), "--approve", *desk.reference, *desk.home(5)]
     refused = desk("partial", later, *options, code=2)
     count = len(asked["leaves"])
-    assert f"NOTHING EXPLAINS why these leaves are left out: {count}" in refused.stdout
-    assert "nothing that this member knows explains why" in refused.stderr
+    assert f"NOTHING EXPLAINS why {count} of these leaves are left out" in refused.stdout
+    assert "answer with --audit PROOF" in refused.stderr
     assert not Path(desk.path("p5.json")).exists()
     told = desk("partial", later, *options, "--audit", proof).stdout
     assert f"left out: {count} of the key's leaves" in told

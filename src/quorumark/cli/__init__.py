@@ -16,11 +16,13 @@ from quorumark.cli import (
     calibrate,
     consortium,
     demo,
+    doctor,
     groups,
     key,
     lab,
     layout,
     member,
+    public,
     setup,
     share,
     stamp,
@@ -40,7 +42,20 @@ class _InOrder(typer.core.TyperGroup):
         return [*ORDER, *(name for name in names if name not in ORDER)]
 
 
-ORDER = ("demo", "member", "consortium", "setup", "share", "verify", "stamp", "key", "layout", "groups")
+ORDER = (
+    "demo",
+    "doctor",
+    "member",
+    "consortium",
+    "setup",
+    "share",
+    "public",
+    "verify",
+    "stamp",
+    "key",
+    "layout",
+    "groups",
+)
 
 app = typer.Typer(
     cls=_InOrder,
@@ -72,8 +87,10 @@ app.add_typer(share.app, name="share")
 app.add_typer(key.app, name="key")
 app.add_typer(verify.app, name="verify", short_help="Is this model ours? Query, answers, certificate, audit.")
 app.add_typer(stamp.app, name="stamp", short_help="When did it exist? Time stamps for manifests and certificates.")
+app.command("public", short_help="Make the folder that anybody needs who verifies.")(public.public)
 app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)
 app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
+app.command("doctor", short_help="Is this machine fit for it, and this member's home in order?")(doctor.doctor)
 app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
 app.command("groups", short_help="Find which channels of a model belong together.")(groups.groups)
 app.add_typer(attack.app, name="attack", short_help="How hard is the mark to remove? Research only.")

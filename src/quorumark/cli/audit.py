@@ -100,8 +100,7 @@ def open_(
     from quorumark.verify.ledger import Ledger
     from quorumark.verify.opening import open_leaves
 
-    member = here.member
-    ours = here.folder
+    member, ours = here.member, here.folder_for(read_certificate(certificate).finding.query.manifest)
     asked = read_as(challenge, "a challenge", Challenge.from_bytes)
     ledger = Ledger.open(ours, ours.manifest())
     finding = _certified(certificate, ours.chain(), asked, ledger.audits())[0].finding
@@ -111,7 +110,7 @@ def open_(
             "the certificate rests on t answers, of which one could have set its number: let another member answer, "
             "combine again, and audit that"
         )
-    opened = keys.unlock()
+    opened = keys.unlock(here.home)
     with ledger.exclusive():
         answered = query.x in ledger.answered()
         data = open_leaves(member, ours, opened, asked, query, answered=answered, burns=ledger)

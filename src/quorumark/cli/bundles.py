@@ -48,25 +48,47 @@ class Here:
         """The member's folder for the consortium."""
         return self.member.only_consortium(self.consortium)
 
+    def folder_for(self, manifest: str) -> ConsortiumFolder:
+        """The same for a query or a certificate, which names a manifest by its digest."""
+        found = None if self.consortium is not None else self.member.consortium_of(manifest)
+        return self.folder if found is None else found
+
     def folder_unless(self, manifest: Path | None) -> ConsortiumFolder | None:
-        """The same, or None where a manifest is named and there is no home: anybody may prepare and combine."""
-        return None if manifest is not None and not (self.home / "identity.sealed").exists() else self.folder
+        """The same for a manifest's file, or None if this is no member's home, or not that consortium's: anybody may
+        prepare and combine."""
+        from quorumark.consortium.home import read_as
+        from quorumark.consortium.records import Manifest
+
+        if manifest is None or self.consortium is not None:
+            return self.folder
+        if not (self.home / "identity.sealed").exists():
+            return None
+        if not manifest.is_file():
+            return self.folder  # what is wrong with it is said when it is read
+        there = read_as(manifest, "a consortium's manifest", Manifest.from_bytes)
+        return self.member.consortium_of(there.digest().hex(), there.genesis.terms)
 
 
 @dataclass(frozen=True)
 class Keys:
     """What opens the member's secrets.
 
-    Never from the command line or the environment, where other processes can see it.
+    Never from the command line or the environment, where other processes can see it. Where a key file is may be said
+    once: `member init` writes its path, and no secret, into the home.
     """
 
-    key_file: Annotated[Path | None, typer.Option(help="A file that opens this member's secrets (mode 0600).")] = None
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="A file that opens this member's secrets (mode 0600); by default the one of `member init`."),
+    ] = None
     passphrase_file: Annotated[
         Path | None, typer.Option(help="A file whose first line is the passphrase (mode 0600).")
     ] = None
 
-    def unlock(self, *, new: bool = False) -> Unlock:
-        """A key file, a passphrase from a file, or one that is asked for."""
+    def unlock(self, home: Path, *, new: bool = False) -> Unlock:
+        """A key file, a passphrase from a file, the key file that the home remembers, or a passphrase that is asked
+        for."""
+        from quorumark.consortium.home import HomeFolder
         from quorumark.consortium.keystore import Unlock
         from quorumark.errors import InputError
 
@@ -78,6 +100,11 @@ class Keys:
             return Unlock.key_file(self.key_file)
         if self.passphrase_file is not None:
             return Unlock.passphrase_file(self.passphrase_file)
+        remembered = None if new else HomeFolder(home).key_file()
+        if remembered is not None:
+            if not remembered.exists():
+                raise InputError("--key-file", f"must name this home's key file: it is not at {str(remembered)!r}")
+            return Unlock.key_file(remembered)
         if not sys.stdin.isatty():
             raise InputError("--key-file or --passphrase-file", "must be given where nobody can be asked")
         return Unlock.passphrase(answered(lambda: typer.prompt("passphrase", hide_input=True, confirmation_prompt=new)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
-from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, awaited
+from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json, answered, awaited
 
 if TYPE_CHECKING:
     from quorumark.align.groups import Groups
@@ -28,7 +28,7 @@ def create(
     threshold: Annotated[int, typer.Option(help="t: how many members it takes.")],
     member: Annotated[list[str], typer.Option(help="CARD.json or CARD.json:EXAMPLES; once for each, in order.")],
     model: Annotated[Path, typer.Option(help="The public initial model (.safetensors): layout and anchor.")],
-    out: Annotated[Path, typer.Option(help="The folder to write terms.json and layout.json to.")],
+    out: Annotated[Path, typer.Option(help="The folder to write terms.json, layout.json and the anchor to.")],
     setup: Annotated[
         str,
         typer.Option(help="dkg (nobody ever knows the key), dealer, or paper (the published protocol, which leaks)."),
@@ -92,6 +92,7 @@ def create(
     from quorumark.files import write_shared
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.model.suspect import read_suspect
+    from quorumark.verify.public import copy_public
     from quorumark.verify.reference import describe_lora
 
     if (out / "terms.json").exists():
@@ -147,6 +148,8 @@ def create(
         write_shared(out / "groups.json", coupled.to_bytes())
     if factors is not None:
         write_shared(out / "lora.json", factors.to_bytes())
+    if model.suffix == ".safetensors":
+        copy_public(model, out / "anchor.safetensors")
     write_shared(out / "terms.json", terms.to_bytes())  # last: without it nothing was made
     typer.echo(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
@@ -357,7 +360,7 @@ def sign_amendment(
     ours = None if pinned is not None else find_consortium(member, agreed, here.consortium)
     if ours is not None and ours.manifest_path.exists():
         typer.echo("\n".join(changes(agreed, ours.manifest().terms)) or "in force already")
-    opened = keys.unlock()
+    opened = keys.unlock(here.home)
     progress = waiting.until_finished(lambda: sign(member, opened, agreed, folder, ours, pinned))
     manifest = progress.manifest
     if manifest is None:
@@ -384,6 +387,39 @@ def update_manifest(
     ours = update(HomeFolder(home), later, history or manifest.parent / "history")
     there = "" if ours.share_path().exists() else "; its share must be recovered: quorumark share recover"
     typer.echo(f"in force: manifest {later.digest().hex()}, epoch {later.epoch}{there}")
+
+
+@app.command("forget")
+@bundled
+def forget(
+    although_under_way: Annotated[
+        bool,
+        typer.Option("--although-under-way", help="Even while a ceremony is not finished: others wait."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    *,
+    here: Here,
+) -> None:
+    """Erase all that this member has of a consortium: its share, its ledger, the manifests. The others keep theirs."""
+    import sys
+
+    from quorumark.errors import CeremonyError, InputError
+
+    ours = here.folder
+    name, threshold = ours.terms().name, ours.terms().threshold
+    if not although_under_way and (what := ours.under_way()):
+        raise CeremonyError(f"{what} is under way in {name!r}: finish it, or give --although-under-way")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise InputError("--yes", "must be given where nobody can be asked")
+        typer.echo(
+            f"{name} ({ours.path.name}): this member's share, ledger and memory of rounds are erased in {here.home}. "
+            f"Without a backup, the share comes back only with the help of {threshold} others."
+        )
+        if not answered(lambda: typer.confirm("Forget it?")):
+            raise typer.Exit(1)
+    ours.forget()
+    typer.echo(f"{name} ({ours.path.name}) is forgotten in {here.home}")
 
 
 def _anchor(model: Path, layout: Path | None, wanted: str) -> str:

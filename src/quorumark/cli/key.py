@@ -33,7 +33,7 @@ def reconstruct(
         raise InputError("--i-understand-this-reveals-the-key", "must be given")
     if out.exists():
         raise InputError("--out", "must not exist yet", str(out))
-    opened = keys.unlock()
+    opened = keys.unlock(here.home)
     member = here.member
     checked = reconstruct_key(member, here.folder, opened, share, out)
     typer.echo(f"the key is in {out} (mode 0600): {checked}")

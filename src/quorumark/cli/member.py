@@ -21,10 +21,12 @@ def init(
     *,
     keys: Keys,
 ) -> None:
-    """Make this member's keys. A --key-file that does not exist is made."""
+    """Make this member's keys. A --key-file that does not exist is made, and later commands find it by themselves."""
     from quorumark.consortium.home import HomeFolder
 
-    created = HomeFolder.create(home, name, keys.unlock(new=True))
+    created = HomeFolder.create(home, name, keys.unlock(home, new=True))
+    if keys.key_file is not None:
+        created.remember_key_file(keys.key_file)
     typer.echo(
         f"{name}: keys made and sealed in {home}\n"
         f"send {created.path / 'member.json'} to the member who sets the consortium up"
@@ -82,7 +84,7 @@ def rounds(
             "must be given: this member's first memory of rounds came with its share, and is made anew only "
             "after it was lost",
         )
-    create_lost_memory(here.folder, here.member.identity(keys.unlock()))
+    create_lost_memory(here.folder, here.member.identity(keys.unlock(here.home)))
     typer.echo(f"{here.member.card().name} takes part again once the others have gone on for two rounds without it")
 
 
@@ -101,7 +103,7 @@ def consent(
     another sum from the last one, where the first can never be opened."""
     from quorumark.node.journal import Journal
 
-    journal = Journal(here.folder, here.member.identity(keys.unlock()))
+    journal = Journal(here.folder, here.member.identity(keys.unlock(here.home)))
     typer.echo(journal.consent_text(here=from_last))
     if not yes and not typer.confirm("Consent?"):
         raise typer.Exit(1)
@@ -138,7 +140,7 @@ def serve(
     for option, digest in (("--terms", terms), ("--manifest", manifest)):
         if digest is not None and not is_hex(digest, 32):
             raise InputError(option, "must be a digest of 64 hex digits, as consortium show prints it", repr(digest))
-    member, opened = here.member, keys.unlock()
+    member, opened = here.member, keys.unlock(here.home)
     name = member.identity(opened).name  # a wrong key is noticed now, not in a round
     node = MemberNode(member, opened, terms=terms, manifest=manifest, consortium=here.consortium, seeds=seeds)
     server = SignerServer(node, socket)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.records import Manifest
     from quorumark.setup.waiting import Progress
     from quorumark.verify.certificate import Certificate
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-HomeOption = Annotated[Path, typer.Option("--home", help="This member's folder.", show_default="~/.quorumark")]
+HomeOption = Annotated[
+    Path,
+    typer.Option("--home", envvar="QUORUMARK_HOME", help="This member's folder.", show_default="~/.quorumark"),
+]
 DEFAULT_HOME = Path("~/.quorumark").expanduser()
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -40,6 +44,17 @@ def report(progress: Progress, home: Path) -> None:
         typer.echo(f"finished: the share is sealed in {home}\n{in_force(progress.manifest, home)}")
     else:
         typer.echo(f"{awaited(progress)}; run this again when they have written")
+
+
+def keep_agreed_files(progress: Progress, member: HomeFolder, terms: Path | None) -> None:
+    """Once a manifest is in force: keeps the layout and what else is beside the terms, for `public` and `verify`."""
+    from quorumark.verify.public import keep_agreed
+
+    if progress.manifest is None or terms is None:
+        return
+    ours = member.consortium_of(progress.manifest.digest().hex())
+    for name in keep_agreed(ours, terms.parent) if ours is not None else ():
+        typer.echo(f"{terms.parent / name} is not what the terms name, and was not kept", err=True)
 
 
 def awaited(progress: Progress) -> str:

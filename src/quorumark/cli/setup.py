@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, report
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, keep_agreed_files, report
 
 app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
@@ -50,8 +50,10 @@ def dkg(
         if not accept_leak:
             raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}")
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
-    member, opened = HomeFolder(home), keys.unlock()
-    report(waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo)), home)
+    member, opened = HomeFolder(home), keys.unlock(home)
+    progress = waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo))
+    keep_agreed_files(progress, member, terms)
+    report(progress, home)
 
 
 @app.command("check")
@@ -67,7 +69,7 @@ def check_setup(
     from quorumark.setup.exchange import check
 
     member = here.member
-    ours, opened = here.folder, keys.unlock()
+    ours, opened = here.folder, keys.unlock(here.home)
     progress = waiting.until_finished(lambda: check(member, opened, ours, folder, note=typer.echo))
     if progress.finished:
         typer.echo(f"healthy: {progress.finding}")
@@ -137,5 +139,7 @@ def accept_share(
     from quorumark.setup.dealer import accept
 
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
-    member, opened = HomeFolder(home), keys.unlock()
-    report(waiting.until_finished(lambda: accept(member, opened, folder, agreed)), home)
+    member, opened = HomeFolder(home), keys.unlock(home)
+    progress = waiting.until_finished(lambda: accept(member, opened, folder, agreed))
+    keep_agreed_files(progress, member, terms)
+    report(progress, home)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
-from quorumark.cli.options import From, Json, awaited, report, say_once
+from quorumark.cli.options import From, Json, awaited, keep_agreed_files, report, say_once
 
 app = typer.Typer(help="This member's share: at rest, recovered, made anew.", no_args_is_help=True)
 
@@ -48,7 +48,7 @@ def verify(
     """Open the share and check every bit of it against the manifest that all members signed."""
 
     ours = here.folder
-    info = ours.verify_share(keys.unlock()).info
+    info = ours.verify_share(keys.unlock(here.home)).info
     typer.echo(f"the share at point {info.point} is whole: it is what the signed manifest commits to")
 
 
@@ -70,7 +70,7 @@ def recover(
     from quorumark.setup.recover import finish, request
 
     member = here.member
-    ours, opened = here.folder, keys.unlock()
+    ours, opened = here.folder, keys.unlock(here.home)
     if helpers is not None:
         try:
             points = tuple(int(x) for x in helpers.split(","))
@@ -101,7 +101,7 @@ def help_other(
     from quorumark.setup.recover import help_recover
 
     member = here.member
-    ours, opened = here.folder, keys.unlock()
+    ours, opened = here.folder, keys.unlock(here.home)
     progress = waiting.until_finished(lambda: help_recover(member, ours, opened, folder))
     if progress.finished:
         typer.echo(f"answered: {progress.finding} can now read its own share, and nothing else")
@@ -125,7 +125,7 @@ def refresh(
     from quorumark.setup.exchange import reshare
 
     member = here.member
-    ours, opened = here.folder, keys.unlock()
+    ours, opened = here.folder, keys.unlock(here.home)
     visit = partial(reshare, member, opened, folder, consortium=ours, note=say_once())
     report(waiting.until_finished(visit), here.home)
 
@@ -156,9 +156,11 @@ def reshare(
     ours = None if pinned is not None else find_consortium(member, agreed, here.consortium)
     if ours is not None and ours.manifest().terms.digest() != agreed.digest() and not ours.ceremony_path.exists():
         typer.echo("\n".join(changes(agreed, ours.manifest().terms)))
-    opened = keys.unlock()
+    opened = keys.unlock(here.home)
     visit = partial(reshare, member, opened, folder, agreed, ours, pinned, note=say_once())
-    report(waiting.until_finished(visit), here.home)
+    progress = waiting.until_finished(visit)
+    keep_agreed_files(progress, member, terms)  # for who is new
+    report(progress, here.home)
 
 
 @app.command("hand-over")
@@ -188,5 +190,5 @@ def hand_over(
     ours = here.folder
     if card.ed25519 not in {member.ed25519 for member in ours.manifest().terms.roster}:
         raise InputError("--to", "must be the card of a member of this consortium", card.name)
-    ours.verify_share(keys.unlock()).copy_to(out, Unlock.to_member(card.x25519))
+    ours.verify_share(keys.unlock(here.home)).copy_to(out, Unlock.to_member(card.x25519))
     typer.echo(f"a copy of this share, sealed to {card.name}, is in {out}")

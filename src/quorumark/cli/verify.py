@@ -5,6 +5,7 @@ Exit codes: 0 PASSED, 1 FAILED, 2 INCONCLUSIVE, bad evidence or wrong usage.
 
 from __future__ import annotations
 
+import itertools
 import json as jsonlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
     from quorumark.consortium.home import ConsortiumFolder
     from quorumark.consortium.records import Terms
+    from quorumark.verify.certificate import Certificate
     from quorumark.verify.evidence import Finding, Partial, Query
     from quorumark.verify.proof import Audit
     from quorumark.verify.query import AskLayers
     from quorumark.verify.reference import Reference
 
 app = typer.Typer(
-    help="Is this model ours? prepare a query, answer it (t members), combine, sign; anybody can check.",
+    help="Is this model ours? prepare a query, answer it (t members, better t+1), combine, sign; anybody can check.",
     no_args_is_help=True,
 )
 
@@ -94,7 +96,7 @@ def prepare(
     """
     from quorumark.errors import InconclusiveError
     from quorumark.files import write_shared
-    from quorumark.report.texts import sentences
+    from quorumark.report.texts import about_quorum, sentences
     from quorumark.verify.query import prepare as prepare_query
 
     ours = here.folder_unless(manifest)
@@ -125,6 +127,7 @@ def prepare(
     done = "it was in" if again else "written to"
     more = "" if after is None else f" --after {after.name}"
     typer.echo(f"{done} {out}; each member answers with: quorumark verify partial {out.name} --suspect …{more}")
+    typer.echo(about_quorum(reference.manifest.terms))
 
 
 @app.command("partial", short_help="Answer a query with this member's share: one signed number.")
@@ -157,17 +160,16 @@ def partial(
     from quorumark.verify.answer import answer
     from quorumark.verify.evidence import Query
 
-    member = here.member
-    ours = here.folder
+    asked = read_as(query, "a query", Query.from_bytes)
+    member, ours = here.member, here.folder_for(asked.manifest)
     with _progress(json) as note:
         reference = files.reference(_manifest_path(ours, manifest), note)
-    asked = read_as(query, "a query", Query.from_bytes)
     given = read_audits(audits)
     if not json:
         typer.echo(_describe(asked, reference.manifest.terms, _opened(ours, ours.chain(), given)))
         typer.echo(_cost(asked, ours, reference))
     approve = approve or _ask(member, json)
-    opened = keys.unlock()
+    opened = keys.unlock(here.home)
     with _progress(json) as note:
         made = answer(
             member,
@@ -195,7 +197,7 @@ def partial(
 @bundled
 def combine(
     query: Annotated[Path, typer.Argument(help="The query.")],
-    partials: Annotated[list[Path], typer.Argument(help="The partials, t or more, in any order.")],
+    partials: Annotated[list[Path], typer.Argument(help="The partials, t+1 or more, in any order.")],
     out: Annotated[Path, typer.Option(help="Where to write the certificate.")] = Path("certificate.json"),
     alpha: Annotated[
         str, typer.Option(help="A false-alarm probability such as 1e-9: a higher threshold than the policy's.")
@@ -211,31 +213,44 @@ def combine(
 ) -> None:
     """Put partials together: z, the verdict, and a certificate for the members to sign. Needs no secrets.
 
-    With more than t partials wrong ones are noticed; of every two more, one can be corrected and named.
+    With t partials one liar could have set the number, so ask for t+1: then a wrong one is noticed, and of every two
+    more, one can be corrected and named.
 
-    Exits with the code of the verdict. A certificate that somebody has signed is not written over.
+    Partials that come later can be added: where --out is a signed certificate of the same query, its partials count as
+    well, and it is kept under another name. Its signatures are for what it says; the new one needs new ones.
+
+    Exits with the code of the verdict.
     """
     from quorumark.consortium.home import read_as
-    from quorumark.errors import InputError
     from quorumark.files import write_shared
     from quorumark.verify.certificate import Certificate
     from quorumark.verify.combine import combine as combine_partials
     from quorumark.verify.evidence import Query
     from quorumark.verify.layered import Opened
 
-    if _is_signed(out):
-        raise InputError("--out", "must not be a certificate that somebody has signed: name another file", str(out))
-    ours = here.folder_unless(manifest)
-    chain = _chain(ours, manifest)
     asked = read_as(query, "a query", Query.from_bytes)
+    ours = here.folder_unless(manifest) if manifest is not None else here.folder_for(asked.manifest)
+    chain = _chain(ours, manifest)
     word = None if opened is None else read_as(opened, "an examiner's word", Opened.from_bytes)
     left_out = _opened(ours, chain, audits)
-    finding = combine_partials(chain[-1], asked, _partials(partials), alpha=alpha, audits=left_out, opened=word)
+    before = _signed(out)
+    given = _partials(partials)
+    if before is not None:
+        given = _added(before, asked, given, out)
+    finding = combine_partials(chain[-1], asked, given, alpha=alpha, audits=left_out, opened=word)
+    kept = None
+    if before is not None:
+        kept = _beside(out)
+        write_shared(kept, before.to_bytes())
     write_shared(out, Certificate.of(finding).to_bytes())
     if json:
-        typer.echo(jsonlib.dumps({"certificate": str(out), **_figures(finding)}))
+        earlier = {} if kept is None else {"kept": str(kept)}
+        typer.echo(jsonlib.dumps({"certificate": str(out), **earlier, **_figures(finding)}))
     else:
         _print_finding(finding, chain[-1].terms)
+        if before is not None:
+            signers = ", ".join(person.name for person in before.signers(chain[-1]))
+            typer.echo(f"the certificate that {signers} signed is in {kept} now, and holds as it is")
         names = [finding.names[str(p.point)] for p in finding.partials if p.point not in finding.wrong]
         typer.echo(f"written to {out}; now {', '.join(names)} sign it, each with: quorumark verify sign {out.name}")
     raise typer.Exit(EXIT_CODES[finding.verdict])
@@ -254,9 +269,9 @@ def sign(
     from quorumark.files import write_shared
     from quorumark.verify.check import sign as sign_certificate
 
-    member = here.member
-    ours = here.folder
-    signed = sign_certificate(member, keys.unlock(), read_certificate(certificate), consortium=ours)
+    given = read_certificate(certificate)
+    member, ours = here.member, here.folder_for(given.finding.query.manifest)
+    signed = sign_certificate(member, keys.unlock(here.home), given, consortium=ours)
     write_shared(certificate, signed.to_bytes())
     names = [person.name for person in signed.signers(ours.manifest())]
     if json:
@@ -398,10 +413,10 @@ def open_sealed(
     from quorumark.verify.examine import examine
     from quorumark.verify.reference import LAYOUT
 
-    ours = None if manifest is not None else here.folder
-    chain = _chain(ours, manifest)
     asked = read_as(query, "a query", Query.from_bytes)
-    examined = examine(here.member.identity(keys.unlock()), chain[-1], asked, _partials(partials))
+    ours = None if manifest is not None else here.folder_for(asked.manifest)
+    chain = _chain(ours, manifest)
+    examined = examine(here.member.identity(keys.unlock(here.home)), chain[-1], asked, _partials(partials))
     write_shared(out, examined.opened.to_bytes())
     if report is not None:
         folder = (manifest if manifest is not None else ours.manifest_path if ours else Path()).parent
@@ -487,14 +502,38 @@ def _as_asked_before(query: Query, out: Path) -> tuple[Query, bool]:
     return (before, True) if same else (query, False)
 
 
-def _is_signed(path: Path) -> bool:
-    """Whether a file is a certificate with signatures."""
+def _signed(path: Path) -> Certificate | None:
+    """The certificate in a file, if there is one and somebody has signed it."""
     from quorumark.errors import QuorumarkError
 
     try:
-        return bool(read_certificate(path).signatures)
+        found = read_certificate(path)
     except QuorumarkError:
-        return False
+        return None
+    return found if found.signatures else None
+
+
+def _added(before: Certificate, query: Query, partials: Sequence[Partial], out: Path) -> list[Partial]:
+    """The partials of a signed certificate and those that came later; a member's own in the certificate counts."""
+    from quorumark.errors import InputError
+
+    if before.finding.query.digest() != query.digest():
+        raise InputError("--out", "must not be a signed certificate of another query: name another file", str(out))
+    there = {partial.point for partial in before.finding.partials}
+    new = [partial for partial in partials if partial.point not in there]
+    if not new:
+        raise InputError(
+            "--out",
+            "is a signed certificate with all of these partials: sign or check it, or name another file",
+            str(out),
+        )
+    return [*before.finding.partials, *new]
+
+
+def _beside(path: Path) -> Path:
+    """A name for the earlier version of a file: the first of certificate-1.json, certificate-2.json, … that is free."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _chain(ours: ConsortiumFolder | None, manifest: Path | None) -> list[Any]:

@@ -2,6 +2,7 @@
 
     HOME/member.json                     the card: public, to be sent to the others
     HOME/identity.sealed                 the private keys
+    HOME/key-file                        where the key file is that opens this home: the path only, never backed up
     HOME/rules.json                      what this member answers without asking a person (written by hand, optional)
     HOME/consortia/ID/terms.json         ID: the first 16 digits of the first terms' digest
     HOME/consortia/ID/ceremony.sealed    while a ceremony runs
@@ -9,6 +10,7 @@
     HOME/consortia/ID/signed.json        which successor of which manifest this member signed: never two of one
     HOME/consortia/ID/manifest.json      the current one, once setup is finished
     HOME/consortia/ID/history/….json     the manifests before it, by the first 16 digits of their digests
+    HOME/consortia/ID/layout.json        public, with anchor.safetensors, groups.json, lora.json: what was agreed on
     HOME/consortia/ID/share-EPOCH.sealed
     HOME/consortia/ID/rounds/            what this member must not do twice in rounds of training (`consortium.memory`),
                                          and what an engine's node keeps (`node.journal`); in no backup
@@ -40,7 +42,7 @@ from quorumark.consortium.keystore import SealedReader, Unlock, read_sealed, wri
 from quorumark.consortium.records import Card, Manifest, Terms
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import CeremonyError, EvidenceError, KeystoreError, LayoutError, RecordError
-from quorumark.files import replacing, write_private, write_shared
+from quorumark.files import only_one, replacing, write_private, write_shared
 
 __all__ = ["ConsortiumFolder", "HomeFolder", "follow_back", "history_name"]
 
@@ -57,8 +59,10 @@ _KEPT = re.compile(
     r"member\.json|identity\.sealed|rules\.json|consortia/[0-9a-f]{16}/"
     r"(terms\.json|manifest\.json|history/[0-9a-f]{16}\.json|(history/)?stamps-[0-9a-f]{16}\.json|signed\.json"
     r"|share-[0-9]{1,9}\.sealed|archive\.bin"
-    r"|ledger\.jsonl|ledger\.head|queries/[0-9a-f]{64}\.bin)"
+    r"|ledger\.jsonl|ledger\.head|queries/[0-9a-f]{64}\.bin"
+    r"|layout\.json|anchor\.safetensors|groups\.json|lora\.json)"
 )
+_PUBLIC = ("member.json", "manifest.json", "layout.json", "anchor.safetensors", "groups.json", "lora.json")
 
 
 def read_file(path: Path, what: str, most: int = 0) -> bytes:
@@ -108,6 +112,7 @@ class HomeFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.rules_path = self.path / "rules.json"
+        self._key_file_path = self.path / "key-file"
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], name: str, unlock: Unlock) -> HomeFolder:
@@ -130,6 +135,16 @@ class HomeFolder:
         name = str(SealedReader(path, None, "identity").about.get("name"))
         return Identity.from_secret_bytes(name, read_sealed(path, unlock, "identity"))
 
+    def remember_key_file(self, path: str | os.PathLike[str]) -> None:
+        """Where the file is that opens this home's secrets, so that nobody has to say it again: the path, no secret."""
+        write_private(self._key_file_path, os.fsencode(Path(path).absolute()))
+
+    def key_file(self) -> Path | None:
+        """What `remember_key_file` was told."""
+        if not self._key_file_path.exists():
+            return None
+        return Path(os.fsdecode(read_file(self._key_file_path, "the path of a key file")))
+
     def consortium(self, terms: Terms) -> ConsortiumFolder:
         """This member's folder for one consortium, made if need be."""
         folder = self.path / "consortia" / terms.digest().hex()[:16]
@@ -146,13 +161,27 @@ class HomeFolder:
         """The consortium by the start of its id, or the only one there is."""
         found = [c for c in self.consortia() if which is None or c.path.name.startswith(which)]
         if len(found) != 1:
-            known = ", ".join(c.path.name for c in self.consortia())
+            known = ", ".join(f"{c.path.name} ({c.terms().name})" for c in self.consortia())
             if not known:
                 raise RecordError(
                     f"{str(self.path)!r} holds no consortium yet: finish a setup, or name another folder with --home"
                 )
-            raise RecordError(f"name one consortium of {str(self.path)!r} by its id (there: {known})")
+            how_many = "several consortia" if which is None or found else f"no consortium {which!r}"
+            raise RecordError(
+                f"{str(self.path)!r} holds {how_many}: name one with --consortium, by the start of its id ({known})"
+            )
         return found[0]
+
+    def consortium_of(self, manifest: str, genesis: str = "") -> ConsortiumFolder | None:
+        """The consortium that a manifest belongs to, by its digest, or by that of its first terms; None: no such."""
+        for place in self.consortia():
+            if genesis and genesis.startswith(place.path.name):
+                return place
+            files = (place.manifest_path, place.path / "history" / history_name(manifest))
+            for path in (path for path in files if path.exists()):
+                if read_as(path, "a manifest", Manifest.from_bytes).digest().hex() == manifest:
+                    return place
+        return None
 
     # --- backup ---
 
@@ -238,7 +267,7 @@ def _is_plain_tar(file: BinaryIO) -> bool:
 
 def _is_kept(entry: tarfile.TarInfo) -> bool:
     """Whether a home may hold such a file: by its name, and by its size where records have one."""
-    small = entry.size <= _LARGEST_RECORD or entry.name.endswith((".sealed", ".bin"))
+    small = entry.size <= _LARGEST_RECORD or entry.name.endswith((".sealed", ".bin", ".safetensors"))
     return entry.isfile() and not entry.issparse() and small and _KEPT.fullmatch(entry.name) is not None
 
 
@@ -256,7 +285,7 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
         content = archive.extractfile(entry)
         if content is None:
             raise tarfile.ReadError("not a file")
-        with replacing(target, 0o644 if target.name in ("member.json", "manifest.json") else 0o600) as file:
+        with replacing(target, 0o644 if target.name in _PUBLIC else 0o600) as file:
             shutil.copyfileobj(content, file, 1 << 20)
 
 
@@ -354,6 +383,21 @@ class ConsortiumFolder:
         if not isinstance(signed, dict) or not all(isinstance(v, str) for v in signed.values()):
             raise RecordError(f"{str(self._signed_path)!r} is damaged")
         return signed
+
+    def under_way(self) -> str:
+        """What is not finished here, in words; "" if nothing is."""
+        if self.ceremony_path.exists():
+            return "a ceremony (setup, check, refresh or reshare)"
+        if (self.path / "recovery.sealed").exists() or any(self.path.glob("help-*.sealed")):
+            return "a recovery"
+        return "an amendment that this member signed" if self.pending() else ""
+
+    def forget(self) -> None:
+        """Erases all that this member has of the consortium, secrets first. Nobody else's share changes."""
+        with only_one(self.path):
+            for path in (*self.path.rglob("*.sealed"), self.archive_path):
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self.path)
 
     def check_idle(self) -> None:
         """No ceremony may be under way where the manifest is to change."""

@@ -22,6 +22,7 @@ __all__ = [
     "about_cost",
     "about_layers",
     "about_left_out",
+    "about_quorum",
     "sentence",
     "sentences",
 ]
@@ -94,7 +95,8 @@ SENTENCES: dict[str, str] = {
         "that were matched can be decoys"
     ),
     "finding.uncorroborated": (
-        "uncorroborated: {partials} partials open a number whatever they say, so one lying member could have set it"
+        "uncorroborated: {partials} partials open a number whatever they say, so one lying member could have set it; "
+        "with one more answer, combined again, that would be noticed"
     ),
     "finding.corroborated": (
         "corroborated: {partials} partials agree; up to {liars} lying members would have been noticed"
@@ -137,8 +139,12 @@ SENTENCES: dict[str, str] = {
     "guard.vector": "the query did not name the vector x that this member computed from the suspect",
     "guard.statistic": "the query used the statistic '{statistic}', but '{agreed}' is agreed",
     "guard.statistic-policy": "this member's policy does not list the statistic '{statistic}'",
-    "guard.forgotten-leaves": "the query did not leave out {count} leaves that audits opened, the first: {leaves}",
-    "guard.unexplained-leaves": "the query left out {count} leaves that no known audit opened, the first: {leaves}",
+    "guard.forgotten-leaves": (
+        "the query did not leave out {count:,} leaves of the key that audits opened: verify prepare --audit does"
+    ),
+    "guard.unexplained-leaves": (
+        "the query left out {count:,} leaves of the key that no known audit opened: verify partial --audit explains it"
+    ),
     "guard.leaf-not-zero": "the vector x was not zero on the leaf {leaf}, which an audit opened",
     "guard.budget": "the query would have opened more than the {budget} equations of the consortium's life",
     "guard.max-answers": "all {answers} answers that this member's policy allows were given",
@@ -346,7 +352,12 @@ PHRASES: dict[str, str] = {
         "{energy:.2f} % of what the suspect would have shown"
     ),
     "audit-opened": "leaves of them that the audit {audit:.16} opened: {leaves:,}",
-    "unexplained": "NOTHING EXPLAINS why these leaves are left out: {leaves:,}",
+    "unexplained": "NOTHING EXPLAINS why {leaves:,} of these leaves are left out; --audit with a proof would",
+    "quorum": (
+        "{enough} members' answers give a verdict, but one who lies could have set it (uncorroborated); ask {better}, "
+        "so that a lie is noticed"
+    ),
+    "quorum-all": "all {enough} members must answer, and one who lies could have set the number (uncorroborated)",
     "charges-by-layers": (
         "z and Q are two tests, and the asker had a choice of what to leave out and how to read the suspect: both "
         "thresholds pay for all of that, 10^{log10_choices} ways in all; z* is {charged} instead of {agreed}"
@@ -398,6 +409,12 @@ def about_left_out(query: Query, terms: Terms, audits: Mapping[str, Collection[i
     if rest:
         texts.append(PHRASES["unexplained"].format(leaves=rest))
     return texts
+
+
+def about_quorum(terms: Terms) -> str:
+    """How many answers to ask for: with t alone nobody can tell a liar."""
+    phrase = PHRASES["quorum" if terms.members > terms.threshold else "quorum-all"]
+    return phrase.format(enough=terms.threshold, better=terms.threshold + 1)
 
 
 def about_layers(query: Query) -> list[str]:

@@ -57,7 +57,9 @@ def find_consortium(home: HomeFolder, terms: Terms, which: str | None = None) ->
             current.point_of(home.card().ed25519)
             found.append(consortium)
     if len(found) > 1:
-        raise RecordError(f"these terms could follow several consortia of {str(home.path)!r}: name one by its id")
+        raise RecordError(
+            f"these terms could follow several consortia of {str(home.path)!r}: name one with --consortium"
+        )
     return found[0] if found else None
 
 

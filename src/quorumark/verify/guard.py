@@ -177,16 +177,16 @@ def _check_query(
     _require(
         not forgotten,
         "forgotten-leaves",
-        f"the query does not leave out {_leaves(forgotten)}, which an audit opened; ask again with what explains that "
-        "audit (verify prepare --audit)",
+        f"the query does not leave out {_leaves(forgotten)} that an audit opened: prepare it again with --audit PROOF, "
+        "the file that `verify audit check --keep` wrote",
         count=len(forgotten),
         leaves=tuple(forgotten[:_SHOWN]),
     )
     _require(
         not added,
         "unexplained-leaves",
-        f"the query leaves out {_leaves(added)}, and nothing that this member knows explains why; send it the audits "
-        "that opened them (verify partial --audit), or ask again without leaving them out",
+        f"the query leaves out {_leaves(added)}, and this member knows of no audit that opened them: answer with "
+        "--audit PROOF, the file that `verify audit check --keep` wrote, or prepare the query again without it",
         count=len(added),
         leaves=tuple(added[:_SHOWN]),
     )
@@ -279,11 +279,8 @@ def _check_query(
 
 
 def _leaves(numbers: Sequence[int]) -> str:
-    """The leaf 3; the leaves 3, 7 and 40 more."""
-    if len(numbers) == 1:
-        return f"the leaf {numbers[0]}"
-    more = len(numbers) - _SHOWN
-    return f"the leaves {', '.join(map(str, numbers[:_SHOWN]))}{f' and {more} more' if more > 0 else ''}"
+    """A leaf of the key; 33 leaves of the key. Which ones helps nobody; the reason's values have the first of them."""
+    return f"{len(numbers):,} {'leaf' if len(numbers) == 1 else 'leaves'} of the key"
 
 
 def _check_layers(layers: Layers, x: Numbers, terms: Terms, rules: AnswerRules, blocks: Blocks | None) -> None:
