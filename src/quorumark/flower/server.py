@@ -367,11 +367,15 @@ class _Carrier:
         """Ends a run in whose first round every node that replied refused, and will again: somebody must act first."""
         if self._nodes or self._mended or not report.excluded:
             return
-        reasons = [f"{self._name(point)}: {reason}" for point, reason in sorted(report.excluded.items(), reverse=True)]
+        said: dict[str, list[str]] = {}
+        for point, reason in sorted(report.excluded.items(), reverse=True):
+            said.setdefault(reason, []).append(self._name(point))
         silent = len(report.lost.get("train", ()))
         raise RoundError(
-            f"no round of this run was finished, and there is no new model: all {len(reasons)} nodes that replied "
-            "refuse" + (f", and {silent} did not reply" if silent else "") + "\n  " + "\n  ".join(reasons)
+            f"no round of this run was finished, and there is no new model: all {len(report.excluded)} nodes that "
+            "replied refuse"
+            + (f", and {silent} did not reply" if silent else "")
+            + "".join(f"\n  {', '.join(nodes)}: {reason}" for reason, nodes in said.items())
         )
 
     def ask_all(
