@@ -246,7 +246,7 @@ class Watermarked:
                 "(qm.Reference.publish writes it there)",
                 f"nothing, and there is no {str(path)!r}",
             )
-        model = tensors(arrays) if given else {name: np.asarray(t) for name, t in read_safetensors(path).items()}
+        model = tensors(arrays) if given else _read_anchor(path)
         layout = (
             ModelLayout.of(model)
             if self._layout_path is None
@@ -272,6 +272,13 @@ class Watermarked:
         if terms.buffers and layout.buffers_digest(model).hex() != terms.buffers:
             raise _not_agreed(*what, "integers", layout.buffers_digest(model).hex(), terms.buffers)
         return model, layout
+
+
+def _read_anchor(path: Path) -> dict[str, NDArray[Any]]:
+    """The model in a file. Files are sorted by name; where names are numbers, as Flower gives them to a list of arrays,
+    apps rely on their order."""
+    found = {name: np.asarray(tensor) for name, tensor in read_safetensors(path).items()}
+    return {name: found[name] for name in (sorted(found, key=int) if all(map(str.isdecimal, found)) else found)}
 
 
 def _not_agreed(argument: str, remedy: str, part: str, found: str, agreed: str) -> InputError:
