@@ -1,8 +1,10 @@
-"""Runs examples/flower-quickstart in Flower's simulation, with the consortium that its `prepare` made here."""
+"""Runs the quickstart app that is in this folder in Flower's simulation, with the settings of its pyproject.toml and
+the consortium that `prepare` made here."""
 
 from __future__ import annotations
 
 import copy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,9 @@ from flwr.simulation import run_simulation
 
 from quickstart import client_app, server_app
 
-HOMES = Path("consortium").resolve()
-SETTINGS = {
-    "num-server-rounds": 3,
-    "fraction-train": 1.0,
-    "local-epochs": 10,
-    "lr": 0.05,
-    "quorumark-homes": str(HOMES),
-}
+SETTINGS = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+assert "quorumark-homes" in SETTINGS  # Flower refuses others in --run-config
+SETTINGS["quorumark-homes"] = str(Path("consortium").resolve())
 
 
 class Configured(ClientApp):  # type: ignore[misc]

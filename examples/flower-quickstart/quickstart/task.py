@@ -12,31 +12,40 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 6, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.pool = nn.MaxPool2d(2, 2)
-        self.conv2 = nn.Conv2d(6, 16, 3, padding=1)
-        self.fc1 = nn.Linear(16 * 2 * 2, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, 10)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.fc1 = nn.Linear(32 * 2 * 2, 512)
+        self.fc2 = nn.Linear(512, 128)
+        self.fc3 = nn.Linear(128, 10)
 
     def forward(self, x):
         x = self.pool(F.relu(self.conv1(x)))
         x = self.pool(F.relu(self.conv2(x)))
-        x = x.view(-1, 16 * 2 * 2)
+        x = x.view(-1, 32 * 2 * 2)
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
         return self.fc3(x)
 
 
 def load_data(partition_id, num_partitions):
-    """A client's part: four fifths to train, one to test."""
-    pixels, labels = load_digits(return_X_y=True)
-    part = torch.arange(partition_id, len(labels), num_partitions)
-    images = torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)[part]
-    targets = torch.tensor(labels)[part]
+    """A client's part of the training data: four fifths to train, one to test."""
+    images, targets = _digits()
+    part = torch.arange(partition_id, 1500, num_partitions)
     cut = len(part) * 4 // 5
-    train, test = TensorDataset(images[:cut], targets[:cut]), TensorDataset(images[cut:], targets[cut:])
+    train, test = (TensorDataset(images[some], targets[some]) for some in (part[:cut], part[cut:]))
     return DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=32)
+
+
+def load_test_data():
+    """What no client trains on."""
+    images, targets = _digits()
+    return DataLoader(TensorDataset(images[1500:], targets[1500:]), batch_size=32)
+
+
+def _digits():
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(labels)
 
 
 def train(net, trainloader, epochs, lr):

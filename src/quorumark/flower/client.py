@@ -283,8 +283,9 @@ def member_of(context: Any, *, setup: bool = False) -> Stages:
 
 
 _HOMES = (
-    'to the folder with all members\' homes: quorumark-homes = "/home/me/app/consortium" under [tool.flwr.app.config] '
-    "in the app's pyproject.toml, or flwr run . --run-config 'quorumark-homes=\"/home/me/app/consortium\"'"
+    "to the folder with all members' homes, as a whole path: flwr run . --run-config "
+    "\"quorumark-homes='$PWD/consortium'\", and in the app's pyproject.toml, so that Flower knows the name, "
+    'quorumark-homes = "" under [tool.flwr.app.config]'
 )
 
 

@@ -249,7 +249,7 @@ class Watermarked:
                 "(qm.Reference.publish writes it there)",
                 f"nothing, and there is no {str(path)!r}",
             )
-        model = tensors(arrays) if given else {name: np.asarray(t) for name, t in read_safetensors(path).items()}
+        model = tensors(arrays) if given else _read_anchor(path)
         layout = (
             ModelLayout.of(model)
             if self._layout_path is None
@@ -275,6 +275,13 @@ class Watermarked:
         if terms.buffers and layout.buffers_digest(model).hex() != terms.buffers:
             raise _not_agreed(*what, "integers", layout.buffers_digest(model).hex(), terms.buffers)
         return model, layout
+
+
+def _read_anchor(path: Path) -> dict[str, NDArray[Any]]:
+    """The model in a file. Files are sorted by name; where names are numbers, as Flower gives them to a list of arrays,
+    apps rely on their order."""
+    found = {name: np.asarray(tensor) for name, tensor in read_safetensors(path).items()}
+    return {name: found[name] for name in (sorted(found, key=int) if all(map(str.isdecimal, found)) else found)}
 
 
 def _not_agreed(argument: str, remedy: str, part: str, found: str, agreed: str) -> InputError:
@@ -374,11 +381,15 @@ class _Carrier:
         """Ends a run in whose first round every node that replied refused, and will again: somebody must act first."""
         if self._nodes or self._mended or not report.excluded:
             return
-        reasons = [f"{self._name(point)}: {reason}" for point, reason in sorted(report.excluded.items(), reverse=True)]
+        said: dict[str, list[str]] = {}
+        for point, reason in sorted(report.excluded.items(), reverse=True):
+            said.setdefault(reason, []).append(self._name(point))
         silent = len(report.lost.get("train", ()))
         raise RoundError(
-            f"no round of this run was finished, and there is no new model: all {len(reasons)} nodes that replied "
-            "refuse" + (f", and {silent} did not reply" if silent else "") + "\n  " + "\n  ".join(reasons),
+            f"no round of this run was finished, and there is no new model: all {len(report.excluded)} nodes that "
+            "replied refuse"
+            + (f", and {silent} did not reply" if silent else "")
+            + "".join(f"\n  {', '.join(nodes)}: {reason}" for reason, nodes in said.items()),
             code="round.none-finished",
         )
 

@@ -494,7 +494,8 @@ def _check_near(round_no: int, last: int) -> None:
     """Numbers never repeat: a member that went far ahead could take part in nothing any more."""
     if round_no - last >= FAR:
         raise RoundError(
-            f"round {round_no} is too far after round {last}, the last one: use the next numbers",
+            f"round {round_no} is too far after round {last}, the last one: let the server go on after that one "
+            f"(watermarked(…, after={last}))",
             code="round.wrong-number",
         )
 

@@ -1,0 +1,1 @@
+"""A quickstart app, as users have it."""

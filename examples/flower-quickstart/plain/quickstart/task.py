@@ -1,0 +1,76 @@
+"""Model, data, training: a quickstart's, on digits that scikit-learn brings along instead of a download."""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    """A network with two convolutions and three linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.fc1 = nn.Linear(32 * 2 * 2, 512)
+        self.fc2 = nn.Linear(512, 128)
+        self.fc3 = nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = self.pool(F.relu(self.conv1(x)))
+        x = self.pool(F.relu(self.conv2(x)))
+        x = x.view(-1, 32 * 2 * 2)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x)
+
+
+def load_data(partition_id, num_partitions):
+    """A client's part of the training data: four fifths to train, one to test."""
+    images, targets = _digits()
+    part = torch.arange(partition_id, 1500, num_partitions)
+    cut = len(part) * 4 // 5
+    train, test = (TensorDataset(images[some], targets[some]) for some in (part[:cut], part[cut:]))
+    return DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=32)
+
+
+def load_test_data():
+    """What no client trains on."""
+    images, targets = _digits()
+    return DataLoader(TensorDataset(images[1500:], targets[1500:]), batch_size=32)
+
+
+def _digits():
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels / 16, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(labels)
+
+
+def train(net, trainloader, epochs, lr):
+    """Trains on the training set; the average loss."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    net.train()
+    running_loss = 0.0
+    for _ in range(epochs):
+        for images, labels in trainloader:
+            optimizer.zero_grad()
+            loss = criterion(net(images), labels)
+            loss.backward()
+            optimizer.step()
+            running_loss += loss.item()
+    return running_loss / (epochs * len(trainloader))
+
+
+def test(net, testloader):
+    """Loss and accuracy on the test set."""
+    criterion = nn.CrossEntropyLoss()
+    correct, loss = 0, 0.0
+    with torch.no_grad():
+        for images, labels in testloader:
+            outputs = net(images)
+            loss += criterion(outputs, labels).item()
+            correct += (outputs.argmax(1) == labels).sum().item()
+    return loss / len(testloader), correct / len(testloader.dataset)
