@@ -17,6 +17,7 @@
     ├── InconclusiveError       a suspect that cannot be tested: says why
     ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
+    ├── UserCodeError           a function in the user's own file failed: shows the traceback from that file on
     └── MissingDependencyError  a part that needs an extra which is not installed
 
 A text that people read: one sentence that says what is wrong, and the remedy where there is one. Refusals that a record
@@ -159,6 +160,10 @@ class GuardError(QuorumarkError):
 
 class KeystoreError(QuorumarkError):
     """A sealed file that cannot be opened or written."""
+
+
+class UserCodeError(QuorumarkError):
+    """A function in the user's own file raised an exception; the text has the line and the traceback."""
 
 
 class MissingDependencyError(QuorumarkError, ImportError):
