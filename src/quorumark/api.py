@@ -2,7 +2,8 @@
 
     homes = [qm.Home.create(f"members/{name}", name, key_file=f"members/{name}.key") for name in names]
     groups = qm.derive_groups(net, example)
-    terms = qm.Terms.agree("hospitals", 3, [(home.card, examples) for home, examples in …], model, groups=groups)
+    cards = [(home.card, examples) for home, examples in …]
+    terms = qm.Terms.agree("hospitals", 3, cards, model, groups=groups, rounds=30)  # or strength={…}
     qm.Home.make_key(homes, terms)                                   # or, on each machine: home.setup(terms, folder)
     run = qm.Federation.of_homes(homes, model, train, data)
     for report in run.rounds(20): …

@@ -13,6 +13,7 @@ from quorumark.cli.options import DEFAULT_HOME, From, HomeOption, Json
 if TYPE_CHECKING:
     from quorumark.align.groups import Groups
     from quorumark.consortium.records import Terms
+    from quorumark.consortium.strength import Strength
     from quorumark.model.layout import ModelLayout
 
 app = typer.Typer(
@@ -53,8 +54,14 @@ def create(
         list[str] | None,
         typer.Option(
             help="How strong the mark is: NAME=VALUE, like lr=cosine:50 or rho=0.1 (docs/strength.md); may be "
-            "repeated. By default rule=rho, rho=0.05, c_max=0.03, dither=3."
+            "repeated. What is left out is chosen for --rounds; without that, rho=0.05, c_max=0.03."
         ),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="How many rounds you will train: how strong the mark must be depends on it.")
+    ] = None,
+    target_z: Annotated[
+        float | None, typer.Option(help="What z a verification should find after those; 12 by default.")
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -81,7 +88,6 @@ def create(
         Terms,
         anchor_of,
     )
-    from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
     from quorumark.files import write_shared
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -118,9 +124,10 @@ def create(
         agreed["groups"] = coupled.digest()
     if factors is not None:
         agreed["lora"] = factors.digest()
+    chosen, expected = _planned(layout.coordinates, rounds, target_z, _pairs("--strength", strength))
     digests |= {
         "policy": Policy.of(agreed),
-        "strength": Strength.of(_pairs("--strength", strength), layout.coordinates),
+        "strength": chosen,
         "statistic": _statistic(statistic),
     }
     terms = Terms(
@@ -145,7 +152,35 @@ def create(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
-    typer.echo("\n".join(_coverage(coupled, layout if adapted is None else base_layout(adapted))))
+    typer.echo("\n".join([*_coverage(coupled, layout if adapted is None else base_layout(adapted)), *expected]))
+
+
+def _planned(
+    coordinates: int, rounds: int | None, target_z: float | None, given: dict[str, str]
+) -> tuple[Strength, list[str]]:
+    """The strength for so many rounds, and what to expect of it in plain words."""
+    from quorumark.consortium.plan import TARGET_Z, Plan, unplanned
+    from quorumark.consortium.strength import Strength
+    from quorumark.errors import InputError
+
+    if rounds is None and target_z is not None:
+        raise InputError("--target-z", "must come with --rounds")
+    if rounds is None:
+        chosen = Strength.of(given, coordinates)
+        return chosen, [f"WARNING: {unplanned(chosen, coordinates).text}: --rounds"]
+    if "rounds" in given:
+        raise InputError("--strength", "must not set rounds: pass --rounds", given["rounds"])
+    plan = Plan.propose(coordinates, rounds, target_z=TARGET_Z if target_z is None else target_z, strength=given)
+    return Strength.of(plan.strength, coordinates), plan.lines()
+
+
+def _expected(terms: Terms) -> list[str]:
+    """What z to expect of terms, if they say for how many rounds."""
+    from quorumark.consortium.plan import Plan, unplanned
+
+    if not terms.strength.rounds:
+        return [unplanned(terms.strength, terms.coordinates).text]
+    return Plan.of(terms.strength, terms.coordinates, terms.strength.rounds).lines()
 
 
 def _coverage(groups: Groups | None, layout: ModelLayout) -> list[str]:
@@ -199,6 +234,8 @@ def show(
     for title, settings in (("strength", terms.strength.as_dict()), ("policy", terms.policy.as_dict())):
         shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.DIGESTS]
         console.print(f"{title:<8} {' '.join(shown)}")
+    for line in _expected(terms):
+        console.print(line)
     for line in _coverage_beside(file.parent, terms):
         console.print(line)
     if manifest is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from quorumark.canonical import canonical, digest, parse, started
 from quorumark.checks import field_names, is_count, is_hex, is_name, is_time, require, take
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
+from quorumark.consortium.plan import TARGET_Z, Advice, Plan, PlanWarning, unplanned
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.strength import Strength
 from quorumark.errors import InputError, RecordError
@@ -181,13 +183,18 @@ class Terms:
         groups: AgreedGroups | None = None,
         without_alignment: bool = False,
         policy: Mapping[str, str] | None = None,
+        rounds: int | None = None,
+        target_z: float = TARGET_Z,
+        strength: Mapping[str, str] | Strength | None = None,
         **settings: Any,
     ) -> Self:
         """Terms for a public initial model: each member's card with its number of examples, in the order of points.
 
         `layout` says which weights carry, if the default will not do. `groups` are the channels that belong together
         (`derive_groups`). Without them no suspect can be aligned later, so that anyone who renumbers channels hides the
-        mark; that must be said with `without_alignment`. The others are fields of the terms.
+        mark; that must be said with `without_alignment`. `rounds` is how long you will train: the strength is chosen so
+        that a verification finds `target_z` then, but for what `strength` sets; a `PlanWarning` says where that may not
+        be reached (`quorumark.consortium.plan`). The others are fields of the terms.
         """
         if not groups and not without_alignment:
             raise InputError(
@@ -195,6 +202,7 @@ class Terms:
                 "must be the model's groups (quorumark.derive_groups), or without_alignment must be True",
             )
         layout = layout or ModelLayout.of(model)
+        strength = _planned(layout.coordinates, rounds, target_z, strength)
         rules = dict(policy or {}) | ({} if groups is None else {"groups": groups.digest()})
         about = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -202,7 +210,7 @@ class Terms:
         }
         return cls(
             name, threshold, roster_of(members), layout.digest(), layout.coordinates, anchor_of(layout, model),
-            policy=Policy.of(rules), **{**about, **settings},
+            policy=Policy.of(rules), strength=strength, **{**about, **settings},
         )  # fmt: skip
 
     @property
@@ -249,6 +257,22 @@ class Terms:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         return cls.from_dict(parse(data, cls.FORMAT, "a consortium's terms"))
+
+
+def _planned(
+    coordinates: int, rounds: int | None, target_z: float, strength: Mapping[str, str] | Strength | None
+) -> Strength:
+    """The strength for so many rounds, with a warning where it may not be enough, or where nobody said."""
+    given = strength.as_dict() if isinstance(strength, Strength) else strength
+    if rounds is None:
+        chosen = Strength.of(given or {}, coordinates)
+        advice: tuple[Advice, ...] = () if given else (unplanned(chosen, coordinates),)
+    else:
+        plan = Plan.propose(coordinates, rounds, target_z=target_z, strength=given)
+        chosen, advice = Strength.of(plan.strength, coordinates), () if plan.enough else plan.advice
+    for one in advice:
+        warnings.warn(f"{one.text} ({one.code})", PlanWarning, stacklevel=3)
+    return chosen
 
 
 def roster_of(members: Iterable[tuple[Card, int]]) -> tuple[Member, ...]:

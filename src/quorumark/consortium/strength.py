@@ -30,6 +30,7 @@ _RULES: dict[str, tuple[set[str], dict[str, str]]] = {
     "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
+_OPTIONAL = {"rounds"}  # left out: not said
 _DECIMALS = ("rho", "z", "c", "c_max", "dither", "continuity")
 
 
@@ -72,9 +73,10 @@ class Strength:
             raise InputError("strength", f"must name a rule: {', '.join(_RULES)}", repr(rule))
         needed, defaults = _RULES[rule]
         known = {"rule": rule, **defaults, **_COMMON, **settings}
-        missing, unknown = needed - known.keys(), known.keys() - needed - defaults.keys() - _COMMON.keys() - {"rule"}
+        allowed_names = needed | defaults.keys() | _COMMON.keys() | _OPTIONAL
+        missing, unknown = needed - known.keys(), known.keys() - allowed_names - {"rule"}
         if missing or unknown:
-            wanted = ", ".join(sorted(needed | defaults.keys() | _COMMON.keys()))
+            wanted = ", ".join(sorted(allowed_names))
             received = f"without {min(missing)!r}" if missing else f"with {min(unknown)!r}"
             raise InputError("strength", f"under the rule {rule!r} has the settings {wanted}", f"one {received}")
         rho = ratio_of("strength 'rho'", known["rho"], Fraction(1, 2)) if rule == "rho" else 0
@@ -92,6 +94,8 @@ class Strength:
         for name, allowed in choices.items():
             if known.get(name, allowed[0]) not in allowed:
                 raise InputError(f"strength {name!r}", f"must be {' or '.join(allowed)}", repr(known[name]))
+        if "rounds" in known and not re.fullmatch("[1-9][0-9]{0,5}", known["rounds"]):
+            raise InputError("strength 'rounds'", "must be an integer, at least 1", repr(known["rounds"]))
         _rates(known["lr"])
         dither, continuity = _nets(known, c_max)
         return cls(
@@ -111,6 +115,11 @@ class Strength:
     def as_dict(self) -> dict[str, str]:
         """All settings as strings, each in its one spelling."""
         return dict(self.settings)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds are planned; 0 if the terms do not say."""
+        return int(self.as_dict().get("rounds", "0"))
 
     @property
     def needs_norms(self) -> bool:
