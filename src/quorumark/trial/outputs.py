@@ -28,7 +28,8 @@ def commands(prepared: Prepared, folder: str = ".") -> str:
         "--without-alignment" if prepared.groups is None else f"--groups {shlex.quote(str(where / 'groups.json'))}"
     )
     words += [f"--exclude {shlex.quote(name)}" for name in _excluded(prepared)]
-    words += [f"--strength {shlex.quote(f'{name}={value}')}" for name, value in sorted(setting.strength.items())]
+    words.append(f"--rounds {setting.rounds}")
+    words += [f"--strength {shlex.quote(f'{name}={value}')}" for name, value in setting.shown.items()]
     words += [f"--member {shlex.quote(f'CARD-{n}.json:{count}')}" for n, count in enumerate(setting.examples, 1)]
     return " \\\n    ".join([*words, "--out agreed"])
 
@@ -47,7 +48,7 @@ def write_outputs(prepared: Prepared, trial: Trial, folder: Path, console: Conso
     shutil.rmtree(folder / "control")
     write_shared(folder / "trial.json", (json.dumps(trial.as_dict(), indent=2) + "\n").encode())
     line = commands(prepared, str(folder) if kept else "")
-    write_shared(folder / "create.sh", (line + "\n").encode())
+    write_shared(folder / "settings.txt", (line + "\n").encode())
     write_page(folder / "report.html", trial_page(trial, line))
     if not kept:
         console.print(

@@ -50,7 +50,7 @@ def trial_page(trial: Trial, command: str) -> str:
             z=_number(None if original is None else original.z) or "none",
             threshold=_number(None if original is None else original.threshold),
             forecast=_number(trial.forecast),
-            planned="" if setting.planned is None else f"{setting.planned:.0f}",
+            planned=f"{setting.planned:.0f}",
             rows=rows,
             costs=[text[:1].upper() + text[1:] + "." for text in costs],
             command=command,

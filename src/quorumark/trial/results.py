@@ -32,6 +32,7 @@ class Setting:
     rounds: int
     seed: int
     strength: Mapping[str, str]
+    chosen: tuple[str, ...]  # the settings of the strength that the user set
     names: tuple[str, ...]
     examples: tuple[int, ...]
     weights: int
@@ -39,8 +40,14 @@ class Setting:
     groups: int
     covered: float
     metric: bool
-    planned: float | None
+    planned: float  # what most models reach, and below what the slowest did
+    planned_least: float
     warnings: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """The settings of the strength that matter: those that were planned, and those that the user set."""
+        return {n: text for n, text in sorted(self.strength.items()) if n in ("rho", "c_max", *self.chosen)}
 
     @property
     def answering(self) -> int:
@@ -216,6 +223,7 @@ class Trial:
             "difference": None if self.loss is None else {"value": self.loss[0], "chance": self.loss[1]},
             "z": {
                 "planned": self.setting.planned,
+                "planned_least": self.setting.planned_least,
                 "forecast": self.forecast,
                 "measured": None if original is None else original.z,
                 "threshold": None if original is None else original.threshold,

@@ -19,6 +19,8 @@ from quorumark.align.coverage import Coverage
 from quorumark.align.groups import Groups
 from quorumark.align.trace import UnknownOperation
 from quorumark.consortium.hiding import check_roster
+from quorumark.consortium.plan import Plan
+from quorumark.consortium.policy import Policy
 from quorumark.errors import InputError, QuorumarkError, RoundError
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.attacks import Target
@@ -32,6 +34,7 @@ __all__ = ["FILES", "Options", "Prepared", "Watch", "conduct", "prepare"]
 NAMES = ("Avon", "Birch", "Cedar", "Delta", "Elm", "Forth", "Gale", "Hazel", "Iris", "Juniper")
 FILES = {"model": "model.safetensors", "unmarked": "unmarked.safetensors", "certificate": "certificate.json"}
 TUNED = 10  # so many times train() again, on one member's data
+THRESHOLD = float(Policy().z)
 CONTROL = 1024  # coordinates of the control's key: nothing is marked with it, and a short key is made in no time
 
 
@@ -119,7 +122,8 @@ def prepare(user: UserFile, options: Options) -> Prepared:
         options.quorum,
         options.rounds,
         options.seed,
-        planned.strength,
+        dict(planned.strength),
+        tuple(sorted(options.strength)),
         names,
         tuple(user.examples(own) for own in data),
         sum(tensor.numel() for tensor in initial.values()),
@@ -127,25 +131,27 @@ def prepare(user: UserFile, options: Options) -> Prepared:
         0 if groups is None else len(groups.groups),
         coverage,
         metric is not None,
-        planned.z,
-        (*planned.warnings, *notes),
+        planned.expected_z,
+        planned.least_z,
+        (*(advice.text for advice in planned.advice), *notes),
     )
     return Prepared(user, setting, initial, data, layout, groups, example, once)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The strength to train with, and what z to expect of it."""
-
-    strength: Mapping[str, str]
-    z: float | None = None
-    warnings: tuple[str, ...] = ()
-
-
-def plan(layout: ModelLayout, options: Options) -> Planned:
-    """How strong the mark will be. A model that cannot be marked is refused here, with figures."""
-    strength = {"rule": "rho", "rho": "0.1", "c_max": "0.1", **options.strength}
-    return Planned(strength)
+def plan(layout: ModelLayout, options: Options) -> Plan:
+    """How strong the mark will be. Where not even a usual model would pass, it is refused here, with figures."""
+    if options.strength.get("warmup_rounds", "0") != "0":
+        raise InputError("--strength", "must leave warmup_rounds at 0 in a trial", options.strength["warmup_rounds"])
+    found = Plan.propose(layout, options.rounds, strength=options.strength)
+    if found.expected_z < THRESHOLD and found.strength["rule"] != "paper":
+        told = " ".join(advice.text for advice in found.advice)
+        raise InputError(
+            "the model",
+            f"must be large enough for a mark, and the run long enough: z = {THRESHOLD:g} is needed",
+            f"{layout.coordinates:,} weights that can carry it and {options.rounds} rounds, of which "
+            f"z = {found.expected_z:.1f} is expected: {told}",
+        )
+    return found
 
 
 def find_groups(module: Any, example: Any, layout: ModelLayout) -> tuple[Groups | None, tuple[str, ...]]:
@@ -179,9 +185,9 @@ def conduct(prepared: Prepared, folder: Path, watch: Watch | None = None) -> Tri
     watch, started = watch or Watch(), time.perf_counter()
     setting, trial = prepared.setting, Trial(prepared.setting)
     with watch.busy("making the key"):
-        homes, seconds = found(prepared, folder / "members", prepared.layout)
+        homes, seconds = found(prepared, folder / "members", prepared.layout, setting.strength)
         # the control has a consortium of its own: no two sums of one round are ever opened in one
-        others, _ = found(prepared, folder / "control", _short(prepared))
+        others, _ = found(prepared, folder / "control", _short(prepared), {"lr": setting.strength["lr"]})
     watch.key_made(trial, seconds)
     marked, unmarked = _train(prepared, trial, homes, others, watch)
     trial.costs = Costs.of(marked.reports, unmarked.reports, setting.weights, seconds, setting.carriers)
@@ -196,7 +202,7 @@ def conduct(prepared: Prepared, folder: Path, watch: Watch | None = None) -> Tri
     with watch.busy("attacks"):
         panel.attack(models["model"])
     with watch.busy("the control"):
-        trial.control = panel.ask("the control, trained without the mark", models["unmarked"])
+        trial.control = panel.ask("trained without the mark", models["unmarked"])
     with watch.busy("a permutation of channels"):
         panel.permute(models["model"])
     trial.seconds = time.perf_counter() - started
@@ -209,7 +215,9 @@ def _short(prepared: Prepared) -> ModelLayout:
     )
 
 
-def found(prepared: Prepared, members: Path, layout: ModelLayout) -> tuple[list[qm.Home], float]:
+def found(
+    prepared: Prepared, members: Path, layout: ModelLayout, strength: Mapping[str, str]
+) -> tuple[list[qm.Home], float]:
     """Homes for all members, terms and a key, as `quorumark member init`, `consortium create`, `setup dkg` do it."""
     setting = prepared.setting
     started = time.perf_counter()
@@ -222,7 +230,7 @@ def found(prepared: Prepared, members: Path, layout: ModelLayout) -> tuple[list[
         layout=layout,
         groups=prepared.groups,
         without_alignment=prepared.groups is None,
-        strength=setting.strength,
+        strength=strength,
     )
     check_roster(terms)
     qm.Home.make_key(homes, terms, repeatable=True)

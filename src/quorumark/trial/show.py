@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quorumark.trial.results import Costs, Tested, Trial, points
-from quorumark.trial.run import Prepared, Watch
+from quorumark.trial.run import THRESHOLD, Prepared, Watch
 from quorumark.trial.userfile import Score
 
 __all__ = ["Screen", "curves"]
@@ -43,9 +43,12 @@ class Screen(Watch):
         if setting.groups:
             self._say("channels", f"{setting.groups} groups: copies with renumbered channels can be put back in order")
         self._say("data", f"{', '.join(f'{count:,}' for count in setting.examples)} examples")
-        settings = " ".join(f"{name}={value}" for name, value in sorted(setting.strength.items()))
-        expected = "" if setting.planned is None else f"z = {setting.planned:.0f} is expected; "
-        self._say("plan", f"{expected}{settings}")
+        settings = " ".join(f"{name}={value}" for name, value in setting.shown.items())
+        self._say(
+            "plan",
+            f"z = {setting.planned:.0f} is expected after {setting.rounds} rounds, {setting.planned_least:.0f} at "
+            f"least; {THRESHOLD:g} is needed ({settings})",
+        )
         for text in setting.warnings:
             self._say("warning", text)
         seconds = 2 * setting.rounds * setting.members * prepared.once
@@ -73,8 +76,8 @@ class Screen(Watch):
         self._console.print(_tests(trial))
         original, costs = trial.original, trial.costs
         if original is not None and original.z is not None:
-            planned = "" if trial.setting.planned is None else f"{trial.setting.planned:.0f} planned, "
-            self._say("z", f"{planned}{trial.forecast:.1f} forecast after training, {original.z:.1f} measured")
+            forecast = f"{trial.forecast:.1f} forecast after training"
+            self._say("z", f"{trial.setting.planned:.0f} planned, {forecast}, {original.z:.1f} measured")
         if trial.loss is not None:
             self._say("accuracy", about_loss(trial))
         if costs is not None:

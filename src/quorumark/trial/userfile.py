@@ -225,9 +225,8 @@ def _told(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in _EXTRAS:
-            raise MissingDependencyError(_EXTRAS[package], f"{path} ({package} is not installed)") from None
+        if error.name in _EXTRAS:
+            raise MissingDependencyError(_EXTRAS[error.name], f"{path} ({error.name} is not installed)") from None
         raise UserCodeError(_traceback(error, path, what)) from error
     except Exception as error:
         raise UserCodeError(_traceback(error, path, what)) from error
