@@ -167,12 +167,12 @@ def test_a_missing_package_names_the_extra(
 
 
 def test_without_an_example_it_goes_on_without_alignment(user_file: Path) -> None:
-    fault = "_data = data\ndef data(member, members): return {'x': 1}\ndef train(weights, data): "
+    fault = "_data = data\ndef data(member, members): return {'x': 'text', 'y': 'label'}\ndef train(weights, data): "
     found = _prepared(_more(user_file, fault + "return {n: w + 0.01 for n, w in weights.items()}\n"))
     assert found.groups is None
     assert found.setting.groups == 0
     assert len([text for text in found.setting.warnings if "example()" in text]) == 1
-    assert found.setting.examples == (1, 1, 1, 1, 1)
+    assert found.setting.examples == (4, 4, 4, 4, 4)
 
 
 def test_a_model_whose_channels_are_not_understood_goes_on_with_a_warning(user_file: Path) -> None:
@@ -206,7 +206,7 @@ def test_options_are_checked(user_file: Path, environment: dict[str, str]) -> No
     [
         ("raise KeyboardInterrupt", 130, "interrupted", False),
         ("raise KeyboardInterrupt", 130, "interrupted", True),
-        ("weights['0.bias'][0] = float('nan')", 2, "round 2", False),
+        ("net[0].bias.data[0] = float('nan')", 2, "round 2", False),
     ],
 )
 def test_what_breaks_off_leaves_nothing_behind(
@@ -220,11 +220,7 @@ def test_what_breaks_off_leaves_nothing_behind(
 ) -> None:
     """Ctrl-C, and a run that diverges in its second round: that is the user's error, not a member that drops out."""
     changed = f"    if round_no == 2:\n        {fault}\n    return net.state_dict()"
-    user_file.write_text(
-        GOOD.replace("    return net.state_dict()", changed).replace(
-            "(weights)\n    opt", "(weights)\n    weights = net.state_dict()\n    opt"
-        )
-    )
+    user_file.write_text(GOOD.replace("    return net.state_dict()", changed))
     folder = user_file.parent / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -266,7 +262,8 @@ def test_what_counts_as_working() -> None:
     assert not _trial(15, attacked=("FAILED", 0.89)).works  # the mark is gone, and the model as good
     assert _trial(15, attacked=("FAILED", 0.7)).works  # the mark is gone, and the model with it
     assert len(_trial(5, marked=0.88).findings) == 2
-    assert "--strength" in _trial(5).findings[0].remedy
+    assert "--strength rho=0.1 --strength c_max=0.06" in _trial(5).findings[0].remedy
+    assert "--strength rho=0.025" in _trial(15, marked=0.88).findings[0].remedy
 
 
 def test_a_paired_difference_has_a_paired_error() -> None:

@@ -50,15 +50,17 @@ def write_outputs(prepared: Prepared, trial: Trial, folder: Path, console: Conso
     line = commands(prepared, str(folder) if kept else "")
     write_shared(folder / "settings.txt", (line + "\n").encode())
     write_page(folder / "report.html", trial_page(trial, line))
-    if not kept:
-        console.print(
-            f"\nDone in {trial.seconds:.0f} s. To keep the consortium, the certificate and a report: --out DIR"
-        )
     console.print(f"\nThe same settings in earnest, with cards of your own:\n{line}", soft_wrap=True)
     if kept:
         console.print(
             f"\nIn {folder}: report.html and certificate.html to read, trial.json, and the consortium. Ask it again:\n"
             f"  quorumark verify check {folder}/{FILES['certificate']} --manifest {folder}/consortium.json "
-            f"--suspect {folder}/{FILES['model']}",
+            f"--suspect {folder}/{FILES['model']}\n\nDone in {trial.seconds:.0f} s.",
+            soft_wrap=True,
+        )
+    else:
+        console.print(
+            f"\nDone in {trial.seconds:.0f} s. Nothing was kept: --out DIR keeps these files, the consortium, the "
+            "certificate and a report.",
             soft_wrap=True,
         )

@@ -46,6 +46,7 @@ def trial_page(trial: Trial, command: str) -> str:
             rounds=setting.rounds,
             weights=setting.weights,
             carriers=setting.carriers,
+            measure=trial.measure,
             loss=about_loss(trial),
             z=_number(None if original is None else original.z) or "none",
             threshold=_number(None if original is None else original.threshold),

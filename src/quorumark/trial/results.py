@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from quorumark.consortium.plan import MOST_C, MOST_RHO
 from quorumark.simulation import RoundReport
 from quorumark.trial.userfile import Score
 
-__all__ = ["ENOUGH", "Costs", "Finding", "Setting", "Tested", "Trial", "points"]
+__all__ = ["ENOUGH", "Costs", "Finding", "Setting", "Tested", "Trial", "gap", "points"]
 
 ENOUGH = 4.0
 """z above its threshold by this much is safe from the key's own chance, which moves z by 1."""
@@ -147,12 +148,12 @@ class Trial:
 
     @property
     def loss(self) -> tuple[float, float] | None:
-        """What the mark costs in score, marked less unmarked, and what chance may do (two standard errors)."""
+        """What the mark costs in score, marked less unmarked, and what chance may do (three standard errors)."""
         marked, unmarked = self.curves["marked"], self.curves["unmarked"]
         if not marked or not unmarked:
             return None
         difference, error = marked[-1].less(unmarked[-1])
-        return difference, LEAST * abs(unmarked[-1].value) if error is None else 2 * error
+        return difference, LEAST * abs(unmarked[-1].value) if error is None else 3 * error
 
     @property
     def costs_accuracy(self) -> bool:
@@ -175,32 +176,45 @@ class Trial:
     def findings(self) -> list[Finding]:
         """What speaks against it, and what would help."""
         found, original = [], self.original
-        stronger = f"more rounds (--rounds {2 * self.setting.rounds}), or a larger model"
         if original is None or original.z is None or original.threshold is None:
             return [Finding(f"The members could not test the model: {original.refused if original else ''}", "")]
         if not original.passed:
             text = f"z = {original.z:.1f} is below the threshold {original.threshold:.1f}: the mark is too weak."
-            found.append(Finding(text, f"What helps: {stronger}, or a stronger mark ({self._strength(2)})."))
+            found.append(Finding(text, self._stronger()))
         elif original.z < original.threshold + ENOUGH:
             text = f"z = {original.z:.1f} is near the threshold {original.threshold:.1f}: another key may fail."
-            found.append(Finding(text, f"What helps: {stronger}, or a stronger mark ({self._strength(1.5)})."))
+            found.append(Finding(text, self._stronger()))
         if self.costs_accuracy and self.loss is not None:
-            lost, chance = -100 * self.loss[0], 100 * self.loss[1]
-            text = f"The mark costs {lost:.1f} points of accuracy, more than the {chance:.1f} that chance explains."
-            found.append(Finding(text, f"What helps: a weaker mark ({self._strength(0.5)}), or a larger model."))
-        for tested in self.beaten_by if original.passed else ():
-            text = f"After this the mark is not found, and the model is as good as before: {tested.what}."
-            found.append(Finding(text, f"What helps: {stronger}, or a stronger mark ({self._strength(1.5)})."))
+            lost, chance = (gap(size, self.curves["unmarked"][-1]).lstrip("−+") for size in self.loss)
+            text = f"The mark costs {lost} of {self.measure}, more than the {chance} that chance explains."
+            weaker = " ".join(self._strength(0.5))
+            found.append(Finding(text, f"What helps: a weaker mark ({weaker}), or a larger model."))
+        if original.passed and self.beaten_by:
+            named = "; ".join(tested.what for tested in self.beaten_by)
+            text = f"The mark is not found, and the model still good, after: {named}."
+            found.append(Finding(text, self._stronger()))
         return found
 
-    def _strength(self, factor: float) -> str:
-        """Options for a stronger or weaker mark, within the limits of the settings."""
+    def _stronger(self) -> str:
+        options = [f"more rounds (--rounds {2 * self.setting.rounds})", "a larger model"]
+        stronger = self._strength(2)
+        if stronger:
+            options.append(f"a stronger mark ({' '.join(stronger)})")
+        return f"What helps: {', or '.join(options)}."
+
+    def _strength(self, factor: float) -> list[str]:
+        """Options for a stronger or weaker mark, as far as a plan would go; none if it is there already."""
         settings = self.setting.strength
-        limits = {"rho": 0.5, "c_max": 0.25}
-        found = {n: min(limits[n], factor * float(settings[n])) for n in ("rho", "c_max") if n in settings}
-        if not found or found == {n: float(settings[n]) for n in found}:
-            return "it is at its limit already"
-        return " ".join(f"--strength {name}={value:.3g}" for name, value in found.items())
+        most = {"rho": MOST_RHO, "c_max": MOST_C}
+        before = {name: float(settings[name]) for name in most if name in settings}
+        after = {name: max(min(most[name], factor * old), min(old, factor * old)) for name, old in before.items()}
+        return [f"--strength {name}={new:.3g}" for name, new in after.items() if new != before[name]]
+
+    @property
+    def measure(self) -> str:
+        """What evaluate() seems to give."""
+        curve = self.curves["unmarked"]
+        return "accuracy" if curve and all(0 <= score.value <= 1 for score in curve) else "score"
 
     @property
     def works(self) -> bool:
@@ -258,4 +272,10 @@ def points(score: Score | None) -> str:
     """A score as people read it: in percent from 0 to 1, as it is otherwise."""
     if score is None:
         return ""
-    return f"{100 * score.value:.1f} %" if 0 <= score.value <= 1 else f"{score.value:.4g}"
+    return f"{100 * score.value:.1f} %" if 0 <= score.value <= 1 else f"{score.value:.4g}".replace("-", "−")
+
+
+def gap(difference: float, score: Score) -> str:
+    """A difference of such scores, with its sign."""
+    text = f"{100 * difference:+.1f} points" if 0 <= score.value <= 1 else f"{difference:+.3g}"
+    return text.replace("-", "−")

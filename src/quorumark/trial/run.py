@@ -25,6 +25,7 @@ from quorumark.errors import InputError, QuorumarkError, RoundError
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.attacks import Target
 from quorumark.research.attacks import run as attack
+from quorumark.round.history import research_seed
 from quorumark.simulation import RoundReport
 from quorumark.trial.results import Costs, Setting, Tested, Trial
 from quorumark.trial.userfile import UserFile
@@ -80,8 +81,6 @@ class Watch:
     def training(self, trial: Trial) -> Iterator[Callable[[], None]]:  # noqa: ARG002
         """Around training; what it gives is called after each round."""
         yield lambda: None
-
-    def tested(self, tested: Tested) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,14 +196,10 @@ def conduct(prepared: Prepared, folder: Path, watch: Watch | None = None) -> Tri
     for name, model in models.items():
         write_safetensors(_arrays(model), folder / FILES[name])
     panel = Panel(prepared, trial, public, homes[: setting.answering], watch)
-    with watch.busy("verification"):
-        panel.certify(folder)
-    with watch.busy("attacks"):
-        panel.attack(models["model"])
-    with watch.busy("the control"):
-        trial.control = panel.ask("trained without the mark", models["unmarked"])
-    with watch.busy("a permutation of channels"):
-        panel.permute(models["model"])
+    panel.certify(folder)
+    panel.attack(models["model"])
+    trial.control = panel.ask("trained without the mark", models["unmarked"])
+    panel.permute(models["model"])
     trial.seconds = time.perf_counter() - started
     return trial
 
@@ -300,19 +295,18 @@ class Panel:
 
     def _certificate(self, suspect: Any, *, align: bool = False) -> qm.Certificate:
         """Query, answers, combination, and the signature of each who answered: then the ledgers know the verdict."""
-        query = self._public.ask(suspect, align=align)
-        partials = [home.answer(self._public, suspect, query, approve=True) for home in self._homes]
-        certificate = self._public.combine(query, partials)
-        for home in self._homes:
-            certificate = home.sign(certificate)
+        with self._watch.busy("the members answer"):
+            query = self._public.ask(suspect, align=align)
+            partials = [home.answer(self._public, suspect, query, approve=True) for home in self._homes]
+            certificate = self._public.combine(query, partials)
+            for home in self._homes:
+                certificate = home.sign(certificate)
         return certificate
 
     def _told(self, what: str, certificate: qm.Certificate, weights: dict[str, Any], *, aligned: bool) -> Tested:
         finding = certificate.finding
         score = self._prepared.user.evaluate(weights)
-        tested = Tested(what, finding.verdict, float(finding.z), float(finding.threshold), score, aligned)
-        self._watch.tested(tested)
-        return tested
+        return Tested(what, finding.verdict, float(finding.z), float(finding.threshold), score, aligned)
 
     def ask(self, what: str, weights: dict[str, Any], *, align: bool = False) -> Tested:
         """What members say of a model; where they refuse to answer, why."""
@@ -320,9 +314,7 @@ class Panel:
             certificate = self._certificate(weights, align=align)
         except QuorumarkError as error:
             score = self._prepared.user.evaluate(weights)
-            tested = Tested(what, "REFUSED", None, None, score, align, refused=str(error))
-            self._watch.tested(tested)
-            return tested
+            return Tested(what, "REFUSED", None, None, score, align, refused=str(error))
         return self._told(what, certificate, weights, aligned=align)
 
     def certify(self, folder: Path) -> None:
@@ -356,16 +348,17 @@ class Panel:
             ("quantised to 4 bits (Q4_0)", "quantisation", {"scheme": "q4_0"}),
             ("noise of 10 % of each tensor's spread added", "noise", {"strength": 0.1}),
         ):
-            changed = attack(name, target, seed=seed, **settings).weights
+            with self._watch.busy(f"attack: {name}"):
+                changed = attack(name, target, seed=seed, **settings).weights
             trial.attacks.append(self.ask(what, changed))
 
     def _tuned(self, weights: dict[str, Any]) -> dict[str, Any]:
         prepared, setting = self._prepared, self._trial.setting
         tuned = {name: tensor.clone() for name, tensor in weights.items()}
-        for number in range(1, TUNED + 1):
-            tuned = prepared.user.train(
-                tuned, prepared.data[0], seed=setting.seed + number, round_no=setting.rounds + number, rate=1.0
-            )
+        with self._watch.busy("attack: fine-tuning"):
+            for number in range(setting.rounds + 1, setting.rounds + 1 + TUNED):
+                seed = research_seed(setting.seed, number, 1)
+                tuned = prepared.user.train(tuned, prepared.data[0], seed=seed, round_no=number, rate=1.0)
         return tuned
 
     def permute(self, weights: dict[str, Any]) -> None:

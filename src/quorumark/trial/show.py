@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from quorumark.trial.results import Costs, Tested, Trial, points
+from quorumark.trial.results import Costs, Tested, Trial, gap, points
 from quorumark.trial.run import THRESHOLD, Prepared, Watch
 from quorumark.trial.userfile import Score
 
@@ -28,17 +28,21 @@ class Screen(Watch):
         self._console = console
 
     def _say(self, what: str, text: str) -> None:
+        self._print(f"{what:<12}{text}", " " * 12)
+
+    def _print(self, text: str, indent: str = "") -> None:
+        """Between words, not at the last column."""
         width = max(40, min(self._console.width, 120))
-        lines = textwrap.wrap(f"{what:<12}{text}", width, subsequent_indent=" " * 12, break_on_hyphens=False)
+        lines = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
         self._console.print("\n".join(lines), soft_wrap=True)
 
     def prepared(self, prepared: Prepared) -> None:
         setting = prepared.setting
-        self._console.print(
+        self._print(
             f"quorumark try {setting.file}: {setting.members} members, any {setting.threshold} of whom can prove "
-            f"ownership; {setting.rounds} rounds, with and without the mark\n",
-            soft_wrap=True,
+            f"ownership; {setting.rounds} rounds, with and without the mark"
         )
+        self._console.print()
         self._say("model", f"{setting.weights:,} weights, of which {setting.carriers:,} can carry the mark")
         if setting.groups:
             self._say("channels", f"{setting.groups} groups: copies with renumbered channels can be put back in order")
@@ -69,8 +73,6 @@ class Screen(Watch):
             yield lambda: live.update(curves(trial), refresh=True)
         self._console.print(curves(trial))
 
-    def tested(self, tested: Tested) -> None: ...
-
     def result(self, trial: Trial) -> None:
         """The table, what it costs, and the verdict."""
         self._console.print(_tests(trial))
@@ -79,7 +81,7 @@ class Screen(Watch):
             forecast = f"{trial.forecast:.1f} forecast after training"
             self._say("z", f"{trial.setting.planned:.0f} planned, {forecast}, {original.z:.1f} measured")
         if trial.loss is not None:
-            self._say("accuracy", about_loss(trial))
+            self._say(trial.measure, about_loss(trial))
         if costs is not None:
             for what, text in about_costs(costs, trial.setting.members).items():
                 self._say(what, text)
@@ -91,8 +93,7 @@ class Screen(Watch):
             return
         for finding in trial.findings:
             self._console.print(Text(finding.text, "bold red"))
-            if finding.remedy:
-                self._console.print(finding.remedy)
+            self._print(finding.remedy)
 
 
 # --- learning curves --------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def plot(curves: Mapping[str, Sequence[Score]], rounds: int, height: int = _HEIG
     every = [score.value for curve in curves.values() for score in curve]
     low, high = min(every), max(every)
     span = (high - low) or 1.0
-    columns = min(width, rounds + 1)
+    columns = min(width, max(1, (width - 1) // rounds) * rounds + 1)  # whole steps, where a round has one
     rows = [[" "] * columns for _ in range(height)]
     for name, curve in curves.items():
         for number, score in enumerate(curve):
@@ -132,7 +133,7 @@ def plot(curves: Mapping[str, Sequence[Score]], rounds: int, height: int = _HEIG
 
 
 def _tests(trial: Trial) -> Table:
-    table = Table("the model", "accuracy", "z", "threshold", "verdict")
+    table = Table("the model", trial.measure, "z", "threshold", "verdict")
     for column in table.columns[1:4]:
         column.justify = "right"
     for tested in trial.tested:
@@ -163,12 +164,9 @@ def about_loss(trial: Trial) -> str:
     marked, unmarked = (trial.curves[name][-1] for name in ("marked", "unmarked"))
     difference, chance = trial.loss
     pair = f"{points(marked)} with the mark, {points(unmarked)} without"
-    if 0 <= unmarked.value <= 1:
-        between = f"{100 * difference:+.1f} points, and chance alone explains ±{100 * chance:.1f}"
-    else:
-        between = f"{difference:+.3g}, and chance alone explains ±{chance:.2g}"
-    told = "the mark costs accuracy" if trial.costs_accuracy else "no loss can be told"
-    return f"{pair}: {between.replace('-', '−')}; {told}"
+    between = f"{gap(difference, unmarked)}, and chance alone explains ±{gap(chance, unmarked).lstrip('+')}"
+    told = f"the mark costs {trial.measure}" if trial.costs_accuracy else "no loss can be told"
+    return f"{pair}: {between}; {told}"
 
 
 def about_costs(costs: Costs, members: int) -> dict[str, str]:
@@ -178,7 +176,7 @@ def about_costs(costs: Costs, members: int) -> dict[str, str]:
     own, upload = _bytes(costs.marked_bytes - costs.summed_bytes), _bytes(costs.marked_bytes)
     return {
         "time": f"a round of all {members} trains for {costs.training:.2f} s; secure aggregation adds "
-        f"{costs.summing:.2f} s and the mark {mark:.2f} s, together {100 * more:.0f} %",
+        f"{costs.summing:.2f} s and the mark {mark:.2f} s, together {100 * more:.0f} % of training",
         "bytes": f"a member uploads {upload} a round, {own} of it for the mark (its float32 weights are "
         f"{_bytes(costs.plain_bytes)}); its share of the key is {_bytes(costs.key_bytes)}",
     }

@@ -210,13 +210,20 @@ class UserFile:
         """An input of the model: the file's, or the first of the first member's data; None if there is none."""
         if "example" in self:
             return self._call("example")
-        first = data[0][0] if isinstance(data[0], (tuple, list)) and len(data[0]) else data[0]
+        first = _first(data[0])
         return first[:1] if hasattr(first, "detach") and first.dim() else None
 
     def examples(self, data: Any) -> int:
-        """How many examples a member has: the length of its data, or of the first part of a tuple; 1 if it has none."""
-        first = data[0] if isinstance(data, tuple) and data else data
+        """How many examples a member has: the length of its data, or of the first part of it; 1 if it has none."""
+        first = _first(data)
         return len(first) if hasattr(first, "__len__") and len(first) else 1
+
+
+def _first(data: Any) -> Any:
+    """The inputs of (inputs, labels) and of {"inputs": …, "labels": …}; a list, a tensor or a data set is whole."""
+    parts = list(data.values()) if isinstance(data, Mapping) else data
+    whole = not isinstance(data, (tuple, Mapping)) or not parts
+    return data if whole else parts[0]
 
 
 @contextmanager
