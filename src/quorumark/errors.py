@@ -18,6 +18,7 @@
     ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     │   └── BusyError           another process works on the same folder
+    ├── UserCodeError           a function in the user's own file failed: shows the traceback from that file on
     └── MissingDependencyError  a part that needs an extra which is not installed
 
 A text that people read: one sentence that says what is wrong, and the remedy where there is one. Refusals that a record
@@ -198,6 +199,10 @@ class KeystoreError(QuorumarkError):
 
 class BusyError(KeystoreError):
     """Another process works on the same folder: try again when it is done."""
+
+
+class UserCodeError(QuorumarkError):
+    """A function in the user's own file raised an exception; the text has the line and the traceback."""
 
 
 class MissingDependencyError(QuorumarkError, ImportError):

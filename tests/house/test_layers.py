@@ -37,6 +37,7 @@ ORDER = [
     "quorumark.demo",
     "quorumark.doctor",
     "quorumark.research",
+    "quorumark.trial",
     "quorumark.cli",
     "quorumark.__main__",
 ]
@@ -79,6 +80,9 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.research.lab.timing",
     "quorumark.research.lab.language_run",
     "quorumark.research.lab.workbench",
+    "quorumark.trial.templates.images",
+    "quorumark.trial.templates.tables",
+    "quorumark.trial.templates.text",
 }
 OPTIONAL = {  # outside the core, each allowed in these places only, and inside a function there
     "torch": {
@@ -130,6 +134,10 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.research.lab.series",
         "quorumark.research.lab.results",
         "quorumark.research.lab.timing",
+        "quorumark.trial.templates.images",
+        "quorumark.trial.templates.tables",
+        "quorumark.trial.templates.text",
+        "quorumark.trial.userfile",
         "quorumark.cli.lab",
     },
     "transformers": {"quorumark.research.bench.align", "quorumark.research.lab.language"},
@@ -137,7 +145,12 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "triton": {"quorumark.field._triton", "quorumark.research.lab._kernels", "quorumark.research.lab._norms"},
     "PIL": {"quorumark.research.lab.data"},
     "torchvision": {"quorumark.research.lab.data"},
-    "sklearn": {"quorumark.demo", "quorumark.research.lab.data"},
+    "sklearn": {
+        "quorumark.demo",
+        "quorumark.research.lab.data",
+        "quorumark.trial.templates.images",
+        "quorumark.trial.templates.tables",
+    },
     "galois": {"quorumark.research.bench.peers"},
     "matplotlib": {
         "quorumark.research.bench.plot",
