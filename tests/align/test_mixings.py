@@ -129,7 +129,8 @@ def z_both_ways(kind: str, size: float, moved: float, seed: int) -> tuple[float,
     suspect = TensorsInMemory({"v": rows.astype(np.float32)})
     found = align(suspect, TensorsInMemory(anchor), layout, Groups((), tuple(Mixing(HIGH, (s,)) for s in slots)))
     stacked = (MANY, 1, HIGH, WIDE)
-    every, _, _ = mixing.restored(rows.reshape(stacked), anchor["v"].reshape(stacked).astype(np.float64), np.ones(WIDE))
+    fit = mixing.Fit.of(rows.reshape(stacked), anchor["v"].reshape(stacked).astype(np.float64), np.ones(WIDE))
+    every = np.stack([fit.restored(number) for number in range(MANY)])
 
     def z(model: Any) -> float:
         x = canonical_form("balanced-anchor/v1", layout, model, TensorsInMemory(anchor)).x.astype(np.int64)
@@ -169,13 +170,13 @@ def test_the_bytes_are_pinned() -> None:
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
     assert groups.digest() == "26aecc162b7a8b7ea091bf6cc331d191a2231e2ae000cfd7e80e8204c42fc51d"
-    assert found.digest() == "d88db980309901546bf288c90af73a63fc51a7a59251159f52d5d7f4f32c9b5a"
+    assert found.digest() == "9279a7f7918bb4023403748115c29036c4fbe1cc74847f7be450b0c25dc74f0b"
     assert set(found.unmixed) == {"o", "q"}  # the rows of v are as near as noise comes
     by = np.array([[1, 2, 0], [0, 1, 3], [2, 0, 1]], np.float32)  # sums of three products of 16 bits and 2 are exact
     suspect = {name: tensor + suspect[name] / np.float32(16) for name, tensor in anchor.items()}
     suspect["v"][:3] = by @ suspect["v"][:3]
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
-    assert found.digest() == "ec96b1222044d952bbf31b0be4be49e61ae5dcbbeb9335600a7ae76687f26434"
+    assert found.digest() == "bd844332589229744a2edfd475df04229263cd4db1fb66d379175975694aedaa"
     assert set(found.unmixed) == {"q", "v"}  # pairs are turned in any case
 
 
@@ -485,13 +486,8 @@ ROUGH: dict[str, list[tuple[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("rough", list(ROUGH))
 @pytest.mark.parametrize("name", [*lab.LANGUAGE, "vit", "vit-torch"])
 def test_no_size_of_a_mixing_hides_the_mark(name: str, rough: str) -> None:
-    """An attacker who tries all sizes, in all heads or some, and makes the model rough: against who knows the matrices.
-
-    A rough GPT-2 falls short of 90 % where its heads were mixed strongly, a pruned ViT at one size (docs/alignment.md,
-    "Mixings").
-    """
+    """An attacker tries all sizes, in all heads or some, and makes the model rough: against who knows the matrices."""
     marked = lab.marked(name)
-    least = 0.8 if name == "gpt2" and ROUGH[rough] else 0.85 if (name, rough) == ("vit", "pruned") else 0.9
     sizes = (0.1, 0.2, 0.3, 0.45, 0.6, 0.9, 1.3)
     for kind in ("turned", "any", "stretched", "scrambled"):
         for some in (1.0, 0.4):
@@ -500,7 +496,7 @@ def test_no_size_of_a_mixing_hides_the_mark(name: str, rough: str) -> None:
                 if ROUGH[rough]:
                     weights = chain(marked.target().with_weights(weights), ROUGH[rough], seed=SEED).weights
                 known = marked.z(mixed_by(marked, weights, kind, size, some, undo=True))
-                assert marked.z_aligned(weights) >= least * known, (kind, some, size)
+                assert marked.z_aligned(weights) >= 0.9 * known, (kind, some, size)
 
 
 @research

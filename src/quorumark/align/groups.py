@@ -112,11 +112,15 @@ class Mixing:
     def blocks(self) -> Iterator[tuple[Axis, Indices]]:
         """For each side and axis, copies × indices in the order of channels; the two of a pair are neighbours."""
         for side in (self.slots, self.against):
-            found: dict[Axis, list[Indices]] = {}
-            for slot in side:
-                found.setdefault((slot.tensor, slot.axis), []).append(slot.indices(self.size).reshape(-1))
-            for axis, copies in found.items():
-                yield axis, np.stack(copies)
+            yield from self.of_side(side)
+
+    def of_side(self, side: Sequence[Slot]) -> Iterator[tuple[Axis, Indices]]:
+        """The same for one side."""
+        found: dict[Axis, list[Indices]] = {}
+        for slot in side:
+            found.setdefault((slot.tensor, slot.axis), []).append(slot.indices(self.size).reshape(-1))
+        for axis, copies in found.items():
+            yield axis, np.stack(copies)
 
 
 @dataclass(frozen=True)

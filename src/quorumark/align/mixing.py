@@ -1,10 +1,14 @@
 """Channels that can be mixed, not only permuted, are restored to the anchor's (docs/alignment.md, "Mixings").
 
 The values of a head and what reads them compute the same function under v → A·v, o → o·A⁻¹ for any invertible A. What
-such a map leaves of a block of h rows is the space that they span. So a block is replaced by the anchor's block
-projected onto that space, which is the least-squares map of the suspect's rows to the anchor's:
+such a map leaves of a block of h rows is the space that they span. So a block is replaced by rows of that space that
+are like the anchor's:
 
-    S → A·Uᵀ·U,  U the orthonormal rows that span the suspect's S: U = (S·Sᵀ)^(−1/2)·S
+    S → A·Vᵀ·R·U,  U and V the orthonormal rows that span the suspect's S and the anchor's A: U = (S·Sᵀ)^(−1/2)·S
+
+R = V·Uᵀ gives the least-squares map of the suspect's rows to the anchor's, the anchor's block projected onto the space:
+A·Uᵀ·U. `Fit.restored` has a better R: it shares what the other side of the mixing shows, which was mixed by the inverse
+of the same matrix, and it is nearer to an orthogonal matrix.
 
 Queries and keys with rotary positions can only be rotated, pair by pair: a pair of rows (s₁, s₂) is the complex row
 s₁ + i·s₂, and the angle that brings it closest to the anchor's a is that of Σ a·s̄.
@@ -16,17 +20,14 @@ float64 holds every partial sum exactly, in any order (Cauchy and Schwarz: Σ|x�
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.align.arrays import finite, octaves_of
-from quorumark.align.groups import Indices
-
 __all__ = [
     "ONE",
+    "Fit",
     "Rows",
     "column_scales",
     "common_span",
@@ -34,8 +35,6 @@ __all__ = [
     "orthonormal",
     "pair_cosines",
     "projected",
-    "restored",
-    "restored_tensor",
     "rotated_pairs",
 ]
 
@@ -48,9 +47,6 @@ _NEAR = 8.0  # in units of 2^-25: orthonormal to that is as near as rounding let
 _ITERATIONS = 12  # between the scales of columns and the blocks of all heads, at most
 _SETTLED = 2.0**-10  # scales that change by less have settled
 _LARGEST_SCALE = 16.0
-_GAIN = 5, 4  # z² of a restored block, as it is estimated, to that of the block as it is
-_CLIP = 6  # octaves above the middle at which weights are clipped while mixtures are fitted
-_FAR = 3  # octaves by which the scale of a column must be wrong to be corrected before
 
 
 def integer_rows(rows: Rows, *, pairs: bool = False) -> tuple[Rows, NDArray[np.float64]]:
@@ -74,11 +70,15 @@ def orthonormal(rows: Rows) -> Rows:
     Newton and Schulz: X ← (3·I − X·Xᵀ)/2·X, from X = S scaled so that no singular value is above 1. Rows that are
     0, or the same as others, leave a space of fewer dimensions.
     """
-    x, _ = integer_rows(rows)
+    return _polar(integer_rows(rows)[0])
+
+
+def _polar(x: Rows) -> Rows:
+    """The same for integers, which are not scaled row by row: for an orthogonal matrix Q, Q·X becomes Q·U."""
     square = x @ x.swapaxes(-1, -2)
     bound = np.abs(square).astype(np.int64).sum(axis=-1).max(axis=-1).astype(np.float64)  # ≥ the largest σ²
     x = np.rint(x * (ONE / np.sqrt(np.maximum(bound, 1.0)))[..., None, None])
-    unit = ONE * np.eye(rows.shape[-2])
+    unit = ONE * np.eye(x.shape[-2])
     for _ in range(_STEPS):
         square = np.rint((x @ x.swapaxes(-1, -2)) / ONE)
         if np.abs(square - unit).max(initial=0.0) <= _NEAR:
@@ -148,42 +148,98 @@ def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np
     return np.clip(found, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
 
 
-def restored(
-    suspect: Rows, anchor: Rows, scales: NDArray[np.float64]
-) -> tuple[Rows, NDArray[np.bool_], NDArray[np.float64]]:
-    """Restored blocks of a tensor (n × copies × h × columns): the same matrix mixed all copies of a block.
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """Blocks of a tensor (n × h × copies·columns) and the spaces that those of the suspect span.
 
-    The `scales` of columns are a first guess; they are improved along with the blocks. Returns the restored blocks, in
-    the anchor's scales; which blocks are to be replaced by them; and the scales that bring other rows there.
+    Attributes:
+        suspect, anchor: the blocks, all copies of a block side by side, since the same matrix mixed them.
+        basis: orthonormal rows that span the suspect's, in units of 2^-25.
+        scales: what brings the suspect's columns to the anchor's.
+        mixed: which blocks are to be replaced by `restored` ones.
     """
-    copies, size, columns = suspect.shape[1:]
-    theirs, ours = (x.swapaxes(1, 2).reshape(-1, size, copies * columns) for x in (suspect, anchor))
-    found, fitted = _fitted(theirs, ours, scales)
-    alone, _ = _fitted(theirs.reshape(-1, 1, copies * columns), ours.reshape(-1, 1, copies * columns), scales)
-    exact, _ = integer_rows(ours)
-    energy = _units((exact * exact).sum(axis=-1))
-    after, before = (_distance(exact, fit) for fit in (found, alone.reshape(ours.shape)))
-    each = zip(after.tolist(), before.tolist(), energy.tolist(), strict=True)
-    mixed = [_is_mixed(int(p), int(u), int(e), size, copies * columns) for p, u, e in each]
-    return found.reshape(-1, size, copies, columns).swapaxes(1, 2), np.array(mixed, np.bool_), fitted
+
+    suspect: Rows
+    anchor: Rows
+    basis: Rows
+    scales: NDArray[np.float64]
+    mixed: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, suspect: Rows, anchor: Rows, scales: NDArray[np.float64]) -> Fit:
+        """Fits blocks (n × copies × h × columns). The `scales` of columns are a first guess, which is improved."""
+        copies, size, columns = suspect.shape[1:]
+        theirs, ours = (x.swapaxes(1, 2).reshape(-1, size, copies * columns) for x in (suspect, anchor))
+        found, basis, fitted = _fitted(theirs, ours, scales)
+        alone, _, _ = _fitted(theirs.reshape(-1, 1, copies * columns), ours.reshape(-1, 1, copies * columns), scales)
+        exact, _ = integer_rows(ours)
+        energy = _units((exact * exact).sum(axis=-1))
+        after, before = (_distance(exact, fit) for fit in (found, alone.reshape(ours.shape)))
+        each = zip(after.tolist(), before.tolist(), energy.tolist(), strict=True)
+        mixed = [_is_mixed(int(p), int(u), int(e), size, copies * columns) for p, u, e in each]
+        return cls(theirs, ours, basis, fitted, np.array(mixed, np.bool_))
+
+    def restored(self, number: int, other: tuple[Rows, Rows] | None = None) -> Rows:
+        """A block (copies × h × columns) like the anchor's, in its scales: A·Vᵀ·R·U.
+
+        V·Uᵀ has the cosines between both spaces, and noise: each row of the anchor is a little like every other row of
+        the suspect. So it is averaged with the same from the `other` side of the mixing, the suspect's and the anchor's
+        (h × features), if it is known. Then a step of Newton and Schulz, (3·I − C·Cᵀ)/2·C, raises small cosines, and so
+        takes out some of what is not a rotation.
+        """
+        exact, power = integer_rows(self.anchor[number])
+        ours, basis = orthonormal(exact), self.basis[number]
+        cosines = np.rint((ours @ basis.T) / ONE)
+        root = np.rint((exact @ ours.T) / ONE)
+        copies = basis.shape[-1] // self.scales.size
+        if other is not None:
+            rows = _root(self.suspect[number] * np.tile(self.scales, copies), basis)
+            cosines = np.rint((cosines + _other_cosines(root * power, other[1], rows, other[0])) / 2)
+        square = np.rint((cosines @ cosines.T) / ONE)
+        cosines = np.rint((np.rint((3 * ONE * np.eye(len(exact)) - square) / 2) @ cosines) / ONE)
+        found = (np.rint((root @ cosines) / ONE) @ basis) / ONE * power
+        return found.reshape(len(exact), copies, -1).swapaxes(0, 1)
 
 
-def _fitted(theirs: Rows, ours: Rows, scales: NDArray[np.float64]) -> tuple[Rows, NDArray[np.float64]]:
-    """The anchor's blocks (n × h × copies·columns) projected onto the suspect's spans, and the scales of columns."""
+def _fitted(theirs: Rows, ours: Rows, scales: NDArray[np.float64]) -> tuple[Rows, Rows, NDArray[np.float64]]:
+    """The anchor's blocks (n × h × copies·columns) projected onto the suspect's spans; these; the scales of columns."""
     columns = scales.size
     copies = theirs.shape[-1] // columns
     exact, power = integer_rows(ours)
     a = _coarse(exact, columns)
     basis = orthonormal(theirs * np.tile(scales, copies))
-    for _ in range(_ITERATIONS):
+    for step in range(_ITERATIONS):
         found = projected(ours, basis)
         p = _coarse(found / power, columns)
         change = _ratio(_sums(a, p), _sums(p, p))  # the scale of least squares for each column: ⟨a, p⟩/⟨p, p⟩
-        if np.abs(change - 1).max() < _SETTLED:
+        if np.abs(change - 1).max() < _SETTLED or step + 1 == _ITERATIONS:
             break
         scales = scales * change
         basis = orthonormal(basis * np.tile(change, copies))  # the same span, and nearly orthonormal already
-    return found, scales
+    return found, basis, scales
+
+
+def _root(rows: Rows, basis: Rows) -> Rows:
+    """S·Uᵀ, so that S = S·Uᵀ·U."""
+    s, power = integer_rows(rows)
+    return np.rint((s @ basis.T) / ONE) * power
+
+
+def _other_cosines(our_root: Rows, anchor: Rows, their_root: Rows, suspect: Rows) -> Rows:
+    """What the other side shows of R, in units of 2^-25.
+
+    With U = N·S, N^(−ᵀ) = (S·Uᵀ)ᵀ belongs to the other side O, and so for the anchor. Then one orthogonal matrix
+    relates suspect and anchor on both sides. It still does if the rows of N^(−ᵀ)·O are made orthonormal in a way that
+    commutes with orthogonal matrices.
+    """
+    one, two = (_polar(_scaled_product(root.T, rows)) for root, rows in ((our_root, anchor), (their_root, suspect)))
+    return np.rint((one @ two.T) / ONE)
+
+
+def _scaled_product(left: Rows, right: Rows) -> Rows:
+    """left·right as integers, with one scale for all of them."""
+    x, y = (integer_rows(rows.reshape(1, -1))[0].reshape(rows.shape) for rows in (left, right))
+    return integer_rows((x @ y).reshape(1, -1))[0].reshape(len(left), -1)
 
 
 def _is_mixed(after: int, before: int, energy: int, size: int, features: int) -> bool:
@@ -197,15 +253,14 @@ def _is_mixed(after: int, before: int, energy: int, size: int, features: int) ->
         z² as they are     ∝ (C_u/C_p)/U                           a mixture has that part of its own row's mark
         z² if restored     ∝ (1 − h/n)²·(C_p/(1 − P))/P            the fit takes h/n of the mark, and adds noise
 
-    Both are estimates: rows are replaced where the second is larger by a quarter.
+    Both are estimates: rows are replaced where the second is larger.
     """
     left = (features - size) * energy - features * after  # C_p, times (n − h)·energy
     if left <= 0:  # as far away as any other span
         return False
-    above, below = _GAIN
     if_restored = before * left * left * (features - 1)
     as_it_is = after * (energy - after) * ((features - 1) * energy - features * before) * features * features
-    return below * if_restored > above * as_it_is
+    return if_restored > as_it_is
 
 
 def _distance(anchor: Rows, rows: Rows) -> NDArray[np.float64]:
@@ -231,56 +286,3 @@ def _sums(one: NDArray[np.int64], two: NDArray[np.int64]) -> NDArray[np.float64]
     """Σ over rows, for each column."""
     found: NDArray[np.float64] = (one * two).sum(axis=0).astype(np.float64)
     return found
-
-
-# --- whole tensors ----------------------------------------------------------------------------------------
-
-
-def restored_tensor(
-    suspect: NDArray[Any], anchor: NDArray[Any], blocks: Mapping[int, list[tuple[bool, Indices]]]
-) -> tuple[NDArray[np.float32], int]:
-    """A tensor in the anchor's order with the channels of each block restored; and how many blocks were."""
-    found, reference, count = finite(suspect), finite(anchor), 0
-    for axis, of_axis in blocks.items():
-        shape = np.moveaxis(found, axis, 0).shape
-        rows, wanted = (np.moveaxis(x, axis, 0).reshape(shape[0], -1).copy() for x in (found, reference))
-        by_size: dict[tuple[bool, tuple[int, ...]], list[Indices]] = {}
-        for rotates, indices in of_axis:
-            by_size.setdefault((rotates, indices.shape), []).append(indices)
-        clipped, rows = _clipped(rows, wanted)
-        scales = column_scales(clipped, wanted)
-        done: list[tuple[Indices, NDArray[np.float64]]] = []
-        for (rotates, _), every in by_size.items():
-            index = np.stack(every)
-            index = index[rows[index].any(axis=(1, 2, 3))]  # a head that the suspect lacks stays empty
-            if not len(index):
-                continue
-            if rotates:
-                rows[index] = rotated_pairs(rows[index], clipped[index] * scales, wanted[index])
-                count += len(index)
-            else:
-                values, mixed, scales = restored(clipped[index], wanted[index], scales)
-                done.append((index[mixed], values[mixed]))
-        if any(len(index) for index, _ in done):
-            rows *= scales  # as in the restored blocks
-        for index, values in done:
-            rows[index] = values
-            count += len(index)
-        found = np.moveaxis(rows.reshape(shape), 0, axis)
-    with np.errstate(over="ignore", under="ignore"):  # what is beyond float32 counts as 0 later
-        return np.ascontiguousarray(found, np.float32), count
-
-
-def _clipped(rows: Rows, wanted: Rows) -> tuple[Rows, Rows]:
-    """Rows after columns far from the anchor's size were corrected: clipped some octaves above the middle, and not.
-
-    A weight that is huge because what it reads is always 0, or a column of such weights, would otherwise dominate its
-    row. Smaller differences are left to least squares, which finds them better.
-    """
-    (_, by_row, by_column), (_, _, theirs) = (octaves_of(x) for x in (rows, wanted))
-    octaves = (by_column - theirs + 128) >> 8
-    octaves = np.where(np.abs(octaves) >= _FAR, octaves, 0)
-    unclipped = np.ldexp(rows, (-octaves).astype(np.int32))
-    middle = ((by_row[:, None] + by_column + 128) >> 8) - octaves
-    most = np.ldexp(1.0, (middle + _CLIP).astype(np.int32))
-    return np.clip(unclipped, -most, most), unclipped

@@ -2,7 +2,7 @@
 
 1. A residual stream that was rotated is rotated back (`quorumark.align.rotation`).
 2. Channels, heads and neurons are matched to the anchor's, with their signs (`quorumark.align.matching`).
-3. Channels that were mixed with each other are restored (`quorumark.align.mixing`).
+3. Channels that were mixed with each other are restored (`quorumark.align.restoring`).
 
 The suspect is matched to the anchor only. The released model contains the key: a match to it picks, among the
 permutations of an innocent model, one that correlates with the key, and then z is no longer standard normal (up to 9
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
-from quorumark.align import mixing
 from quorumark.align.alignment import Alignment
 from quorumark.align.arrays import read
 from quorumark.align.features import compared_weights, is_vector, negative_gains
 from quorumark.align.groups import Groups
 from quorumark.align.matching import match
 from quorumark.align.placement import GROWTH
+from quorumark.align.restoring import restored_tensors
 from quorumark.align.rotation import find_rotation
 from quorumark.align.stream import Trimmed
 from quorumark.errors import InconclusiveError
@@ -71,12 +72,9 @@ def align(
     found = match(groups, shapes, ours, theirs, gains, progress)
     matched = found.model(suspect, names)
     unmixed, count = {}, 0
-    for name in sorted(mixed):
+    for each in restored_tensors(groups, mixed, matched.tensor, partial(read, anchor)):
         if progress is not None:
-            progress(name)
-        of_tensor = {axis: listed for (tensor, axis), listed in blocks.items() if tensor == name}
-        values, restored = mixing.restored_tensor(matched.tensor(name), read(anchor, name), of_tensor)
-        if restored:
-            unmixed[name] = values
-            count += restored
+            progress(each.name)
+        unmixed[each.name] = each.values
+        count += each.blocks
     return dataclasses.replace(found, unmixed=unmixed, blocks=count, rotation=rotation, words=words, widest=widest)
