@@ -59,3 +59,28 @@ def test_the_figures_among_the_answers_are_the_measured_ones(root: Path) -> None
     rows = {(row["name"], row["threads"]): row for row in json.loads((results / "verify.json").read_text())}
     verify = rows["verify partial, the whole command", 2]
     assert f"`verify partial` takes {verify['seconds']:.1f} s on two cores" in text
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """Sections that a text names: (page, section) of [page.md](page.md), "Section" and of docs/page.md, "Section"."""
+    flat = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
+    return re.findall(r'(?:\]\((?:docs/)?|\bdocs/)([a-z-]+)\.md\)?, "([^"]+?)[,.]?"', flat)
+
+
+def test_sections_that_are_named_are_there(root: Path) -> None:
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (root / "docs").glob("*.md")}
+    begins = {name: re.findall(r"(?:^#+ |\*\*)([^\n*]+)", text, re.MULTILINE) for name, text in pages.items()}
+    texts = {f"docs/{name}.md": text for name, text in pages.items()}
+    for path in [*root.glob("*.md"), *(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py")]:
+        texts[str(path.relative_to(root))] = path.read_text(encoding="utf-8")
+    named = {(where, page, section) for where, text in texts.items() for page, section in _named(text)}
+    assert len(named) > 50
+    lost = {n for n in named if n[1] in begins and not any(title.startswith(n[2]) for title in begins[n[1]])}
+    assert lost == set()
+
+
+def test_a_section_that_is_not_there_would_be_noticed() -> None:
+    assert _named('see [lora.md](lora.md), "Limits"; docs/format.md,\n    # "Nothing of\n# the kind".') == [
+        ("lora", "Limits"),
+        ("format", "Nothing of the kind"),
+    ]

@@ -1,4 +1,4 @@
-"""The strength of the mark, as terms set it (docs/strength.md, "Settings"). Ratios are integers of 2^-32."""
+"""The strength of the mark, as terms set it (docs/strength.md, "Rules"). Ratios are integers of 2^-32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectors x of answered queries, as a member keeps them in files (docs/format.md, "The ledger")."""
+"""The vectors x of answered queries, as a member keeps them (docs/format.md, "Ledger, rules and kept queries")."""
 
 from __future__ import annotations
 

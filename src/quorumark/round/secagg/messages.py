@@ -1,4 +1,4 @@
-"""What members and server send each other for one secure sum (docs/secagg.md, "Messages")."""
+"""What members and server send each other for one secure sum (docs/secagg.md, "Formats")."""
 
 from __future__ import annotations
 
