@@ -408,7 +408,9 @@ def forget(
     ours = here.folder
     name, threshold = ours.terms().name, ours.terms().threshold
     if not although_under_way and (what := ours.under_way()):
-        raise CeremonyError(f"{what} is under way in {name!r}: finish it, or give --although-under-way")
+        raise CeremonyError(
+            f"{what} is under way in {name!r}: finish it, or give --although-under-way", code="ceremony.under-way"
+        )
     if not yes:
         if not sys.stdin.isatty():
             raise InputError("--yes", "must be given where nobody can be asked")

@@ -275,10 +275,12 @@ def _check_round(report: RoundReport, failed: Sequence[QuorumarkError]) -> None:
     if failed:
         raise failed[0]
     if report.given_up:
-        raise RoundError(f"round {report.round} was given up: {report.given_up}")
+        raise RoundError(f"round {report.round} was given up: {report.given_up}", code="round.given-up")
     if report.excluded:
         point, why = next(iter(report.excluded.items()))
-        raise RoundError(f"the member at point {point} was left out of round {report.round}: {why}")
+        raise RoundError(
+            f"the member at point {point} was left out of round {report.round}: {why}", code="round.given-up"
+        )
 
 
 # --- verification and attacks -----------------------------------------------------------------------------
