@@ -176,6 +176,8 @@ def _consortium(path: Path) -> Check:
             return Check(
                 name, None, f"{title}: {under_way} is under way", "run its command again, until it is finished"
             )
+        if not place.manifest_path.exists():
+            return Check(name, None, f"{title}: there is no key yet", "quorumark setup dkg, or consortium forget")
         share = place.share_path().exists()
         remedy = "" if share else "quorumark share recover, or member restore from a backup"
         return Check(name, share, f"{title}, epoch {place.manifest().epoch}" + ("" if share else ": no share"), remedy)

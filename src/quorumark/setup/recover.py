@@ -102,8 +102,8 @@ def help_recover(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock,
     with only_one(consortium.path):
         manifest, identity = consortium.manifest(), home.identity(unlock)
         terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
-        if not (folder / "request.msg").exists():
-            return Progress("request", ("the member who lost its share",), files=(folder / "request.msg",))
+        if not (folder / "request.msg").exists():  # not waited for: who helps should know who asks
+            raise CeremonyError(f"there is no request in {str(folder)!r} yet: the member who lost its share asks first")
         data = read_file(folder / "request.msg", "a request")
         point = int.from_bytes(data[:2], "big")
         name = terms.member(point).name

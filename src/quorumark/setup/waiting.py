@@ -59,6 +59,7 @@ def until_finished(
         except BusyError:
             if time.monotonic() >= until:
                 raise
+            tell(Progress("its turn", ("another command of this member",)))
             time.sleep(min(LONGEST, max(0.0, until - time.monotonic())))
             continue
         if progress.finished:
