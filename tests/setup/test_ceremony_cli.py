@@ -50,8 +50,9 @@ def test_five_members_without_a_dealer(five: Consortium) -> None:
         info = json.loads(five.run("share", "inspect", "--home", str(home), "--json"))
         assert (info["point"], info["threshold"], info["length"]) == (i + 1, 3, 280)
         place = HomeFolder(home).only_consortium()
-        kept = {".lock", "manifest.json", "share-0.sealed", "signed.json", "terms.json"}
+        kept = {".lock", "manifest.json", "rounds", "share-0.sealed", "signed.json", "terms.json"}
         assert {p.name for p in place.path.iterdir()} == kept | {"anchor.safetensors", "layout.json"}
+        assert place.memory_path.stat().st_mode & 0o777 == 0o600
         assert place.share_path().stat().st_mode & 0o777 == 0o600
         assert home.stat().st_mode & 0o777 == 0o700
         for public in (home / "member.json", place.manifest_path):  # a copy in a public folder is for others to read
@@ -276,6 +277,7 @@ def test_a_dealer(tmp_path: Path, key: str) -> None:
         assert "finished" in group.run(*arguments, *group.secrets(home))
     for home in group.homes:
         group.run("share", "verify", *group.secrets(home))
+        assert HomeFolder(home).only_consortium().memory_path.exists()
     sizes = [HomeFolder(home).only_consortium().share_path().stat().st_size for home in group.homes]
     assert max(sizes) < 0.7 * 8 * 140_000  # compressed: (K−t+1)/K of a vector each, about
     found = group.key((4, 0, 2))
@@ -344,6 +346,13 @@ def test_backup_and_restore(five: Consortium) -> None:
     shutil.rmtree(home)
     assert "Cedar restored" in five.run("member", "restore", str(backup), "--home", str(home))
     five.run("share", "verify", *five.secrets(home))
+    # the memory of rounds is in no backup, so it is lost, and nobody can say that there never was a round
+    place, said = HomeFolder(home).only_consortium(), ["member", "rounds", *five.secrets(home)]
+    assert "finished" in five.step(2)
+    assert not place.memory_path.exists()
+    assert "--lost" in five.run(*said, fails=QuorumarkError)
+    assert "two rounds" in five.run(*said, "--lost")
+    assert "exists already" in five.run(*said, "--lost", fails=QuorumarkError)
     assert "not empty" in five.run("member", "restore", str(backup), "--home", str(home), fails=QuorumarkError)
     evil = five.base / "evil.tar"
     with tarfile.open(evil, "w") as archive:

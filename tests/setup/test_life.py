@@ -139,9 +139,10 @@ def test_years_of_a_consortium(tmp_path: Path) -> None:
     # nothing old is left, except the archive of those who were there at first
     for home in homes:
         names = {p.name for p in place(home).path.iterdir()}
-        always = {".lock", "terms.json", "manifest.json", "history", "share-4.sealed", "signed.json"}
+        always = {".lock", "terms.json", "manifest.json", "history", "rounds", "share-4.sealed", "signed.json"}
         first_ones = {"archive.bin", "layout.json", "anchor.safetensors"}
         assert names == always | (set() if home in (hazel, iris) else first_ones)
+        assert place(home).memory_path.exists()
     # Birch's last share, or a genesis share that somebody kept, adds nothing to three new ones
     new = {x: place(homes[x - 1]).share(unlock(homes[x - 1])).vector()[:2800] for x in (1, 2, 3)}
     for extra in (birch[:2800], kept):
@@ -339,6 +340,7 @@ def test_a_stolen_identity_is_replaced_by_the_others(tmp_path: Path) -> None:
     for home in [*homes[:3], *homes[:2]]:
         group.run("share", "help", "--folder", folder, *group.secrets(home))
     assert "recovered" in group.run("share", "recover", "--folder", folder, *group.secrets(elm))
+    assert not place(elm).memory_path.exists()  # what Elm answered under its old keys it does not know
     together(group, homes, "share", "refresh", "--folder", str(tmp_path / "one"))
     group.homes = homes
     for path in tmp_path.glob("handed-*"):
@@ -428,9 +430,11 @@ def test_commitments_are_fixed_before_anything_is_revealed(tmp_path: Path) -> No
 
 
 def test_a_member_comes_back(tmp_path: Path) -> None:
+    """It may have taken part in rounds before it left: a memory that it lost is not made as if it were new."""
     group = Consortium(tmp_path)
     group.finish()
     key, elm = group.key(), group.homes[4]
+    place(elm).memory_path.unlink()
     terms = reshared(group, "without", "--remove", "5")
     leave = ["share", "reshare", "--terms", str(terms), "--folder", str(tmp_path / "leave")]
     together(group, group.homes[:4], *leave)
@@ -444,6 +448,7 @@ def test_a_member_comes_back(tmp_path: Path) -> None:
         if not any("waiting for" in output for output in outputs):
             break
     assert place(elm).manifest().epoch == 2
+    assert not place(elm).memory_path.exists()
     assert len(place(elm).chain()) == 3
     for path in tmp_path.glob("handed-*"):
         path.unlink()
