@@ -17,7 +17,7 @@ from quorumark.trial.userfile import Score
 
 __all__ = ["Screen", "curves"]
 
-_HEIGHT, _WIDTH = 9, 60
+_HEIGHT, _WIDTH = 9, 61  # with its labels, 80 columns
 _SIGNS = {"marked": "●", "unmarked": "○"}
 
 
@@ -122,11 +122,11 @@ def plot(curves: Mapping[str, Sequence[Score]], rounds: int, height: int = _HEIG
             row = height - 1 - round((score.value - low) / span * (height - 1))
             rows[row][column] = _SIGNS[name] if rows[row][column] in (" ", _SIGNS[name]) else "◉"
     labels = {0: points(Score(high)), height - 1: points(Score(low))}
-    lines = [f"{labels.get(number, ''):>9} ┤{''.join(row)}" for number, row in enumerate(rows)]
+    lines = [f"{labels.get(number, ''):>9} ┤{''.join(row)}".rstrip() for number, row in enumerate(rows)]
     axis = "└" + "─" * columns
     ends = "0" + f"round {rounds}".rjust(columns - 1)
     both = "◉ both" if any("◉" in row for row in rows) else ""
-    return [*lines, f"{'':>9} {axis}", f"{'':>11}{ends}  {both}"]
+    return [*lines, f"{'':>9} {axis}", f"{'':>11}{ends}  {both}".rstrip()]
 
 
 # --- tables and sentences ---------------------------------------------------------------------------------
