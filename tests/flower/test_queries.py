@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
@@ -21,7 +22,10 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 from quorumark.align.groups import Group, Groups
 from quorumark.canonical import canonical
 from quorumark.cli import app
-from quorumark.errors import EvidenceError, MessageError, QuorumarkError, RecordError
+from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import Unlock
+from quorumark.errors import EvidenceError, InputError, MessageError, QuorumarkError, RecordError
 from quorumark.files import write_private
 from quorumark.flower import make_key, verify_model
 from quorumark.model.layout import write_safetensors
@@ -30,6 +34,9 @@ from quorumark.node.member import MemberNode
 from quorumark.node.queries import pack_query
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import check_certificate
+from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.examine import examine
+from quorumark.verify.layered import Opened
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.proof import Audit
 from quorumark.verify.query import prepare
@@ -39,6 +46,7 @@ from tests.kit.consortium import Tensors, World, make_world, trained_from
 from tests.kit.disguises import CHANNELS, adapter_world, aligned_world, merged, permuted, turned
 from tests.kit.flower_runs import allow, run
 from tests.kit.flowers import Consortium, LocalGrid, app_for, train
+from tests.kit.layered import evaded, layered_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -126,8 +134,8 @@ def test_a_signature_of_something_else_is_not_taken(world: Consortium) -> None:
 # --- the same as on the command line ----------------------------------------------------------------------
 
 
-def permit(world: World) -> None:
-    policy = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 9}
+def permit(world: World, **more: Any) -> None:
+    policy = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 9, **more}
     for home, _ in world.homes:
         write_private(home.rules_path, canonical(policy))
 
@@ -140,13 +148,15 @@ def over_flower(world: World, suspect: Path, **how: Any) -> Certificate:
     return verify_model(grid, world.reference, suspect, note=pytest.fail, **how)
 
 
-def by_commands(folder: Path, homes: list[str], suspect: Path, audits: Sequence[Audit], *options: str) -> Certificate:
+def command(*words: Any, code: int = 0) -> None:
+    done = CliRunner().invoke(app, ["verify", *map(str, words)], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+
+
+def by_commands(
+    folder: Path, homes: list[str], suspect: Path, audits: Sequence[Audit], *options: str, fails: bool = False
+) -> Certificate:
     """The same query with `quorumark verify`, each member's commands on its own home."""
-
-    def command(*words: Any) -> None:
-        done = CliRunner().invoke(app, ["verify", *map(str, words)], catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-
     query, made = folder / "query.json", folder / "certificate.json"
     manifest, nobody = ("--manifest", folder / "consortium.json"), ("--home", folder / "nobody")
     proofs: list[Any] = []
@@ -159,7 +169,7 @@ def by_commands(folder: Path, homes: list[str], suspect: Path, audits: Sequence[
         home = ("--home", folder / name, "--key-file", folder / f"{name}.key")
         partials.append(folder / f"partial-{name}.json")
         command("partial", query, "--suspect", suspect, "--out", partials[-1], *proofs, *manifest, *home)
-    command("combine", query, *partials, "--out", made, *proofs, *manifest, *nobody)
+    command("combine", query, *partials, "--out", made, *proofs, *manifest, *nobody, code=int(fails))
     for name in homes:
         command("sign", made, "--home", folder / name, "--key-file", folder / f"{name}.key")
     return Certificate.from_bytes(made.read_bytes())
@@ -211,6 +221,90 @@ def test_the_certificate_is_the_one_of_the_command_line(
     assert made.to_bytes() == expected.to_bytes()
     assert len(made.signers(world.manifest)) == 5
     assert not list(folder.glob("*/consortia/*/query-*"))  # what was sent is removed
+
+
+def test_by_layers_the_certificates_are_those_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain query that fails, then one by layers that passes: both byte for byte. Answers are sealed with one fresh
+    key here, and at one time of day."""
+    stopped = SimpleNamespace(gmtime=time.gmtime, strftime=lambda *_: "2026-03-01T08:00:00Z")
+    monkeypatch.setattr("quorumark.verify.evidence.time", stopped)
+    fresh = X25519PrivateKey.generate()
+    monkeypatch.setattr("quorumark.verify.layered.X25519PrivateKey", SimpleNamespace(generate=lambda: fresh))
+    folder = tmp_path / "one"
+    folder.mkdir()
+    world = layered_world(folder, 3, 2)
+    permit(world, layers=True)
+    suspect = world.save(evaded(world), "evaded.safetensors")
+    Unlock.new_key_file(folder / "judge.key")
+    judge = HomeFolder.create(folder / "judge", "Judge Oak", Unlock.key_file(folder / "judge.key"))
+    identity = judge.identity(Unlock.key_file(folder / "judge.key"))
+    (folder / "judge.json").write_bytes(judge.card().to_bytes())
+    shutil.copytree(folder, tmp_path / "two")
+
+    plain = over_flower(world, suspect)
+    assert plain.finding.verdict == "FAILED"
+    handed: list[int] = []
+
+    def opener(query: Query, partials: Sequence[Partial]) -> Opened:
+        handed.extend(partial.point for partial in partials)
+        return examine(identity, world.manifest, query, partials).opened
+
+    made = over_flower(world, suspect, after=plain, examiner=judge.card(), opener=opener)
+    assert made.finding.verdict == "PASSED"
+    assert sorted(handed) == [1, 2, 3]
+    assert len(made.signers(world.manifest)) == 3
+    check_certificate(made, world.reference.chain, suspect=suspect, reference=world.reference)
+
+    two = tmp_path / "two"
+    names = [home.path.name for home, _ in world.homes]
+    assert by_commands(two, names, suspect, [], fails=True).to_bytes() == plain.to_bytes()
+    assert by_commands_in_layers(two, names, suspect).to_bytes() == made.to_bytes()
+
+
+def by_commands_in_layers(folder: Path, homes: list[str], suspect: Path) -> Certificate:
+    """A query by layers after the plain one of `by_commands`, which left its certificate in the folder."""
+    before = ("--after", folder / "certificate.json")
+    query, opened, made = (folder / f"{name}.json" for name in ("layers", "opened", "by-layers"))
+    manifest, nobody = ("--manifest", folder / "consortium.json"), ("--home", folder / "nobody")
+    examiner = ("--examiner", folder / "judge.json")
+    command("prepare", suspect, "--layers", *before, *examiner, "--out", query, *manifest, *nobody)
+    partials = []
+    for name in homes:
+        home = ("--home", folder / name, "--key-file", folder / f"{name}.key")
+        partials.append(folder / f"sealed-{name}.json")
+        command("partial", query, "--suspect", suspect, *before, "--out", partials[-1], *manifest, *home)
+    judge = ("--home", folder / "judge", "--key-file", folder / "judge.key")
+    command("open", query, *partials, "--out", opened, *manifest, *judge)
+    command("combine", query, *partials, "--opened", opened, "--out", made, *manifest, *nobody)
+    for name in homes:
+        command("sign", made, "--home", folder / name, "--key-file", folder / f"{name}.key")
+    return Certificate.from_bytes(made.read_bytes())
+
+
+def test_over_flower_layers_need_rules_that_allow_them_and_an_examiner(tmp_path: Path) -> None:
+    world = layered_world(tmp_path, 3, 2)
+    permit(world)
+    suspect = world.save(evaded(world), "evaded.safetensors")
+    plain = over_flower(world, suspect)
+    card = Identity.generate("Judge Oak").card()
+    with pytest.raises(InputError):
+        over_flower(world, suspect, after=plain, examiner=card)
+    said: list[str] = []
+    nodes = [MemberNode(*home) for home in world.homes]
+    grid = LocalGrid(app_for(tmp_path, find=lambda context: nodes[int(context.node_config["partition-id"])]), 3)
+    with pytest.raises(EvidenceError, match="0 members answered"):
+        verify_model(
+            grid,
+            world.reference,
+            suspect,
+            after=plain,
+            examiner=card,
+            opener=lambda *_: pytest.fail("nobody answered"),
+            note=said.append,
+        )
+    assert len([text for text in said if "nobody has approved" in text]) == 3
 
 
 def test_without_alignment_the_disguise_works(tmp_path: Path) -> None:

@@ -222,8 +222,11 @@ Kind = FileKind | CallKind
 
 def corpus(folder: Path, marker: Path) -> list[Kind]:
     """All kinds; `marker` is a folder that a pickle would make if it were run."""
+    from tests.kit.corpus_layers import by_layers  # which is made of the kinds above
+
     found: list[Kind] = []
-    for index, make in enumerate((_records, _homes, _audits, _ceremonies, _sums, _engines, _suspects, _labs)):
+    makers = (_records, _homes, _audits, _ceremonies, _sums, _engines, _suspects, _labs, by_layers)
+    for index, make in enumerate(makers):
         place = folder / str(index)
         place.mkdir()
         found.extend(make(place, marker))

@@ -43,17 +43,16 @@ def blocks_in(world: World) -> Blocks:
     return blocks_of(world.reference.layout)
 
 
-def evaded(world: World, rho: float = 0.1) -> Tensors:
+def evaded(world: World, rho: float = 0.1, models: tuple[Tensors, Tensors] | None = None) -> Tensors:
     """The marked model with the mark turned round in every other block, and taken out of the last one, the ninth: z is
-    near 0, and the layers are not."""
+    near 0, and the layers are not. `models`: another anchor, and what it was trained to without a mark."""
     model = {name: w.copy() for name, w in world.marked.items()}
     spans = blocks_in(world).spans
     turned = np.zeros(world.reference.layout.coordinates)
     for number, span in enumerate(spans):
         turned[span] = -2 * rho * world.known.key[span] if number % 2 else 0
     turned[spans[-1]] = -rho * world.known.key[spans[-1]]
-    anchor = layered_anchor()
-    plain = trained_from(anchor, seed=1)
+    anchor, plain = models or (layered_anchor(), trained_from(layered_anchor(), seed=1))
     for spec, place in world.reference.layout.spans("carrier"):
         moved = float((plain[spec.name] - anchor[spec.name]).std())
         model[spec.name] = (model[spec.name] + moved * turned[place].reshape(spec.shape)).astype(np.float32)

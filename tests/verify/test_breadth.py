@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark.model.blocks import Blocks
 from quorumark.model.layout import ModelLayout
-from quorumark.model.statistic import canonical_form
+from quorumark.model.statistic import canonical_form, count_sizes
 from quorumark.research.known import TensorsInMemory
 from quorumark.verify import guard
 from quorumark.verify.breadth import narrow_remainder
+from quorumark.verify.layered import broad_blocks
 from tests.kit.ledgers import Member, rounded
 from tests.kit.refusals import refused
 
@@ -204,3 +206,27 @@ def test_between_the_fractions_nothing_is_narrower_than_the_rule_allows() -> Non
         squares = (phases - np.rint(phases)) ** 2
         effective = (squares @ counts) ** 2 / (squares**2 @ counts)
         assert effective.min() > 1024 / 2
+
+
+def test_blocks_are_judged_as_vectors_of_their_own() -> None:
+    """By counting sizes of 8 bits, all blocks at once, as by the entries one by one: broad, narrow, empty, too few."""
+    rng = np.random.default_rng(8)
+    sound = np.clip(rounded(25 * rng.standard_normal(9001)), -127, 127)
+    few = np.zeros(4000, np.int8)
+    few[:900] = 3
+    cases = [sound, _hidden(5000, 25, 12, 12, 900), np.zeros(3000, np.int8), few, np.full(5000, 25, np.int8)]
+    edges = tuple(int(n) for n in np.cumsum([0, *(case.size for case in cases)]))
+    x = np.concatenate(cases)
+    one, two = broad_blocks(x, Blocks(edges, ("",) * len(cases)), 1024)
+    assert [n > 0 for n in two] == [True, False, False, False, True]
+    assert (one, two) == broad_blocks(x.astype(np.int32), Blocks(edges, ("",) * len(cases)), 1024)
+    sizes = np.abs(x.astype(np.int64))
+    for block in (0, 4):
+        part = sizes[edges[block] : edges[block + 1]]
+        assert (one[block], two[block]) == (int(part.sum()), int((part**2).sum()))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 300_001, 1_100_000])
+def test_sizes_are_counted(size: int) -> None:
+    x = np.random.default_rng(size).integers(-128, 128, size).astype(np.int8)
+    assert count_sizes(x).tolist() == np.bincount(np.abs(x.astype(np.int64)), minlength=129).tolist()

@@ -36,7 +36,7 @@ from quorumark.verify.omissions import Omitted
 from quorumark.verify.reference import Reference
 from tests.kit.commands import run
 from tests.kit.evidence import consortium, label, make_finding, make_query
-from tests.kit.frozen import FILES
+from tests.kit.frozen import FILES, FOLDERS
 
 PEOPLE, MANIFEST = consortium(5, 2)
 FINDING = make_finding(PEOPLE, MANIFEST, 21.4, (1, 2, 4, 5), wrong=(4,))
@@ -88,8 +88,31 @@ def test_a_certificate_of_long_ago_is_confirmed(root: Path) -> None:
     assert sum(path.stat().st_size for path in folder.iterdir()) < 200_000
 
 
-def test_the_command_confirms_it_too(root: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    folder, page = root / "tests/vectors/v1/certificate", tmp_path / "report.html"
+def test_a_certificate_by_layers_of_long_ago_is_confirmed(root: Path) -> None:
+    """Its z is gone, and its layers show the mark."""
+    folder = root / "tests/vectors/v1/certificate-by-layers"
+    checked, left = frozen(folder)
+    assert [reason.code for reason in checked] == [
+        "check.manifest", "check.signatures", "check.partials", "check.suspect", "check.form",
+    ]  # fmt: skip
+    assert left == []
+    data = (folder / "certificate.json").read_bytes()
+    certificate = Certificate.from_bytes(data)
+    assert certificate.to_bytes() == data
+    finding = certificate.finding
+    assert (finding.verdict, finding.reasons[0].code) == ("PASSED", "finding.layers-passed")
+    assert abs(float(finding.z)) < float(finding.threshold)
+    assert finding.layers is not None
+    assert float(finding.layers.q) >= float(finding.layers.threshold)
+    assert finding.layers.blocks == 4
+    assert len(certificate.signers(Reference.read(folder / "consortium.json").manifest)) == 3
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 200_000
+
+
+@pytest.mark.parametrize("kept", FOLDERS)
+def test_the_command_confirms_it_too(root: Path, environment: dict[str, str], tmp_path: Path, kept: str) -> None:
+    folder, page = root / "tests/vectors/v1" / kept, tmp_path / "report.html"
     command = ["verify", "check", folder / "certificate.json", "--manifest", folder / "consortium.json"]
     command += ["--suspect", folder / "suspect.safetensors", "--report", page]
     done = run(environment, *map(str, command))
@@ -102,8 +125,9 @@ def test_the_command_confirms_it_too(root: Path, environment: dict[str, str], tm
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_other_bit_in_any_of_its_files_is_noticed(root: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(root / "tests/vectors/v1/certificate", tmp_path, dirs_exist_ok=True)
+@pytest.mark.parametrize("kept", FOLDERS)
+def test_one_other_bit_in_any_of_its_files_is_noticed(root: Path, tmp_path: Path, kept: str, name: str) -> None:
+    shutil.copytree(root / "tests/vectors/v1" / kept, tmp_path, dirs_exist_ok=True)
     data = (tmp_path / name).read_bytes()
     rng = np.random.default_rng(len(data))
     for bit in (0, 8 * len(data) - 1, *map(int, rng.integers(0, 8 * len(data), 10))):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn  # noqa: E402
 
 from quorumark.model.blocks import blocks_of  # noqa: E402
 from quorumark.model.layout import ModelLayout  # noqa: E402
+from quorumark.research.attacks.symmetry import permute  # noqa: E402
 from quorumark.research.known import KnownKey, TensorsInMemory  # noqa: E402
 from quorumark.verify.null import layers_threshold  # noqa: E402
 from tests.kit import lab  # noqa: E402
@@ -73,3 +75,32 @@ def test_fifty_models_of_others_pass_by_no_test() -> None:
             assert found is not None
             assert abs(known.z_of(form)) < 6
             assert found[0] < float(layers_threshold("6", blocks_of(layout).count))
+
+
+@pytest.mark.parametrize(("name", "count"), [("mlp", 30), ("cnn", 20)])
+def test_aligned_models_of_others_pass_by_no_test_with_the_key_of_a_marked_model(name: str, count: int) -> None:
+    """50 in all. Half of them begin at the marked model's own anchor; every other pair has its channels permuted. The
+    alignment may choose among all orders of channels, and still finds nothing; the marked model it brings back."""
+    run = lab.marked(name)
+    blocks = blocks_of(run.layout).count
+    most = float(layers_threshold("6", blocks))
+
+    def measured(weights: Mapping[str, Any]) -> tuple[float, float]:
+        form = run.known.form(run.align(weights).model(TensorsInMemory(weights)))
+        found = run.known.q_of(form)
+        assert found is not None
+        return run.known.z_of(form), found[0]
+
+    hidden, _ = permute(run.target(), 7)
+    z, q = measured(hidden)
+    assert z > 6
+    assert q > most
+    assert abs(run.z(hidden)) < z / 2, "the permutation hides it, and the alignment brings it back"
+    for seed in range(2, 2 + count):
+        start = run.checkpoints[0] if seed % 2 else lab.initial(run.make, seed)
+        others = lab.trained(run.make, start, lab.data_of(name), seed, 1, 2e-3)
+        if seed % 4 < 2:
+            others, _ = permute(replace(run.target(), weights=others), seed)
+        z, q = measured(others)
+        assert abs(z) < 6
+        assert q < most

@@ -27,7 +27,16 @@ from quorumark.field import P, Vector, parallel
 from quorumark.model import kernels
 from quorumark.model.layout import ModelLayout, TensorSpec
 
-__all__ = ["STATISTICS", "Canonical", "canonical_form", "inner_product", "norms", "vector_digest"]
+__all__ = [
+    "SIZES",
+    "STATISTICS",
+    "Canonical",
+    "canonical_form",
+    "count_sizes",
+    "inner_product",
+    "norms",
+    "vector_digest",
+]
 
 _CUT = 8 * 256  # octaves that one weight may pull at its row's or column's scale
 _PASSES = 3  # over rows, then columns
@@ -35,6 +44,8 @@ _MIDDLE = 25  # the mean of |x| that 8 bits are scaled to: for a normal shape th
 KEPT = 1 << 26  # a tensor of up to so many weights is held in memory while it is worked on: 3 arrays of 256 MiB
 BLOCK = 1 << 20  # weights that are read and worked on at a time: they stay in a cache in between
 _WIDEST = 1 << 29  # sums over a row then fit 63 bits
+SIZES = 129
+"""An entry of 8 bits has a size from 0 to 128."""
 _MOST_PRODUCTS = 1 << 22  # of the inner product, that are added up before they are reduced
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
@@ -74,9 +85,9 @@ class Canonical:
 
 def norms(x: NDArray[Any]) -> tuple[int, int, int]:
     """Σ|x|, Σx² and Σx⁴ of integers below 2^31 in size, exactly."""
-    if x.dtype == np.int8:  # there are 129 sizes: count them
-        counts = [int(n) for n in np.bincount(np.abs(x.astype(np.int16)), minlength=129)]
-        return tuple(sum(n * size**power for size, n in enumerate(counts)) for power in (1, 2, 4))  # type: ignore
+    if x.dtype == np.int8:
+        counts = count_sizes(x).tolist()
+        return tuple(sum(n * size**power for size, n in enumerate(counts)) for power in (1, 2, 4))
     norm1, norm2, norm4 = 0, 0, 0
     for start in range(0, x.size, 1 << 20):
         sizes = np.abs(x[start : start + (1 << 20)].astype(np.int64))
@@ -88,6 +99,20 @@ def norms(x: NDArray[Any]) -> tuple[int, int, int]:
         norm2 += int(a.sum()) + (int(b.sum()) << 17) + (int(c.sum()) << 32)
         norm4 += _square_sum(a + ((b & 0x7FFF) << 17), (b >> 15) + c)  # x² in units of 1 and of 2^32
     return norm1, norm2, norm4
+
+
+def count_sizes(x: NDArray[np.int8]) -> NDArray[np.int64]:
+    """How many entries of 8 bits have each size, 0 to 128: norms and remainders follow from that alone."""
+
+    def part_of(low: int, high: int) -> NDArray[np.int64]:
+        counts = np.zeros(SIZES, np.int64)
+        kernels.count_sizes(x[low:high], counts)
+        return counts
+
+    total = np.zeros(SIZES, np.int64)
+    for counts in parallel.spread(part_of, x.size):
+        total += counts  # type: ignore[arg-type]
+    return total
 
 
 def _square_sum(low: NDArray[np.int64], high: NDArray[np.int64]) -> int:

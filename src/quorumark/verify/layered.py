@@ -29,7 +29,7 @@ from quorumark.consortium.records import Card
 from quorumark.errors import EvidenceError, MessageError
 from quorumark.field import P, derive_key
 from quorumark.model.blocks import MOST, Blocks
-from quorumark.model.statistic import norms
+from quorumark.model.statistic import SIZES, count_sizes, norms
 from quorumark.verify.breadth import narrow_histograms, narrow_remainder
 from quorumark.verify.signed import Signed
 from quorumark.verify.vectors import Numbers
@@ -129,11 +129,11 @@ def broad_blocks(x: Numbers, blocks: Blocks, least: int) -> tuple[tuple[int, ...
 
 def _broad_histograms(x: Numbers, blocks: Blocks, least: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The same of 8-bit entries, by how many of each size there are."""
-    counts = np.stack([np.bincount(np.abs(x[s].astype(np.int16)), minlength=129) for s in blocks.spans])
-    narrow = narrow_histograms(counts, least)
+    counts = np.stack([count_sizes(x[span]) for span in blocks.spans])
+    sizes = np.arange(SIZES)
+    sums = zip(*((counts @ sizes**power).tolist() for power in (1, 2, 4)), strict=True)  # below 2^31 · 2^28
     found = []
-    for row, bad in zip(counts.tolist(), narrow, strict=True):
-        norm1, norm2, norm4 = (sum(n * size**power for size, n in enumerate(row)) for power in (1, 2, 4))
+    for (norm1, norm2, norm4), bad in zip(sums, narrow_histograms(counts, least), strict=True):
         broad = not bad and norm4 > 0 and norm2 * norm2 >= least * norm4
         found.append((norm1, norm2) if broad else (0, 0))
     return tuple(norm1 for norm1, _ in found), tuple(norm2 for _, norm2 in found)

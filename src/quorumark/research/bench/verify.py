@@ -1,7 +1,8 @@
 """`quorumark bench verify`: what a verification costs a member, for ResNet-18's 11.2 million weights.
 
 The canonical form against one copy of the model, the inner product against one copy of the share, both in one thread;
-and the commands as people run them, in processes of their own, against hashing the files that they read.
+the commands as people run them, in processes of their own, against hashing the files that they read; and a partial by
+layers against a plain one about the same suspect, both by CPU time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,12 @@ from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.model.statistic import canonical_form, inner_product
 from quorumark.research.bench import Row, compare
 from quorumark.research.known import TensorsInMemory
+from quorumark.verify.answer import answer
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.check import sign
+from quorumark.verify.evidence import Query
+from quorumark.verify.query import AskLayers, prepare
+from quorumark.verify.reference import Reference
 
 STATISTIC = "balanced-anchor/v1"
 
@@ -141,6 +149,24 @@ def _commands(folder: Path, layout: ModelLayout, anchor: Any, model: Any) -> Ite
     yield compare(
         combine, hashing(*models), name="verify combine, the whole command", against="sha256 of both models",
         size=layout.coordinates, threads=field.threads(), repeats=5,
+    )  # fmt: skip
+    yield _by_layers(folder, homes, Path(query), Path(certificate))
+
+
+def _by_layers(folder: Path, homes: list[Path], plain: Path, certificate: Path) -> Row:
+    """A member's answer by layers against its plain one, in this process: the start of Python is the same for both."""
+    ours, suspect = Reference.read(folder / "manifest.json"), folder / "suspect.safetensors"
+    owners = [(HomeFolder(home), Unlock.key_file(Path(f"{home}.key"))) for home in homes]
+    before = Certificate.from_bytes(certificate.read_bytes())
+    for owner in owners:
+        before = sign(*owner, before)
+    query = Query.from_bytes(plain.read_bytes())
+    layers = prepare(ours, suspect, layers=AskLayers.of(before, Identity.generate("Judge").card())).query
+    return compare(
+        lambda: answer(*owners[0], ours, suspect, layers, approved=True, after=before),
+        lambda: answer(*owners[0], ours, suspect, query, approved=True),
+        name="a partial by layers, CPU time", against="a plain one", size=ours.layout.coordinates,
+        threads=field.threads(), repeats=15, clock=time.process_time,
     )  # fmt: skip
 
 
