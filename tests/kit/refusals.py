@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quorumark.errors import CeremonyError, GuardError, InputError, MessageError, RoundError
+from quorumark.refusals import REFUSALS
 
 Stopped = RoundError | MessageError | CeremonyError
 FAMILIES: dict[str, type[Stopped]] = {
@@ -41,6 +42,8 @@ def stopped(*codes: str, names: str = "", kind: type[Stopped] | None = None) -> 
 
     The error is of the code's family, unless it is of another `kind`.
     """
+    assert codes
+    assert set(codes) <= REFUSALS, codes
     kinds = {kind or FAMILIES[code.partition(".")[0]] for code in codes}
     with pytest.raises(tuple(kinds)) as caught:
         yield caught

@@ -16,7 +16,7 @@ from quorumark.round.memory import MemoryState
 from quorumark.round.secagg import masks
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Upload
-from tests.kit.refusals import wrong_argument
+from tests.kit.refusals import stopped, wrong_argument
 from tests.kit.secure_sums import BINDING, LENGTH, PEOPLE, Net
 
 # --- members that send rubbish ----------------------------------------------------------------------------
@@ -61,15 +61,15 @@ def test_a_spoiled_upload_excludes_its_sender_by_name_and_the_round_goes_on() ->
     sum_before = net.server._sum.copy()
     bad = net.members[3].upload(net.members[3].plan(told), field.random(LENGTH))
     for what, spoiled in _spoiled(bad).items():
-        with pytest.raises(MessageError, match=f"{net.group.name(3)} is excluded from round 1: "):
+        with stopped("message.altered", "message.malformed", "message.elsewhere", names=net.group.name(3)):
             net.server.take_upload(3, spoiled)
         assert (net.server._sum == sum_before).all(), what
         assert set(net.server.excluded) == {3}
         del net.server.excluded[3]
     net.server.excluded[3] = "for a test"
-    with pytest.raises(MessageError, match="is excluded from round 1: for a test"):
+    with stopped("message.excluded", names="for a test"):
         net.server.take_upload(3, bad)
-    with pytest.raises(MessageError, match="no message is expected"):  # a second upload, which counts for nothing
+    with stopped("message.unexpected"):  # a second upload, which counts for nothing
         net.server.take_upload(1, net.uploads[1][1])
     alive = [1, 2, 4, 5]
     net.upload(net.server.retry(), alive)
@@ -88,7 +88,7 @@ def test_a_signed_vector_outside_the_field_is_refused() -> None:
     header = net.group.header("upload", net.server.plan.ctx, 2, 1)
     message = PEOPLE[1].write(header, hashed.digest() + good.head[stop - 64 : stop])
     head = len(message).to_bytes(4, "big") + message + good.head[stop:]
-    with pytest.raises(MessageError, match=r"excluded .* must hold values in \[0, p\)"):
+    with stopped("message.malformed"):
         net.server.take_upload(2, Upload(head, vector))
 
 
@@ -101,7 +101,7 @@ def test_spoiled_words_of_a_server_are_refused_and_change_nothing() -> None:
             net.members[1].plan(_flipped(told, place))
         with pytest.raises((MessageError, RoundError)):
             net.members[1].plan(told[:place])
-    with pytest.raises(RoundError, match="no answers to finish with"):
+    with stopped("round.no-answers"):
         net.server.finish()
     net.upload(told, net.members)
     asked = net.server.request(1)
@@ -135,11 +135,11 @@ def test_a_spoiled_ready_excludes_its_sender() -> None:
     net = Net(5, 2)
     good = net.members[3].ready(1, BINDING, LENGTH)
     for bad in (good[:-1], b"", os.urandom(400), net.members[2].ready(1, BINDING, LENGTH)):
-        with pytest.raises(MessageError, match=f"{net.group.name(3)} is excluded"):
+        with stopped("message.altered", "message.malformed", "message.elsewhere", names=net.group.name(3)):
             net.server.take_ready(3, bad)
         net.server.excluded.clear()
     other = SecAggMember(PEOPLE[2], net.group, MemoryState(net.group))
-    with pytest.raises(MessageError, match="another length"):
+    with stopped("message.other-model"):
         net.server.take_ready(3, other.ready(1, BINDING, LENGTH + 1))
     with pytest.raises(RecordError, match="no member at point 6"):
         net.server.take_ready(6, good)
@@ -185,7 +185,7 @@ def test_too_many_lies_open_nothing_and_never_a_wrong_sum() -> None:
         for x in liars:
             _lie(net, x)
         net.answer([x for x in net.members if x not in liars][:others])
-        with pytest.raises(RoundError, match=r"cannot be opened yet: the (shares of the masks|mask) of .* do(es)? not"):
+        with stopped("round.wrong-answers"):
             net.server.finish()
 
 
@@ -197,7 +197,7 @@ def test_a_member_that_deals_wrong_shares_is_named(monkeypatch: pytest.MonkeyPat
     net.upload(told, [4])
     monkeypatch.undo()
     net.answer(net.members)
-    with pytest.raises(RoundError, match=f"the masks of {net.group.name(4)} do not fit together"):
+    with stopped("round.wrong-answers", names=net.group.name(4)):
         net.server.finish()
 
 
@@ -210,10 +210,10 @@ def test_spoiled_answers_exclude_their_senders() -> None:
     outside = PEOPLE[0].write(header, b"\xff" * 40 * 6)
     short = PEOPLE[0].write(header, bytes(40 * 5))
     for bad in (good[:-1], b"", os.urandom(700), outside, short, net.members[2].unmask(net.server.request(2))):
-        with pytest.raises(MessageError, match=f"{net.group.name(1)} is excluded"):
+        with stopped("message.altered", "message.malformed", "message.elsewhere", names=net.group.name(1)):
             net.server.take_answer(1, bad)
         net.server.excluded.clear()
     net.answer([3, 4, 5, 6])
-    with pytest.raises(MessageError, match="no message is expected"):
+    with stopped("message.unexpected"):
         net.server.take_answer(3, good)
     assert (net.server.finish() == net.expected(net.members)).all()
