@@ -60,7 +60,7 @@ def moved(text: str, path: str, names: dict[str, str]) -> str:
         picture, words, target, anchor = found.groups()
         full = posixpath.normpath(posixpath.join(here, target))
         if full in names:
-            words = title(full) if words == posixpath.basename(full) else words
+            words = title(full) if words in (target, posixpath.basename(full)) else words
             return f"{picture}[{words}]({names[full]}{anchor or ''})"
         if full.startswith("docs/figures/"):
             return f"{picture}[{words}]({full.removeprefix('docs/')})"

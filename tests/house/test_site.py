@@ -84,6 +84,7 @@ def test_links_follow_their_pages(pages: dict[str, Any]) -> None:
     assert pages["moved"]("[flower.md](flower.md), docs/lora.md", "docs/deploy.md", names) == (
         "[Flower](flower.md), [LoRA adapters](lora.md)"
     )
+    assert pages["moved"]("[docs/lora.md](docs/lora.md)", "README.md", names) == "[LoRA adapters](lora.md)"
     assert pages["moved"]("`docs/lora.md`", "docs/deploy.md", names) == "`docs/lora.md`"
     assert pages["moved"]("[`a` page](docs/lora.md)", "README.md", names) == "[`a` page](lora.md)"
     assert pages["moved"]("see [the file](LICENSE)", "README.md", names) == "see the file"
