@@ -11,4 +11,4 @@ import griffe
 class Pages(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = re.sub(r"\bdocs/([a-z-]+)\.md", r"[\1.md](\1.md)", obj.docstring.value)
+            obj.docstring.value = re.sub(r"\bdocs/([a-z-]+)\.md", r"[\1](\1.md)", obj.docstring.value)

@@ -35,7 +35,8 @@ OTHERS = {
 """Pages that are not in docs/, and their names on the site."""
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
-_FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_NAMED = re.compile(r"(`[^`\n]+`)|\bdocs/([a-z-]+\.md)\b")  # code first: it stays
 
 
 def sources() -> dict[str, str]:
@@ -43,14 +44,23 @@ def sources() -> dict[str, str]:
     return OTHERS | {f"docs/{page.name}": page.name for page in sorted((ROOT / "docs").glob("*.md"))}
 
 
+def title(path: str) -> str:
+    """A page's heading."""
+    return (ROOT / path).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+
+
 def moved(text: str, path: str, names: dict[str, str]) -> str:
-    """A page's text with its links as they are on the site; code blocks stay as they are."""
+    """A page's text with its links as they are on the site; code stays as it is.
+
+    Where a file's name stands for a page, [flower.md](flower.md) or docs/flower.md, the site shows the page's title.
+    """
     here = posixpath.dirname(path)
 
     def link(found: re.Match[str]) -> str:
         picture, words, target, anchor = found.groups()
         full = posixpath.normpath(posixpath.join(here, target))
         if full in names:
+            words = title(full) if words in (target, posixpath.basename(full)) else words
             return f"{picture}[{words}]({names[full]}{anchor or ''})"
         if full.startswith("docs/figures/"):
             return f"{picture}[{words}]({full.removeprefix('docs/')})"
@@ -58,8 +68,11 @@ def moved(text: str, path: str, names: dict[str, str]) -> str:
             raise SystemExit(f"{path} links to {target}, which is not there")
         return words
 
+    def page(found: re.Match[str]) -> str:
+        return f"[{title(found[0])}]({found[2]})" if found[0] in names else found[0]
+
     parts = _FENCE.split(text)
-    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)
+    return "".join(part if part.startswith("```") else _NAMED.sub(page, _LINK.sub(link, part)) for part in parts)
 
 
 def cli_page() -> str:

@@ -81,6 +81,12 @@ def test_links_follow_their_pages(pages: dict[str, Any]) -> None:
     assert pages["moved"]("[a](docs/flower.md#diff)", "README.md", names) == "[a](flower.md#diff)"
     assert pages["moved"]("[a](../README.md)", "docs/flower.md", names) == "[a](index.md)"
     assert pages["moved"]("![a](docs/figures/lab-rivals.svg)", "README.md", names) == "![a](figures/lab-rivals.svg)"
+    assert pages["moved"]("[flower.md](flower.md), docs/lora.md", "docs/deploy.md", names) == (
+        "[Flower](flower.md), [LoRA adapters](lora.md)"
+    )
+    assert pages["moved"]("[docs/lora.md](docs/lora.md)", "README.md", names) == "[LoRA adapters](lora.md)"
+    assert pages["moved"]("`docs/lora.md`", "docs/deploy.md", names) == "`docs/lora.md`"
+    assert pages["moved"]("[`a` page](docs/lora.md)", "README.md", names) == "[`a` page](lora.md)"
     assert pages["moved"]("see [the file](LICENSE)", "README.md", names) == "see the file"
     assert pages["moved"]("```\n[a](docs/none.md)\n```", "README.md", names) == "```\n[a](docs/none.md)\n```"
     with pytest.raises(SystemExit, match=re.escape("docs/none.md")):
