@@ -103,7 +103,10 @@ def help_recover(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock,
         manifest, identity = consortium.manifest(), home.identity(unlock)
         terms, own = manifest.terms, manifest.terms.point_of(identity.ed25519)
         if not (folder / "request.msg").exists():  # not waited for: who helps should know who asks
-            raise CeremonyError(f"there is no request in {str(folder)!r} yet: the member who lost its share asks first")
+            raise CeremonyError(
+                f"there is no request in {str(folder)!r} yet: the member who lost its share asks first",
+                code="ceremony.not-asked",
+            )
         data = read_file(folder / "request.msg", "a request")
         point = int.from_bytes(data[:2], "big")
         name = terms.member(point).name
