@@ -7,8 +7,11 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import click
 import pytest
+import typer.main
 
+from quorumark.cli import app
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.strength import Strength
 
@@ -84,3 +87,41 @@ def test_a_section_that_is_not_there_would_be_noticed() -> None:
         ("lora", "Limits"),
         ("format", "Nothing of the kind"),
     ]
+
+
+def _commands(text: str) -> list[str]:
+    """Commands of ours that a page shows: in console blocks, with what follows a backslash, and in `code`."""
+    shown = re.findall(r"^\$ (quorumark .*(?:(?<=\\)\n.*)*)", text, re.MULTILINE)
+    return [re.sub(r"\s+#.*|\\\n", " ", command) for command in shown + re.findall(r"`(quorumark [a-z][^`]*)`", text)]
+
+
+def _unknown(line: str) -> list[str]:
+    """What the command line does not know: words that are no command, options that the command does not have."""
+    command: click.Command = typer.main.get_command(app)
+    words = line.split()[1:]
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return [words[0]]
+        command = command.commands[words.pop(0)]
+    options = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+    given = re.findall(r"(?<!\S)\[?(--[a-z-]+)", " ".join(words))
+    return [option for option in given if option not in options]
+
+
+def test_commands_that_pages_show_are_there(root: Path) -> None:
+    pages = [*(root / "docs").glob("*.md"), *(root / "examples").glob("*/README.md"), root / "README.md"]
+    shown = {(page.name, line) for page in pages for line in _commands(page.read_text(encoding="utf-8"))}
+    assert len(shown) > 60
+    assert {(name, line, tuple(unknown)) for name, line in shown if (unknown := _unknown(line))} == set()
+
+
+def test_a_command_that_is_not_there_would_be_noticed() -> None:
+    assert _commands(
+        "`quorumark setup dkg`\n```console\n$ quorumark verify sign a.json \\\n    --home x  # each\n```"
+    ) == [
+        "quorumark verify sign a.json      --home x ",
+        "quorumark setup dkg",
+    ]
+    assert _unknown("quorumark setup dkg --terms a --folder b") == []
+    assert _unknown("quorumark setup dgk --terms a") == ["dgk"]
+    assert _unknown("quorumark setup dkg --term a") == ["--term"]
