@@ -318,7 +318,7 @@ def test_help_is_plain_and_says_what_each_argument_is(environment: dict[str, str
             assert not bare, (words, line, "is click as pyproject.toml has it?")
     assert "..." not in found["quorumark"].partition("Commands:\n")[2]  # in 80 columns nothing is cut
     first = re.findall(r"^  (\w+)  ", found["quorumark"].partition("Commands:\n")[2], re.MULTILINE)
-    assert first[:6] == ["demo", "member", "consortium", "setup", "share", "verify"]
+    assert first[:8] == ["demo", "doctor", "member", "consortium", "setup", "share", "public", "verify"]
 
 
 def test_what_the_operating_system_refuses_is_one_sentence(environment: dict[str, str], tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(environment: dict[str, str]
     create = [*CREATE, *members, "--model", str(model)]
     full = _limited(environment, 500, *create, "--out", str(out))
     assert full.returncode == 2
-    assert re.fullmatch(r"quorumark: cannot write '.*terms.json': .*\n", full.stderr), full.stderr
+    assert re.fullmatch(r"quorumark: cannot write '.*anchor.safetensors': .*\n", full.stderr), full.stderr
     assert [path.name for path in out.iterdir()] == ["layout.json"]
     assert run(environment, *create, "--out", str(out)).returncode == 0  # once there is space, the same command
 
