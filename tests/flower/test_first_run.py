@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -261,3 +262,18 @@ def test_homes_on_one_machine_begin_without_another_command(tmp_path: Path, made
     terms = qm.Terms.agree("three", 2, [(home.card, 100) for home in homes], made.model, without_alignment=True)
     qm.Home.make_key(homes, terms)
     assert all(home.consortium().memory_path.exists() for home in homes)
+
+
+# --- the documentation ------------------------------------------------------------------------------------
+
+
+def test_the_table_of_what_a_run_needs_has_every_setting_and_what_its_error_says() -> None:
+    root = Path(__file__).resolve().parents[2]
+    table = (root / "docs" / "flower.md").read_text().split("## What a run needs")[1].split("## What happens")[0]
+    code = (root / "src" / "quorumark" / "flower" / "client.py").read_text()
+    told = {"quorumark-rate", "quorumark-round", "quorumark-seed"}  # not set by anybody: what the app is told
+    settings = set(re.findall(r"quorumark-[a-z]+(?:-[a-z]+)*", code)) - told
+    assert {"quorumark-homes", "quorumark-key-file"} <= settings
+    assert not {name for name in settings if name not in table}
+    for words in ("num-supernodes must be the number of members", "quorumark member rounds --lost", "initial_arrays"):
+        assert words in table
