@@ -75,9 +75,7 @@ app.add_typer(verify.app, name="verify", short_help="Is this model ours? Query, 
 app.add_typer(stamp.app, name="stamp", short_help="When did it exist? Time stamps for manifests and certificates.")
 app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)
 app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
-app.command("try", short_help="Does it work for your model? Train, verify, attack: one file, one answer.")(
-    trial.try_file
-)
+app.command("try", short_help="Does it work for your model? One file, one answer.")(trial.try_file)
 app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
 app.command("groups", short_help="Find which channels of a model belong together.")(groups.groups)
 app.add_typer(attack.app, name="attack", short_help="How hard is the mark to remove? Research only.")
