@@ -93,9 +93,7 @@ app.command("public", short_help="Make the folder that anybody needs who verifie
 app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)
 app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
 app.command("doctor", short_help="Is this machine fit for it, and this member's home in order?")(doctor.doctor)
-app.command("try", short_help="Does it work for your model? Train, verify, attack: one file, one answer.")(
-    trial.try_file
-)
+app.command("try", short_help="Does it work for your model? One file, one answer.")(trial.try_file)
 app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
 app.command("groups", short_help="Find which channels of a model belong together.")(groups.groups)
 app.add_typer(attack.app, name="attack", short_help="How hard is the mark to remove? Research only.")
