@@ -15,6 +15,7 @@ from quorumark.consortium.strength import Strength
 from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import STATISTICS, canonical_form
 from quorumark.model.suspect import read_suspect
+from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.forecast import course, expected_z
 from tests.kit.federation import World
@@ -154,3 +155,40 @@ def test_a_federation_says_so_in_its_reports_its_events_and_its_last_line(tmp_pa
     list(plain.rounds(6))
     assert not any(report.advice or report.final_z for report in plain.reports)
     assert simulation.summary(plain) == ""
+
+
+# --- weight decay ---
+
+
+def decayed(seed: int, told: bool, rounds: int = 60, lost: float = 0.05) -> tuple[MarkState, float]:
+    """A random walk whose weights shrink by a twentieth in each round, as weight decay does it."""
+    rng = np.random.default_rng(seed)
+    layout = ModelLayout.of({"w": np.zeros((150, 120), np.float32)})
+    settings = {"rho": "0.1", "c_max": "0.1", "alike": "mark", "dither": "0", **({"decay": str(lost)} if told else {})}
+    weights, key = rng.normal(0, 0.1, layout.size), rng.choice([-1.0, 1.0], layout.size)
+    state = MarkState(Strength.of(settings, layout.coordinates), layout, "rademacher", codec.encode(weights))
+    known = KnownKey(key.astype(np.int8), layout, TensorsInMemory.of(layout, weights.copy()))
+    for number in range(1, rounds + 1):
+        amplitudes = state.amplitudes(number)
+        weights = (1 - lost) * weights + rng.normal(0, 0.02, layout.size)
+        weights += amplitudes.vector * 2.0**-40 * key
+        state.advance(number, codec.encode(weights), amplitudes if amplitudes.marks else None)
+    return state, known.z(TensorsInMemory.of(layout, weights))
+
+
+def test_weight_decay_takes_the_mark_along_and_the_forecast_knows() -> None:
+    """Told of the decay it is right in the mean over eight keys (± 0.35); not told, it is not."""
+    for told in (True, False):
+        runs = [decayed(seed, told) for seed in range(8)]
+        measured = float(np.mean([z for _, z in runs]))
+        expected = float(np.mean([expected_z(state, BALANCED) for state, _ in runs]))
+        near = abs(expected - measured) < max(0.1 * measured, 2)
+        assert near == told, (told, expected, measured)
+
+
+def test_the_leak_is_limited_however_much_decays() -> None:
+    """Decay would let the rule add a new mark in every round, for ever; who sees all updates adds them up."""
+    state, _ = decayed(1, told=True, rounds=150)
+    assert 0.5 * state.leak_limit < state.leak <= 1.02 * state.leak_limit
+    short, _ = decayed(1, told=True, rounds=40)
+    assert short.leak <= state.leak < 0.2

@@ -285,6 +285,10 @@ def amend(
     policy: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, like z=7; also budget, effective, attempts, cohort, sums.")
     ] = None,
+    strength: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, like c_max=0.08 or rounds=60: how strong the mark is from the next round on."),
+    ] = None,
     anchor: Annotated[Path | None, typer.Option(help="The model after the warm-up rounds (.safetensors).")] = None,
     layout: Annotated[Path | None, typer.Option(help="layout.json, with --anchor.")] = None,
     *,
@@ -322,6 +326,7 @@ def amend(
         removed=remove or (),
         added=[_card(text) for text in add or ()],
         policy=_policy(policy),
+        strength=_pairs("--strength", strength),
         anchor=None if anchor is None else _anchor(anchor, layout, before.layout),
     )
     found = changes(terms, before)
@@ -331,7 +336,7 @@ def amend(
         check_roster(terms)
     write_shared(out, terms.to_bytes())
     what = "share reshare" if needs_new_shares(terms, before) else "consortium sign"
-    typer.echo("\n".join(found))
+    typer.echo("\n".join([*found, *(_expected(terms) if strength else ())]))
     typer.echo(
         f"terms {terms.digest().hex()}\nwritten to {out}; once all agree, every member of the new terms runs: "
         f"quorumark {what} --terms … --folder …\nwho is new, or has new keys, adds: --from {current.digest().hex()}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil, floor, log, sqrt
+from math import ceil, exp, floor, log, sqrt
 
 from quorumark.consortium.strength import ONE, Strength
 from quorumark.errors import InputError
@@ -100,6 +100,7 @@ class Plan:
             if "c_max" not in given:
                 most = _most_c(first)
                 reach = _reach(_LEAST, _full_rounds(first, rounds))
+                reach *= _left(first, _full_rounds(first, rounds))
                 settings["c_max"] = _text(min(most, max(USUAL_C, aim / (reach * root) if reach else most)), most)
         return cls.of(Strength.of(settings, coordinates), coordinates, rounds, target_z=target_z)
 
@@ -110,7 +111,7 @@ class Plan:
         most = limit if strength.rule in ("rho", "target") else 1.0
 
         def z(reach: Mapping[int, float], share: float) -> float:
-            return sqrt(coordinates) * min(c * _reach(reach, full), share * most)
+            return sqrt(coordinates) * min(c * _reach(reach, full) * _left(strength, full), share * most)
 
         least, likely = z(_LEAST, _LEAST_SHARE), z(_LIKELY, _LIKELY_SHARE)
         if strength.rule == "paper":  # its scale depends on the model (docs/strength.md, "The paper's rule")
@@ -161,8 +162,12 @@ def _advice(plan: Plan, strength: Strength, full: float) -> Iterator[Advice]:
     if plan.enough:
         return
     most, wanted = _most_c(strength), plan.target_z / sqrt(plan.coordinates)  # z/√d
-    loud = wanted / max(_reach(_LEAST, full), 1e-9)  # the c that it takes
-    long_enough = next((n for n in range(1, _LONGEST + 1) if max(plan.c, most) * _reach(_LEAST, n) >= wanted), None)
+    reach = max(_reach(_LEAST, full) * _left(strength, full), 1e-9)
+    loud = wanted / reach  # the c that it takes
+    long_enough = next(
+        (n for n in range(1, _LONGEST + 1) if max(plan.c, most) * _reach(_LEAST, n) * _left(strength, n) >= wanted),
+        None,
+    )
     helps = []
     if strength.rule in ("rho", "target") and _LEAST_SHARE * strength.rho / ONE < wanted:
         need = wanted / _LEAST_SHARE
@@ -179,7 +184,9 @@ def _advice(plan: Plan, strength: Strength, full: float) -> Iterator[Advice]:
         helps.append(f"c_max={_text(min(most, loud), most)}")
     if plan.c < min(loud, MOST_C) - 1e-6 and most < MOST_C:
         helps.append(f"dither={min(3, floor(1 / (2 * min(loud, MOST_C))))} with a c_max of {_text(min(loud, MOST_C))}")
-    at_most = min(max(plan.c, most) * max(_reach(_LEAST, full), 1e-9), _LEAST_SHARE * max(MOST_RHO, strength.rho / ONE))
+    at_most = min(max(plan.c, most) * reach, _LEAST_SHARE * max(MOST_RHO, strength.rho / ONE))
+    if _left(strength, full) < 0.5:
+        helps.append("less weight decay")
     carriers = ceil((plan.target_z / at_most) ** 2)
     if plan.coordinates < carriers < 10**12:
         helps.append(f"a model of {_rounded(carriers):,} carrying weights or more (a wider one)")
@@ -209,6 +216,12 @@ def _full_rounds(strength: Strength, rounds: int) -> float:
     if strength.lr == "constant":
         return float(max(0, rounds - warm))
     return sum(min(float(strength.rate(number)), 1.0) for number in range(warm + 1, rounds + 1))
+
+
+def _left(strength: Strength, full: float) -> float:
+    """How much weight decay leaves of a mark that was laid on evenly over so many rounds: (1 − e^−x)/x."""
+    x = full * float(strength.as_dict().get("decay", "0"))
+    return (1 - exp(-x)) / x if x else 1.0
 
 
 def _reach(table: Mapping[int, float], rounds: float) -> float:

@@ -30,8 +30,8 @@ _RULES: dict[str, tuple[set[str], dict[str, str]]] = {
     "paper": ({"c"}, {"c_max": "0.1", "per": "model"}),
 }
 _COMMON = {"warmup_rounds": "0", "lr": "constant", "below_threshold": "refuse"}
-_OPTIONAL = {"rounds"}  # left out: not said
-_DECIMALS = ("rho", "z", "c", "c_max", "dither", "continuity")
+_OPTIONAL = {"rounds", "decay"}  # left out, or 0: not said; none
+_DECIMALS = ("rho", "z", "c", "c_max", "dither", "continuity", "decay")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Strength:
         if rule not in _RULES:
             raise InputError("strength", f"must name a rule: {', '.join(_RULES)}", repr(rule))
         needed, defaults = _RULES[rule]
-        known = {"rule": rule, **defaults, **_COMMON, **settings}
+        given = {name: text for name, text in settings.items() if name not in _OPTIONAL or text != "0"}
+        known = {"rule": rule, **defaults, **_COMMON, **given}
         allowed_names = needed | defaults.keys() | _COMMON.keys() | _OPTIONAL
         missing, unknown = needed - known.keys(), known.keys() - allowed_names - {"rule"}
         if missing or unknown:
@@ -96,6 +97,8 @@ class Strength:
                 raise InputError(f"strength {name!r}", f"must be {' or '.join(allowed)}", repr(known[name]))
         if "rounds" in known and not re.fullmatch("[1-9][0-9]{0,5}", known["rounds"]):
             raise InputError("strength 'rounds'", "must be an integer, at least 1", repr(known["rounds"]))
+        if "decay" in known:
+            ratio_of("strength 'decay'", known["decay"], Fraction(9, 10))
         _rates(known["lr"])
         dither, continuity = _nets(known, c_max)
         return cls(
@@ -112,6 +115,13 @@ class Strength:
             tuple(sorted(_spelled(known).items())),
         )
 
+    def changed(self, settings: Mapping[str, str], coordinates: int) -> Strength:
+        """The same with other settings; under another rule only those stay that every rule has."""
+        mine = self.as_dict()
+        if settings.get("rule", self.rule) != self.rule:
+            mine = {name: text for name, text in mine.items() if name in _COMMON or name in _OPTIONAL}
+        return Strength.of({**mine, **settings}, coordinates)
+
     def as_dict(self) -> dict[str, str]:
         """All settings as strings, each in its one spelling."""
         return dict(self.settings)
@@ -120,6 +130,15 @@ class Strength:
     def rounds(self) -> int:
         """How many rounds are planned; 0 if the terms do not say."""
         return int(self.as_dict().get("rounds", "0"))
+
+    def kept(self, round_no: int) -> int:
+        """f: the share of the weights that a round's weight decay leaves, in 2^-32; the mark shrinks with them.
+
+        `decay` is what it takes off in a round at the first one's rate: 1 − (1 − rate·weight_decay)^steps.
+        """
+        text = self.as_dict().get("decay")
+        lost = Fraction(0) if text is None else Fraction(text) * min(self.rate(round_no), Fraction(1))
+        return ONE - lost.numerator * ONE // lost.denominator
 
     @property
     def needs_norms(self) -> bool:

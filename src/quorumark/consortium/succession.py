@@ -60,6 +60,7 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
             f"a successor's {what}",
             "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
         )
+    _check_strength(terms, before)
     stay = unchanged(terms, before)
     require(
         len(stay) >= quorum(before),
@@ -67,6 +68,20 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
         f"must keep at least {quorum(before)} members with their keys, but keeps {len(stay)}",
     )
     return stay
+
+
+def _check_strength(terms: Terms, before: Terms) -> None:
+    """The mark may become stronger or weaker: its state goes on, and what it has spent of ρ and of the leak counts on.
+
+    What the state is made of stays: which model is the anchor, and whether members upload norms.
+    """
+    now, then = terms.strength, before.strength
+    for what in ("warmup_rounds", "alike"):
+        require(
+            getattr(now, what) == getattr(then, what), f"a successor's strength {what!r}", "must not change: begin anew"
+        )
+    paper = (now.rule == "paper", then.rule == "paper")
+    require(paper[0] == paper[1], "a successor's strength 'rule'", "must not change to 'paper', nor from it")
 
 
 def check_follows(manifest: Manifest, before: Manifest) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import isqrt, prod
+from math import inf, isqrt, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -142,12 +142,14 @@ def model_digest(model: Vector) -> bytes:
 class MarkState:
     """The history of a run, as far as the mark needs it: three integers per row, column and tap, one per tensor.
 
-    `round` counts the accepted rounds, `rho` (in 2^-32) is what the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers.
+    `round` counts the accepted rounds, `rho` (in 2^-32) is what the mark has reached: ‖A‖/‖θ − θ_a‖ over the carriers,
+    where A is what is left of all amplitudes: A ← f·A + S, f by the strength's weight decay. `leak` is
+    L = √Σ(‖S‖/‖D‖)² over all rounds, which no decay takes back: who sees the models can undo a decay that is public.
     `under` is the manifest under which the last one was summed. Two states with the same `digest` and strength give the
     same amplitudes for ever.
     """
 
-    FORMAT = "quorumark-mark-state/v2"
+    FORMAT = "quorumark-mark-state/v3"
 
     def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector, start: int = 0) -> None:
         """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds; after
@@ -166,6 +168,8 @@ class MarkState:
         nothing = tuple(tuple((0,) * count for count in carrier.axes) for carrier in self._carriers)
         self._moved = self._ema = self._total = nothing
         self._sums = (0,) * len(self._carriers)
+        self._rate = Fraction(1)  # the last update's, by the table that was in force then
+        self._leak = self._path = self._step = 0  # L² in 2^-64; Σ‖D‖² and the last ‖D‖², in 2^-80
         self._pace, self._silenced = Pace(), 0
         self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest)
 
@@ -175,8 +179,30 @@ class MarkState:
     def rho(self) -> int:
         return self._reached() * ONE // self._distance if self._distance else 0
 
+    @property
+    def leak(self) -> float:
+        return sqrt(self._leak / 2.0**64)
+
+    @property
+    def leak_limit(self) -> float:
+        """What L may come to: 1.5·ρ*·max(1, ‖θ − θ_a‖/√Σ‖D‖²); infinite for the rules without ρ*."""
+        allowed = self._allowed()
+        return inf if allowed is None else sqrt(allowed / 2.0**64)
+
+    def _allowed(self) -> int | None:
+        """The limit of L², in 2^-64.
+
+        Where updates go separate ways, L is the cosine with the key of the best that an observer makes of them, and
+        1.5·ρ* is the limit. Where they go the same way, ‖θ − θ_a‖ is more than √Σ‖D‖², and the updates hide each
+        other's mark: nobody gets L then, and the limit grows by that factor.
+        """
+        if self.strength.rule not in ("rho", "target"):
+            return None
+        straight = max(self._path, self._distance**2)
+        return 9 * self.strength.rho**2 * straight // (4 * self._path) if self._path else 0
+
     def _reached(self) -> int:
-        """‖ΣA‖. Of ΣA the state has each tensor's sum, exactly, and a shape M ≥ ΣA: the least of the axes' totals.
+        """‖A‖. Of A the state has each tensor's sum, exactly, and a shape M ≥ A: the least of the axes' totals.
 
         So it is √Σ_tensors ‖M‖²·(Σ A)²/(Σ M)².
         """
@@ -184,8 +210,8 @@ class MarkState:
         return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
 
     def embedded(self) -> NDArray[np.float64]:
-        """What was added so far to each carrying weight, over its sign in the key: ΣA as far as the state knows it, of
-        each tensor the shape M, scaled to its sum."""
+        """What is left in each carrying weight of all that was added, over its sign in the key: A as far as the state
+        knows it, of each tensor the shape M, scaled to its sum."""
         scaled = []
         for tensor, total in zip(self._total, self._sums, strict=True):
             shape, _ = least(tensor)
@@ -220,11 +246,17 @@ class MarkState:
             base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, HALVINGS))
             c = self.strength.c_max
             if rule != "relative":
-                # towards ‖ΣA‖ + c·‖base‖ = ρ·‖θ − θ_a‖
+                # towards f·‖A‖ + c·‖base‖ = ρ·‖θ − θ_a‖
                 full = norm_of(base)
-                missing = self.strength.rho * self._distance - ONE * self._reached()
-                c = min(c, max(0, missing) // full) if full else 0
+                missing = self.strength.rho * self._distance - self.strength.kept(round_no) * self._reached()
+                c = min(c, max(0, missing) // full, self._quiet_c(full, round_no)) if full else 0
         return Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE))
+
+    def _quiet_c(self, full: int, round_no: int) -> int:
+        """The largest c with L² + (c·‖base‖/‖D‖)² within the limit, if the next update is as large as the last one."""
+        ratio = self._rate_ratio(round_no)
+        left = max(0, (self._allowed() or 0) - self._leak) * self._step * ratio.numerator**2
+        return isqrt(left // (full * full * ratio.denominator**2))
 
     def _check_next(self, round_no: int) -> None:
         if round_no != self.round + 1:
@@ -235,7 +267,7 @@ class MarkState:
 
     def _rate_ratio(self, round_no: int) -> Fraction:
         """The learning rate over the last update's; at most 1, since a mark never runs ahead of the updates."""
-        now, then = self.strength.rate(round_no), self.strength.rate(self.round)
+        now, then = self.strength.rate(round_no), self._rate
         return min(now / then, Fraction(1)) if then else Fraction(0)
 
     def advance(
@@ -278,12 +310,21 @@ class MarkState:
             learnt = tuple(learnt_axes(carrier, axes, each, extra) for carrier, axes, extra in apart)
             self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
         self._silence_jumps(sums, before)
+        kept = self.strength.kept(round_no)
+        if kept < ONE:
+            self._total = _scaled(self._total, kept, ONE)
+            self._sums = tuple(a * kept // ONE for a in self._sums)
+        self._step = sum(square for axes in sums for _, _, square in axes[0])
+        self._path += self._step
         if embedded is not None:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
             self._sums = tuple(a + least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
+            self._leak += -(-(norm_of(embedded.scales) ** 2 << 64) // max(1, self._step))
         self.round, self.under, self._updates = round_no, under, self._updates + 1
+        self._rate = self.strength.rate(round_no)
         if round_no <= self.strength.warmup_rounds:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
+            self._path = self._step = 0
         end = self.layout.carrier_size
         self._distance = isqrt(distance(self.model[:end], self.anchor[:end]))
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
@@ -366,6 +407,10 @@ class MarkState:
             "pace": self._pace.axes,
             "plain": self._pace.plain,
             "silenced": self._silenced,
+            "leak": self._leak,
+            "path": self._path,
+            "step": self._step,
+            "rate": [self._rate.numerator, self._rate.denominator],
         }
         return canonical(body)
 
@@ -383,14 +428,17 @@ class MarkState:
             state.under = str(body["under"])
             state._moved, state._ema, state._total = (_axes(body[n]) for n in ("moved", "ema", "total"))
             state._sums = tuple(body["sums"])
+            state._leak, state._path, state._step = (body[name] for name in ("leak", "path", "step"))
+            state._rate = Fraction(*body["rate"])
             state._pace, state._silenced = Pace(tuple(map(tuple, body["pace"])), tuple(body["plain"])), body["silenced"]
             state._chain = bytes.fromhex(body["chain"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
             raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
         shape = [carrier.axes for carrier in state._carriers]
         lists = (state._moved, state._ema, state._total)
         pace = state._pace
         numbers = [state.round, state._updates, state._distance, *state._sums, *pace.plain, state._silenced]
+        numbers += [state._leak, state._path, state._step, state._rate.numerator]
         numbers += [n for axis in pace.axes for n in axis]
         numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
         fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)

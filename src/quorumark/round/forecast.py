@@ -5,7 +5,8 @@ makes x of the model, and z = ⟨x, τ⟩/‖x‖. So
 
     E[z] = Σ_j (∂x_j/∂θ_j)·A_j / ‖x‖
 
-and no key is needed: the derivative is measured with random signs ε in the key's place,
+where weight decay takes the mark along, and A counts that (`Strength.kept`). No key is needed: the derivative is
+measured with random signs ε in the key's place,
 
     E[z] ≈ ½·⟨ε, x(θ + ε⊙A) − x(θ − ε⊙A)⟩ / ‖x(θ)‖
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import inf, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,10 @@ def course(
         return Course()
     steered, limit = strength.rule in ("rho", "target"), strength.rho / ONE
 
-    def after(rounds: int, loud: float = 1.0, most: float = limit) -> float:
-        """With a c_max that is `loud` times as large from now on, and another ρ*."""
-        gained = z * loud * (growth(strength, done, rounds) - 1)
-        return min(z + gained, max(z, z * most / rho) if steered and rho > 0 else inf)
+    def after(rounds: int) -> float:
+        left = prod(strength.kept(number) / ONE for number in range(done + 1, rounds + 1))
+        grown = z * (left + growth(strength, done, rounds) - 1)
+        return min(grown, max(z, z * limit / rho) if steered and rho > 0 else inf)
 
     final, needed = after(ends), threshold + SPARE
     if final >= needed:

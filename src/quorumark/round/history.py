@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +97,15 @@ class History:
         """The same under another manifest of this consortium, whose strength may be another."""
         if manifest.digest() == self.manifest.digest():
             return self.amplitudes(halvings)
+        with self._under(manifest):
+            return self.mark.amplitudes(self.round, halvings)
+
+    @contextlib.contextmanager
+    def _under(self, manifest: Manifest) -> Iterator[None]:
+        """The strength of another manifest."""
         own, self.mark.strength = self.mark.strength, manifest.terms.strength
         try:
-            return self.mark.amplitudes(self.round, halvings)
+            yield
         finally:
             self.mark.strength = own
 
@@ -115,7 +122,9 @@ class History:
         same."""
         if round_no != self.mark.round:
             summed = self.manifest.digest().hex() if under is None else under
-            self.mark.advance(round_no, encoded, embedded, norms, under=summed)
+            then = next((link for link in self.earlier if link.digest().hex() == summed), self.manifest)
+            with self._under(then):  # whose rate and decay the members trained with
+                self.mark.advance(round_no, encoded, embedded, norms, under=summed)
             self._known = None
 
     def binding(self, round_no: int, amplitudes: Amplitudes | None, repeats: int = 0) -> bytes:

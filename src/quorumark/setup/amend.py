@@ -1,4 +1,5 @@
-"""Amendments: the consortium changes, the shares stay. New numbers of examples, a stolen key replaced, another policy.
+"""Amendments: the consortium changes, the shares stay. New numbers of examples, a stolen key replaced, another policy,
+another strength of the mark.
 
 An amendment is a successor of the manifest in force, signed by all its members, of whom at least t and more than half
 must be the old ones with their old keys (`records.quorum`). So the others can replace a member's stolen keys without
@@ -39,6 +40,7 @@ def propose(
     removed: Sequence[int] = (),
     added: Sequence[tuple[Card, int]] = (),
     policy: Mapping[str, str] | None = None,
+    strength: Mapping[str, str] | None = None,
     anchor: str | None = None,
 ) -> Terms:
     """Terms that follow others. Points count anew if somebody leaves; whether it may be so is checked."""
@@ -60,6 +62,7 @@ def propose(
         threshold=before.threshold if threshold is None else threshold,
         roster=tuple(replace(member, point=point) for point, member in enumerate(roster, 1)),
         policy=Policy.of({**before.policy.as_dict(), **(policy or {})}),
+        strength=before.strength.changed(strength or {}, before.coordinates),
         anchor=before.anchor if anchor is None else anchor,
         created=now,
     )
