@@ -63,14 +63,15 @@ __all__ = ["Certificate", "Federation", "Home", "Reference", "Terms", "derive_gr
 class Home:
     """A member's folder, with what opens it: identity, terms, manifest, sealed share.
 
-    Pass exactly one of `key_file` (made by `create`, 0600; keep it apart from the folder) and `passphrase`.
+    Pass `key_file` (made by `create`, 0600; keep it apart from the folder) or `passphrase`. A home remembers where its
+    key file is, so that an existing one can do without.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, key_file: str | os.PathLike[str] | None = None, passphrase: str = ""
     ) -> None:
         self.folder = HomeFolder(path)
-        self.unlock = _unlock(key_file, passphrase)
+        self.unlock = _unlock(key_file or (None if passphrase else self.folder.key_file()), passphrase)
 
     @classmethod
     def create(

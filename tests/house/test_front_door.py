@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +89,6 @@ def test_what_opens_a_home(tmp_path: Path) -> None:
         qm.Home.create(tmp_path / "x", "X", key_file=tmp_path / "keys" / "x.key")
     assert (tmp_path / "keys" / "x.key").stat().st_mode & 0o777 == 0o600
     assert home.card.name == "X"
-
-
-def test_the_readme_s_example_runs(root: Path, tmp_path: Path) -> None:
-    block = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)[0]
-    done = subprocess.run(
-        [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("PASSED ")
 
 
 def test_a_layout_of_one_s_own_goes_all_the_way(tmp_path: Path) -> None:

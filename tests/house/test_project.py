@@ -43,26 +43,26 @@ def _rows(root: Path, name: str) -> dict[tuple[str, str], Any]:
         ("AES-256-CTR mask, added", "mask (random elements, added)"),
     ],
 )
-def test_the_readmes_kernel_figures_are_the_measured_ones(root: Path, text: str, kernel: str) -> None:
+def test_the_kernel_figures_are_the_measured_ones(root: Path, text: str, kernel: str) -> None:
     ratio = _rows(root, "field")[kernel, "memcpy"]["ratio"]
-    assert f"| {text} | {ratio:.2f} |" in (root / "README.md").read_text()
+    assert f"| {text} | {ratio:.2f} |" in (root / "docs/performance.md").read_text()
 
 
 @pytest.mark.parametrize("case", ["(5,3)", "(32,16)", "(128,64)"])
-def test_the_readmes_sharing_figures_are_the_measured_ones(root: Path, case: str) -> None:
+def test_the_sharing_figures_are_the_measured_ones(root: Path, case: str) -> None:
     rows = _rows(root, "shamir")
     peers = ("the paper's torch Horner", "galois", "Python ints")
     figures = [f"{1 / rows[f'share {case}', peer]['ratio']:,.0f}×" for peer in peers]
-    assert f"| {case.replace(',', ', ')} | {' | '.join(figures)} |" in (root / "README.md").read_text()
+    assert f"| {case.replace(',', ', ')} | {' | '.join(figures)} |" in (root / "docs/performance.md").read_text()
 
 
-def test_the_readmes_gpu_figure_is_the_measured_one(root: Path) -> None:
+def test_the_gpu_figure_is_the_measured_one(root: Path) -> None:
     ratio = _rows(root, "field-cuda")["axpy", "device memcpy"]["ratio"]
-    assert f"({ratio:.2f} times a device copy" in (root / "README.md").read_text()
+    assert f"({ratio:.2f} times a device copy" in (root / "docs/performance.md").read_text()
 
 
-def test_the_readmes_protocol_figures_are_the_measured_ones(root: Path) -> None:
-    text = re.sub(r"\s+", " ", (root / "README.md").read_text())
+def test_the_protocol_figures_are_the_measured_ones(root: Path) -> None:
+    text = re.sub(r"\s+", " ", (root / "docs/performance.md").read_text())
     sums = {name: row["ratio"] for (name, _), row in _rows(root, "secagg").items()}
     client, retry = (sums[f"a client{case}, CPU time"] for case in (" masks, K=8", ", 3 of 8 drop, retry included"))
     server = sums["the server unmasks, K=8, CPU time"]
@@ -124,9 +124,9 @@ def test_the_figures_of_a_billion_weights_are_the_measured_ones(root: Path) -> N
     assert f"Memory: {max(prepare['peak'], partial['peak']) / 2**30:.2f} GiB at most" in text
 
 
-def test_the_readmes_figures_of_verification_are_the_measured_ones(root: Path) -> None:
+def test_the_figures_of_verification_are_the_measured_ones(root: Path) -> None:
     rows = {(r["name"], r["threads"]): r for r in json.loads((root / "benchmarks/results/verify.json").read_text())}
-    text = " ".join((root / "README.md").read_text().split())
+    text = " ".join((root / "docs/performance.md").read_text().split())
     assert f"inner product takes {rows['inner product', 1]['ratio']:.2f} of a copy of its share" in text
     assert f"canonical form {rows['canonical form', 2]['seconds']:.2f} s on two cores" in text
     assert f"`verify partial` {rows['verify partial, the whole command', 2]['seconds']:.1f} s" in text

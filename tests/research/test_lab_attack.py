@@ -733,9 +733,11 @@ def test_the_docs_tables_of_a_resnet_are_what_was_measured(root: Path) -> None:
     student = next(row for row in found.last if row.attack == "distillation" and row.fraction == 0.2)
     falls = [round(100 * (found.original.accuracy - row.accuracy)) for row in (*beaten, plain, student)]
     assert falls == [14, 12, 11]  # "fourteen", "twelve" and "eleven" points, "two below plain fine-tuning"
-    readme = " ".join((root / "README.md").read_text().replace("\n>", "\n").split())
-    assert f"{len(found.last)} attacks with the paper's budgets. The {len(near)} that cost less than five" in readme
-    assert f"left z ≥ {int(float(least))}. " in readme
+    short, readme = (" ".join((root / name).read_text().split()) for name in ("docs/measured.md", "README.md"))
+    assert f"{len(found.last)} attacks with the paper's budgets. The {len(near)} that cost less than five" in short
+    assert f"left z ≥ {int(float(least))}. " in short
+    assert f"after {len(near)} attacks that cost less than five points | | | z ≥ {int(float(least))} |" in readme
+    assert "a distilled student, eleven points below, has no mark" in short
     assert "a distilled student, eleven points below, has no mark" in readme
     trained = [row for row in found.rows if row.attack in ("fine-tuning", "adaptive-fine-tuning")]
     assert max(row.accuracy for row in trained) < found.original.accuracy - 0.05
@@ -749,7 +751,7 @@ def test_the_docs_tables_of_a_resnet_are_what_was_measured(root: Path) -> None:
 
 
 def test_the_docs_table_of_slow_attackers_is_what_was_measured(root: Path) -> None:
-    """docs/attacks.md, "An attacker who goes slowly": who, α and rate of each cell; README sums it up."""
+    """docs/attacks.md, "An attacker who goes slowly": who, α and rate of each cell; short in README and measured.md."""
     found = read_attacked(root / "results" / "attacks")["cifar100-resnet18-k32-iid-rho0.05-s1"]
     page = (root / "docs" / "attacks.md").read_text()
     section = page.split("**An attacker who goes slowly**")[1].split("**On a language model**")[0]
@@ -797,9 +799,11 @@ def test_the_docs_table_of_slow_attackers_is_what_was_measured(root: Path) -> No
     )
     assert (min(falls.values()), max(*falls.values(), fall)) == (12, 14)
     assert round(100 * (accuracy - plain.accuracy)) == 12
-    readme = " ".join((root / "README.md").read_text().replace("\n>", "\n").split())
-    assert "removed the mark and twelve to fourteen points, twelve of which plain fine-tuning costs as well" in readme
-    assert f"stayed within five points as well and left z ≥ {int(least)}." in readme
+    short, readme = (" ".join((root / name).read_text().split()) for name in ("docs/measured.md", "README.md"))
+    assert "removed the mark and twelve to fourteen points, twelve of which plain fine-tuning costs as well" in short
+    assert f"stayed within five points as well and left z ≥ {int(least)}." in short
+    assert f"by half of the members too | | | z ≥ {int(least)} |" in readme
+    assert "costs twelve to fourteen points of accuracy" in readme
 
 
 # --- attackers who know the test by layers ----------------------------------------------------------------

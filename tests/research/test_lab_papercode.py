@@ -530,7 +530,7 @@ def test_strength_md_says_how_the_baseline_fades() -> None:
     assert f"the lowest of all members' keys has {least:.1f}" in prose
 
 
-def test_the_readme_s_language_figures_are_of_the_results() -> None:
+def test_the_short_page_s_language_figures_are_of_the_results() -> None:
     root = Path(__file__).parents[2]
     results, name = read_all(root / "results"), "wikitext2-smollm2-135m-k4-iid-{}-s{}".format
     marked = [results[name("rho0.05", seed)] for seed in range(3)]
@@ -540,12 +540,13 @@ def test_the_readme_s_language_figures_are_of_the_results() -> None:
     ]
     z = np.mean([body["z"]["released"]["balanced-anchor/v1"] for body in marked])
     others = [body["z"]["released"][s] for body in marked for s in ("global-cosine/v1", "mean-tensor-cosine/v1")]
-    readme = _prose("README.md")
+    page = _prose("docs/measured.md")
     change = f"{np.mean(changes):.3f} ± {np.std(changes, ddof=1):.3f} %"
-    assert f"three seeds): z = {z:.0f} at a perplexity that is {change} higher" in readme
+    assert f"three seeds): z = {z:.0f} at a perplexity that is {change} higher" in page
+    assert f"| perplexity + {change} | | z = {z:.0f} |" in _prose("README.md")
     means = [np.mean(others[0::2]), np.mean(others[1::2])]
-    assert f"the statistics of the paper see z = {min(means):.0f} to {max(means):.0f} in it" in readme
+    assert f"the statistics of the paper see z = {min(means):.0f} to {max(means):.0f} in it" in page
     attacked = [json.loads(path.read_text()) for path in (root / "results/attacks/language").glob("*.json")]
     left = [max(z for z in (row["z"], row.get("z_aligned")) if z is not None)
             for body in attacked for row in body["rows"] if row["change"] <= 5]  # fmt: skip
-    assert f"and {min(left):.1f} or more after every attack" in readme
+    assert f"and {min(left):.1f} or more after every attack" in page

@@ -236,15 +236,13 @@ def test_a_shorter_run_does_not_take_a_longer_one_s_place(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "a.json").read_text())["rounds"] == 3
 
 
-def test_readme_says_what_the_runs_found() -> None:
+def test_readme_and_short_page_say_what_the_runs_found() -> None:
     from quorumark.research.lab.results import BALANCED, best_evidence, groups, read_all
     from quorumark.research.lab.tables import compared_means
 
     root = Path(__file__).parents[2]
-    readme, results = (
-        " ".join((root / "README.md").read_text().replace("\n>", "\n").split()),
-        read_all(root / "results"),
-    )
+    page, results = " ".join((root / "docs/measured.md").read_text().split()), read_all(root / "results")
+    readme = (root / "README.md").read_text()
     found = {
         (runs[0].dataset, runs[0].members, runs[0].strength): best_evidence(runs, results)
         for runs in (*groups(read("clients")), *groups(read("table1")))
@@ -254,14 +252,15 @@ def test_readme_says_what_the_runs_found() -> None:
         marked, plain = found[dataset, 32, "rho:0.05"], found[dataset, 32, "none"]
         assert [body["rounds"] for body in (*marked, *plain)] == [300] * (3 + 3)
         z = np.mean([body["z"]["released"][BALANCED] for body in marked])
+        assert f" | {accuracy(marked)} % | {accuracy(plain)} % | z = {z:.0f} |" in readme
         return f"z = {z:.0f} at {accuracy(marked)} %", f"{accuracy(plain)} % without"
 
     def accuracy(bodies: list[dict[str, Any]]) -> str:
         found = [100 * body["accuracy"]["released"] for body in bodies]
         return f"{np.mean(found):.1f}" + (f" ± {np.std(found, ddof=1):.1f}" if len(found) > 1 else "")
 
-    assert "on CIFAR-10 {} accuracy, {} the mark;".format(*shown("cifar10")) in readme
-    assert "on CIFAR-100 {}, {}.".format(*shown("cifar100")) in readme
+    assert "on CIFAR-10 {} accuracy, {} the mark;".format(*shown("cifar10")) in page
+    assert "on CIFAR-100 {}, {}.".format(*shown("cifar100")) in page
     changes = []
     for dataset in ("cifar10", "cifar100"):
         with_it, without = (
@@ -272,14 +271,14 @@ def test_readme_says_what_the_runs_found() -> None:
         assert noise is not None
         assert change - noise < -0.1 < change + noise  # "cannot be told"
         changes.append(f"{change:+.2f} ± {noise:.2f}".replace("-", "−"))
-    assert "cannot be told at three seeds: {} and {} points (95 %).".format(*changes) in readme
+    assert "cannot be told at three seeds: {} and {} points (95 %).".format(*changes) in page
     counts = (4, 8, 16, 32, 64, 128)
     shared, own = (
         [np.mean([body["z"]["released"][BALANCED] for body in found["cifar10", k, strength]]) for k in counts]
         for strength in ("rho:0.05", "per-client-rho:0.05")
     )
-    assert f"z stays between {min(shared):.0f} and {max(shared):.0f} from 4 members to 128" in readme
-    assert f"fall from {own[0]:.0f} to {own[-1]:.0f}." in readme
+    assert f"z stays between {min(shared):.0f} and {max(shared):.0f} from 4 members to 128" in page
+    assert f"fall from {own[0]:.0f} to {own[-1]:.0f}." in page
 
 
 def test_the_page_says_whether_the_mark_costs_accuracy() -> None:

@@ -325,8 +325,8 @@ def test_the_page_has_every_figure_of_the_results() -> None:
     assert "**no** (98 %)" in section  # WAFFLE and FedTracker at their code's rate
 
 
-def test_the_readme_says_what_became_of_rivals() -> None:
-    readme = " ".join((ROOT / "README.md").read_text().replace("\n>", "\n").split())
+def test_the_short_page_says_what_became_of_rivals() -> None:
+    page = " ".join((ROOT / "docs/measured.md").read_text().split())
     rows = {
         (body["method"], table.rate_of(body)): {row["attack"]: row for row in body["attacks"]}
         for body in _results().values()
@@ -334,7 +334,7 @@ def test_the_readme_says_what_became_of_rivals() -> None:
     }
     ours = rows["quorumark", None]
     least = min(max(row["z"], row.get("z aligned", 0)) for row in ours.values())
-    assert f"Ours is at z = {least:.1f} or more after each attack, and nobody can choose its key." in readme
+    assert f"Ours is at z = {least:.1f} or more after each attack, and nobody can choose its key." in page
     gone = -1.3  # log10 0.05
     for method, rate in (("waffle", 0.005), ("fedtracker", 0.005)):
         for attack in ("fine-tuning 20 %", "fine-tuning 20 %, a tenth of the rate"):
@@ -346,7 +346,8 @@ def test_the_readme_says_what_became_of_rivals() -> None:
         if "forged" in body:  # "can be claimed"
             best = min(table.best_p(claim) for claim in body["forged"].values())
             assert best > gone if body["method"] == "quorumark" else best < -6
-    assert "docs/figures/lab-rivals.svg" in readme
+    assert "figures/lab-rivals.svg" in page
+    assert "docs/figures/lab-rivals.svg" in (ROOT / "README.md").read_text()
 
 
 def test_lab_md_says_how_long_it_takes() -> None:
