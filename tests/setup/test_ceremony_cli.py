@@ -347,12 +347,12 @@ def test_backup_and_restore(five: Consortium) -> None:
     assert "Cedar restored" in five.run("member", "restore", str(backup), "--home", str(home))
     five.run("share", "verify", *five.secrets(home))
     # the memory of rounds is in no backup, so it is lost, and nobody can say that there never was a round
-    place, anew = HomeFolder(home).only_consortium(), ["member", "rounds", *five.secrets(home)]
+    place, again = HomeFolder(home).only_consortium(), ["member", "rounds", *five.secrets(home)]
     assert "finished" in five.step(2)
     assert not place.memory_path.exists()
-    assert "--lost" in five.run(*anew, fails=QuorumarkError)
-    assert "two rounds" in five.run(*anew, "--lost")
-    assert "exists already" in five.run(*anew, "--lost", fails=QuorumarkError)
+    assert "--lost" in five.run(*again, fails=QuorumarkError)
+    assert "two rounds" in five.run(*again, "--lost")
+    assert "exists already" in five.run(*again, "--lost", fails=QuorumarkError)
     assert "not empty" in five.run("member", "restore", str(backup), "--home", str(home), fails=QuorumarkError)
     evil = five.base / "evil.tar"
     with tarfile.open(evil, "w") as archive:
