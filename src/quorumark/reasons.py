@@ -135,6 +135,7 @@ CODES: Mapping[str, Mapping[str, str]] = {
     "audit.not-signs": {"odd": "count", "entries": "count"},
     "audit.too-large": {"odd": "count", "entries": "count"},
     "audit.x-is-zero": {},
+    "audit.by-layers": {},
     "audit.proof": {"z": "decimal", "proof": "decimal"},
     "audit.bound-too-weak": {"z": "decimal", "bound": "decimal", "enough": "decimal"},
     "audit.no-mark": {"z": "decimal"},

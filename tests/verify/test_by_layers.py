@@ -21,13 +21,16 @@ from quorumark.node.queries import pack_query, unpack_query
 from quorumark.verify import examine as examiner
 from quorumark.verify.answer import answer, answer_layers, seal_context
 from quorumark.verify.certificate import Certificate
+from quorumark.verify.challenge import challenge
 from quorumark.verify.check import check_certificate, sign
 from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.examine import examine
 from quorumark.verify.layered import Examiner, Opened, unseal
 from quorumark.verify.ledger import Ledger
+from quorumark.verify.opening import open_leaves
 from quorumark.verify.query import AskLayers, prepare
+from tests.kit.commands import run
 from tests.kit.consortium import World, make_world, trained_from
 from tests.kit.layered import Asked, ask_by_layers, blocks_in, evaded, layered_anchor, layered_world, plain_certificate
 from tests.kit.refusals import refused
@@ -306,3 +309,31 @@ def test_a_coalition_that_lies_in_one_block_frames_nobody(asked: Asked, monkeypa
     honest = asked.examined().values
     assert found.opened.wrong == (3,)
     assert [a != b for a, b in zip(found.values, honest, strict=True)] == [block == 6 for block in range(9)]
+
+
+def test_there_is_no_audit_by_layers(world: World, asked: Asked, environment: dict[str, str], tmp_path: Path) -> None:
+    """Neither is one drawn, nor do members open for a challenge that somebody made by hand."""
+    certificate = asked.certified()
+    assert certificate.finding.verdict == "PASSED"
+    plain = challenge(asked.before.finding.query, world.manifest, "60", bytes(32))
+    forged = replace(plain, query=asked.query.digest())
+    home, unlock = world.homes[0]
+    place = home.only_consortium()
+    burns = Ledger.open(place, world.manifest)
+    for attempt in (
+        lambda: challenge(asked.query, world.manifest, "60", bytes(32)),
+        lambda: open_leaves(home, place, unlock, forged, asked.query, answered=True, burns=burns),
+    ):
+        with pytest.raises(EvidenceError) as error:
+            attempt()
+        assert error.value.reason is not None
+        assert error.value.reason.code == "audit.by-layers"
+    assert not burns.burnt()
+    kept = tmp_path / "certificate.json"
+    kept.write_bytes(certificate.to_bytes())
+    manifest = str(world.folder / "consortium.json")
+    out = tmp_path / "challenge.json"
+    done = run(environment, "verify", "audit", "challenge", str(kept), "--manifest", manifest, "--out", str(out))
+    assert done.returncode != 0
+    assert asked.before.digest()[:16] in done.stderr
+    assert not out.exists()

@@ -170,6 +170,7 @@ SENTENCES: dict[str, str] = {
     "audit.not-signs": "{odd:,} of the {entries:,} opened entries of the key are not ±1",
     "audit.too-large": "{odd:,} of the {entries:,} opened entries of the key are larger than any normal number",
     "audit.x-is-zero": "x is 0 on all opened leaves: they say nothing",
+    "audit.by-layers": "a certificate by layers has no spot audit: audit the plain one before it, if its z is large",
     "audit.proof": "z = {z:.2f} on the opened leaves is at least {proof}: it proves itself",
     "audit.bound-too-weak": (
         "z = {z:.2f} on the opened leaves, but after the charges for choices the bound is 10^{bound:.1f}, and "

@@ -22,7 +22,8 @@ from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.records import Genesis, Manifest
-from quorumark.errors import InputError
+from quorumark.errors import EvidenceError, InputError
+from quorumark.reasons import Reason
 from quorumark.verify.evidence import Query, now
 from quorumark.verify.null import decimal_of
 
@@ -134,6 +135,7 @@ def challenge(
     query: Query, manifest: Manifest, z: str, seed: bytes | None = None, source: str = "challenger"
 ) -> Challenge:
     """Asks for as many leaves as a certificate's z makes necessary; the seed is fresh unless it is given."""
+    _require_plain(query)
     seed = os.urandom(32) if seed is None else seed
     if len(seed) != 32:
         raise InputError("seed", "must be 32 bytes: hash a longer public value first", f"{len(seed)} bytes")
@@ -146,8 +148,21 @@ def challenge(
     return made
 
 
+def _require_plain(query: Query) -> None:
+    """An audit is about z. By layers there is none (docs/layers.md, "Audits")."""
+    if query.layers is None:
+        return
+    raise EvidenceError(
+        "a certificate by layers has no spot audit: opened leaves would show everybody numbers by layer, which tell "
+        "how to take the mark out, and a small Q would take more leaves than members open in their lives; audit the "
+        f"certificate of the plain query before it ({query.layers.after[:16]}) if its z is 21 or more",
+        reason=Reason.of("audit.by-layers"),
+    )
+
+
 def check_challenge(challenge: Challenge, query: Query, manifest: Manifest) -> None:
     """Whether a challenge is about this query under this manifest, and asks for what its seed draws."""
+    _require_plain(query)
     terms, genesis = manifest.terms, manifest.genesis
     # 1. the query is about this consortium's key as it is today, by the statistic that the genesis names
     require(query.manifest == manifest.digest().hex(), "the query", "is about another manifest than the one given")
