@@ -31,7 +31,7 @@ MOST_RHO = MOST_C = 0.1  # a plan proposes no more of either: what the trajector
 USUAL_RHO, USUAL_C = 0.05, 0.03  # nor less: a stronger mark than z = 12 needs stands more
 SPARED = 2  # rounds before the mark begins
 
-# z/(c·√d) after so many rounds, of sixteen small models with several optimisers (docs/strength.md has the table)
+# z/(c·√d) after so many rounds, of fifteen kinds of training of small models (docs/strength.md has the table)
 _LEAST = {3: 0.1, 4: 0.19, 5: 0.22, 8: 0.25, 15: 0.26, 20: 0.33, 30: 0.42, 45: 0.47, 60: 0.5}
 _LIKELY = {3: 0.18, 4: 0.3, 5: 0.37, 8: 0.48, 10: 0.52, 15: 0.6, 20: 0.68, 30: 0.8, 45: 0.92, 60: 1.0}
 _LEAST_SHARE, _LIKELY_SHARE = 0.7, 0.85  # z/(ρ·√d) of the same runs
