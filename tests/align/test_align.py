@@ -303,7 +303,7 @@ def test_the_assignment_is_pinned() -> None:
     layout = ModelLayout.of(anchor)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
-    assert groups.digest() == "60a2a5e8a852d6714aeb6de70706e4a21375f10c29f2a0276fffca419e209182"
+    assert groups.digest() == "44c13df61168ab48175487debc0c329db3209115c2c8c3a131083443cf95800a"
     assert found.digest() == "d78011729db03f45789161b31035246d3cd9a2dfef3d94af00ef5bd13bb5d95f"
     assert found.stable
 

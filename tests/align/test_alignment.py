@@ -80,7 +80,7 @@ def test_a_disguise_fails_as_it_is_and_passes_aligned_with_the_same_z(world: Wor
     assert aligned.query.alignment == f"{PROCEDURE}:{GROUPS.digest()}"
     assert as_it_is.query.alignment == "none"
     assert (aligned.query.surplus, aligned.query.covered) == (0, aligned.query.carriers)
-    reason = aligned.query.matching[-1]
+    reason = aligned.query.matching[-2]
     assert (reason.code, reason.values["found"], reason.values["channels"]) == ("read.aligned", 60, 60)
     # two questions: the first one, which did not pass, raised the threshold of the second; there were two ways to ask
     assert (aligned.equations, aligned.charged, aligned.threshold) == (1, "6.114434", "7.114434")
@@ -94,6 +94,36 @@ def test_an_innocent_model_fails_aligned_too(world: World) -> None:
     found = asked(world, permuted(trained_from(anchor_model(), 99)))
     assert found.verdict == "FAILED"
     assert abs(float(found.z)) < 5
+
+
+def likeness(finding: Any) -> tuple[int, int]:
+    (reason,) = (r for r in finding.query.matching if r.code == "read.like-the-anchor")
+    return reason.values["weights"], reason.values["compared"]
+
+
+def test_a_part_that_cannot_be_matched_is_doubt_where_the_rest_is_of_our_origin(world: World) -> None:
+    """The outputs' rows are in no group: who exchanges them, and what reads them elsewhere, hides that part."""
+    model = trained_from(anchor_model(), 95)
+    order = np.random.default_rng(3).permutation(80)
+    found = asked(world, permuted({**model, "fc.weight": model["fc.weight"][order]}))
+    assert found.verdict == "INCONCLUSIVE"
+    sizes = model["conv.weight"].size, model["conv.weight"].size + model["fc.weight"].size
+    assert likeness(found) == sizes
+    expected = Reason.of("finding.doubtful", z=found.z, threshold=found.threshold, weights=sizes[0], compared=sizes[1])
+    assert found.reasons[0] == expected
+
+
+def test_a_model_of_another_origin_fails_and_is_said_to_be_one(world: World) -> None:
+    """An innocent model is no reason for doubt: nothing in it is like the anchor, or everything is."""
+    found = asked(world, permuted(trained_from(anchor_model(7), 97)))
+    assert found.verdict == "FAILED"
+    weights, compared = likeness(found)
+    assert weights == 0
+    assert Reason.of("finding.unrelated", weights=0, compared=compared) in found.reasons
+    related = asked(world, permuted(trained_from(anchor_model(), 96)))
+    assert related.verdict == "FAILED"
+    assert likeness(related) == (compared, compared)
+    assert "finding.unrelated" not in {reason.code for reason in related.reasons}
 
 
 def test_removed_channels(world: World) -> None:
@@ -141,6 +171,7 @@ def test_members_compute_the_alignment_themselves(world: World) -> None:
     for change, text in (
         ({"alignment": "none"}, "the query does not describe this suspect: x is"),
         ({"surplus": 1}, "surplus is 0"),
+        ({"matching": query.matching[:-1]}, "matching is"),
         ({"alignment": f"{PROCEDURE}:{'ab' * 32}"}, "another way than the one that was agreed on"),
     ):
         with pytest.raises(EvidenceError, match=text):

@@ -35,8 +35,6 @@ pytestmark = pytest.mark.research
 # the columns of grouped convolutions, of experts in one tensor, and of the packed projections of a decoder.
 SHORT = ("resnext", "experts-stacked", "encoder-decoder")
 FOUND = [name for name in zoo.MODELS if name not in SHORT]
-# The sign of ConvNeXt's whole stream is not found in two of ten seeds; GPT-2 keeps 94 % in two (docs/alignment.md).
-BELOW = {("convnext", 6), ("convnext", 10), ("gpt2", 8), ("gpt2", 9)}
 SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed > 1 else ()) for seed in range(1, 11)]
 
 
@@ -51,8 +49,7 @@ def test_a_disguised_model_keeps_its_mark(name: str, seed: int) -> None:
     original = made.z(made.released)
     assert original > 5
     assert abs(made.z(hidden)) < 4  # noise: fails once in 16,000 for a fresh key
-    found = made.z_aligned(hidden) >= 0.95 * original
-    assert found == ((name, seed) not in BELOW)  # a case that is mended leaves the list
+    assert made.z_aligned(hidden) >= 0.95 * original
     assert made.z_aligned(made.released) >= 0.95 * original
 
 

@@ -169,7 +169,7 @@ def test_the_bytes_are_pinned() -> None:
     groups.check(layout)
     suspect = {name: numbers(f"other {name}", *tensor.shape) for name, tensor in anchor.items()}
     found = align(TensorsInMemory(suspect), TensorsInMemory(anchor), layout, groups)
-    assert groups.digest() == "26aecc162b7a8b7ea091bf6cc331d191a2231e2ae000cfd7e80e8204c42fc51d"
+    assert groups.digest() == "5940fc2a00ffeeacab7f6590146c455baacc8220c5771f004e15faa972f4a204"
     assert found.digest() == "9279a7f7918bb4023403748115c29036c4fbe1cc74847f7be450b0c25dc74f0b"
     assert set(found.unmixed) == {"o", "q"}  # the rows of v are as near as noise comes
     by = np.array([[1, 2, 0], [0, 1, 3], [2, 0, 1]], np.float32)  # sums of three products of 16 bits and 2 are exact

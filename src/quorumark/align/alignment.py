@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quorumark.align.arrays import gathered, in_blocks, read, with_signs
 from quorumark.align.groups import Axis, Indices, Signs
+from quorumark.align.likeness import NOT_JUDGED, Likeness
 from quorumark.align.stream import Rotation, Trimmed
 from quorumark.canonical import canonical, digest
 from quorumark.model.statistic import BLOCK, Model
@@ -38,6 +39,7 @@ class Alignment:
         widest: how many channels a word of the suspect may have.
         signs: for axes on which weights of the suspect have the other sign, ±1 for each of the anchor's indices.
         sources: for tensors of experts that were exchanged, the name (of the layout) under which the suspect has them.
+        like: how much of the suspect is more like the anchor than a random model would be.
     """
 
     groups: str
@@ -53,6 +55,7 @@ class Alignment:
     widest: int = 0
     signs: Mapping[Axis, Signs] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    like: Likeness = NOT_JUDGED
 
     @property
     def surplus(self) -> int:
@@ -84,6 +87,7 @@ class Alignment:
             "stable": self.stable,
             "digest": self.digest(),
             "blocks": self.blocks,
+            "like": [self.like.groups, self.like.judged, self.like.weights, self.like.compared],
             "rotated": None if self.rotation is None else len(self.rotation.matrix),
         }
 

@@ -55,7 +55,9 @@ def negative_gains(
     A vector may have axes of length 1 after the first. One with a 0 in the anchor shows nothing.
     """
     found = {}
-    for name in sorted({slot.tensor for group in groups.groups for slots in group.signs for slot in slots}):
+    for name in sorted(
+        {slot.tensor for group in groups.groups for slots in (*group.signs, *group.turns) for slot in slots}
+    ):
         if is_vector(shapes[name]) and (names is None or name in names):
             ours, theirs = (
                 read(model, at) for model, at in ((anchor, name), (suspect, names[name] if names else name))

@@ -55,7 +55,8 @@ class Slot:
 class Group:
     """`size` elements that can be permuted. If they are parts of an element of another group, `within` names both.
 
-    Each of `signs` has indices of an element that can get the other sign together. Each of `swaps` has one tensor for
+    Each of `signs` has indices of an element that can get the other sign together, whatever the other elements have;
+    each of `turns` has such as can get it only with those of all other elements. Each of `swaps` has one tensor for
     every element, which are exchanged when elements are: the weights of experts.
     """
 
@@ -63,6 +64,7 @@ class Group:
     slots: tuple[Slot, ...]
     within: tuple[int, int] | None = None
     signs: tuple[tuple[Slot, ...], ...] = ()
+    turns: tuple[tuple[Slot, ...], ...] = ()
     swaps: tuple[tuple[str, ...], ...] = ()
 
     def axes(self) -> dict[Axis, Indices]:
@@ -230,7 +232,7 @@ class Groups:
             require(
                 sound and not (group.swaps and group.within), what, "must have a tensor of its own for each element"
             )
-            for slots in group.signs:
+            for slots in (*group.signs, *group.turns):
                 require(bool(slots), what, "must have an index for each of its signs")
                 _check_slots(slots, what)
             if group.within is not None:
@@ -297,7 +299,7 @@ class Groups:
     def _check_signs(self, group: Group) -> None:
         """Raises a LayoutError unless the signs of a group are those of its elements."""
         axes = group.axes()
-        for slot in (slot for slots in group.signs for slot in slots):
+        for slot in (slot for slots in (*group.signs, *group.turns) for slot in slots):
             of, mine = axes.get((slot.tensor, slot.axis)), slot.indices(group.size)
             element = np.full(1 + int(max(mine.max(), 0 if of is None else of.max())), -1, np.int64)
             if of is not None:
@@ -361,6 +363,7 @@ class Groups:
                 "slots": _slot_lists(g.slots),
                 "within": None if g.within is None else list(g.within),
                 "signs": [_slot_lists(slots) for slots in g.signs],
+                "turns": [_slot_lists(slots) for slots in g.turns],
                 "swaps": [list(names) for names in g.swaps],
             }
             for g in self.groups
@@ -413,16 +416,19 @@ def _read_slots(value: Any, what: str) -> tuple[Slot, ...]:
 
 
 def _read_group(entry: Any) -> Group:
-    taken = take(entry, ["size", "slots", "within", "signs", "swaps"], "a group")
+    taken = take(entry, ["size", "slots", "within", "signs", "turns", "swaps"], "a group")
     within = taken["within"]
     require(within is None or isinstance(within, list), "a group", "must have null or [group, element] for `within`")
-    signs = tuple(_read_slots(slots, "a group's signs") for slots in _listed(taken["signs"], "a group's signs"))
+    signs, turns = (
+        tuple(_read_slots(slots, f"a group's {kind}") for slots in _listed(taken[kind], f"a group's {kind}"))
+        for kind in ("signs", "turns")
+    )
     slots = _read_slots(taken["slots"], "a group")
     swaps = _listed(taken["swaps"], "a group's swaps")
     sound = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in swaps)
     require(sound, "a group", "must list tensors for each of its swaps")
     exchanged = tuple(tuple(names) for names in swaps)
-    return Group(taken["size"], slots, None if within is None else tuple(within), signs, exchanged)
+    return Group(taken["size"], slots, None if within is None else tuple(within), signs, turns, exchanged)
 
 
 def _read_mixing(entry: Any) -> Mixing:

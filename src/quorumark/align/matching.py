@@ -9,16 +9,15 @@ channels leaves indices of the anchor empty (zeros); of one with more, some rema
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quorumark.align.alignment import Alignment
 from quorumark.align.arrays import gathered, with_signs
 from quorumark.align.assignment import assign
 from quorumark.align.features import Gains, Weights
 from quorumark.align.groups import Axis, Groups
+from quorumark.align.likeness import Common, Likeness, likeness
 from quorumark.align.placement import Placement
 from quorumark.align.signs import SignMatching, SignSource, is_closer
 from quorumark.align.similarity import Similarity
@@ -35,13 +34,17 @@ def match(
     theirs: Weights,
     gains: Gains,
     progress: Callable[[str], None] | None,
+    turned: Mapping[str, int] | None = None,
 ) -> Alignment:
-    """Matches all groups. `shapes` are the anchor's, of all tensors; `ours` and `theirs` the weights to compare."""
-    return _Matching(groups, Placement(groups, shapes, ours, theirs), gains, progress).run()
+    """Matches all groups. `shapes` are the anchor's, of all tensors; `ours` and `theirs` the weights to compare.
+
+    `turned` has the bits of freedom that a rotation of the stream had, for each of its tensors.
+    """
+    return _Matching(groups, Placement(groups, shapes, ours, theirs), gains, progress).run(turned or {})
 
 
 class _Matching:
-    """Sweeps over all groups, first without changed signs, then with those that gains show, then with all."""
+    """Sweeps over all groups, first without changed signs, then with those that gains show and turns, then with all."""
 
     def __init__(
         self, groups: Groups, placement: Placement, gains: Gains, progress: Callable[[str], None] | None
@@ -50,11 +53,11 @@ class _Matching:
         self._similarity = Similarity(placement, groups)
         self._signs = SignMatching(placement, self._similarity, gains)
 
-    def run(self) -> Alignment:
+    def run(self, turned: Mapping[str, int]) -> Alignment:
         sweeps, stable = self._settle()
         doubtful = self._signs.doubtful
         for source in (SignSource.GAINS, SignSource.SEARCH):  # taken where more is then like the anchor
-            if not (self._signs.has_negative_gains() if source is SignSource.GAINS else doubtful):
+            if not (self._signs.worth_a_look() if source is SignSource.GAINS else doubtful):
                 continue
             before = self._total(), self._at.snapshot(), (sweeps, stable)
             self._at.reset()
@@ -72,7 +75,10 @@ class _Matching:
         moved = tuple(int(((o >= 0) & (o != np.arange(o.size))).sum()) for o in self._at.orders)
         signs = {axis: signs for axis, signs in self._at.signs.items() if (signs < 0).any()}
         sources = {name: source for name, source in self._at.sources.items() if name != source}
-        return Alignment(self._digest, sizes, moved, sweeps, stable, self._at.indices, signs=signs, sources=sources)
+        like = self._likeness(turned)
+        return Alignment(
+            self._digest, sizes, moved, sweeps, stable, self._at.indices, signs=signs, sources=sources, like=like
+        )
 
     def _settle(self) -> tuple[int, bool]:
         """Matches until nothing changes: the number of sweeps, and whether the last one changed nothing."""
@@ -152,12 +158,21 @@ class _Matching:
 
     def _total(self) -> int:
         """⟨anchor, suspect⟩ over all weights that are compared, as they are matched now."""
-        total = 0
-        for name, ours in self._at.ours.items():
-            theirs: NDArray[Any] = self._at.theirs_of(name)
-            for axis in range(ours.ndim):
-                if (name, axis) in self._at.indices:
-                    theirs = gathered(theirs, axis, self._at.indices[name, axis])
-            theirs = with_signs(theirs, name, self._at.signs)
-            total += sum(int((a.astype(np.int64) * b).sum()) for a, b in zip(ours, theirs, strict=True))
-        return total
+        return sum(map(self._product, self._at.ours))
+
+    def _product(self, name: str) -> int:
+        """⟨anchor, suspect⟩ over the weights of a tensor, as they are matched now."""
+        ours, theirs = self._at.ours[name], self._at.theirs_of(name)
+        for axis in range(ours.ndim):
+            if (name, axis) in self._at.indices:
+                theirs = gathered(theirs, axis, self._at.indices[name, axis])
+        theirs = with_signs(theirs, name, self._at.signs)
+        return sum(int((a.astype(np.int64) * b).sum()) for a, b in zip(ours, theirs, strict=True))
+
+    def _likeness(self, turned: Mapping[str, int]) -> Likeness:
+        """How much of the suspect is like the anchor as it is matched now."""
+        common = {
+            name: Common(self._product(name), *self._signs.squares(name), ours.size)
+            for name, ours in self._at.ours.items()
+        }
+        return likeness(self._at, common, {name for name, _ in self._similarity.blocks}, turned)

@@ -197,7 +197,7 @@ class Fit:
             cosines = np.rint((cosines + _other_cosines(root * power, other[1], rows, other[0])) / 2)
         square = np.rint((cosines @ cosines.T) / ONE)
         cosines = np.rint((np.rint((3 * ONE * np.eye(len(exact)) - square) / 2) @ cosines) / ONE)
-        found = (np.rint((root @ cosines) / ONE) @ basis) / ONE * power
+        found: Rows = (np.rint((root @ cosines) / ONE) @ basis) / ONE * power
         return found.reshape(len(exact), copies, -1).swapaxes(0, 1)
 
 

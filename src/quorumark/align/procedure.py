@@ -69,7 +69,10 @@ def align(
         raise InconclusiveError("the suspect has no tensor that could be aligned: try without --align")
     ours, theirs = compared_weights(suspect, anchor, {name: specs[name] for name in used}, names, progress)
     gains = negative_gains(suspect, anchor, groups, shapes, names)
-    found = match(groups, shapes, ours, theirs, gains, progress)
+    free = (
+        {} if rotation is None or groups.stream is None else dict.fromkeys(groups.stream.axes(), groups.stream.size**2)
+    )
+    found = match(groups, shapes, ours, theirs, gains, progress, free)
     matched = found.model(suspect, names)
     unmixed, count = {}, 0
     for each in restored_tensors(groups, mixed, matched.tensor, partial(read, anchor)):

@@ -75,7 +75,7 @@ class _Lines:
         if any(fit.mixed.any() for _, fit in self.fits):
             rows *= self.scales  # as in the restored blocks
         for index, fit in self.fits:
-            for number in np.flatnonzero(fit.mixed):
+            for number in np.flatnonzero(fit.mixed).tolist():
                 at = index[number]
                 rows[at] = fit.restored(number, _side(others.get(int(at[0, 0]), ()), lines))
                 count += 1

@@ -4,7 +4,8 @@ Which indices of an element can get the other sign together is in the groups (`G
 unknown sign g for every element, and the weights at an index are multiplied by the product of the g of its sets. Gains
 of norms show such products: they are positive in the anchor, and negative where a sign was changed. What they leave
 open is found from the similarities: the sign that all axes with the same open product share is that of the sum of their
-similarities.
+similarities. A sign that only all elements of a group can change at once (`Group.turns`: that of a stream between
+LayerNorms) is the one with which the best assignment is closer to the anchor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ __all__ = ["SignMatching", "SignSource", "is_closer"]
 
 _PART = 16  # signs count as changed where they make more than one part in so many of the squared distance
 _MEAN_DEVIATIONS = 1.5  # of noise that similarities must have on average: otherwise signs are not known
+_TRIED_TOGETHER = 3  # turns whose combinations are all tried: 2³ assignments
 _ROW_DEVIATIONS = 3.0  # of noise that a single element must have to count as negative
 
 _Values = NDArray[np.int64]
@@ -35,7 +38,7 @@ class SignSource(Enum):
     """Which changed signs matching considers."""
 
     NONE = "none"
-    GAINS = "those that gains of norms show"
+    GAINS = "those that gains of norms show, and those of all elements at once"
     SEARCH = "all"
 
 
@@ -55,19 +58,21 @@ class _Part:
     Attributes:
         shown: the gains whose product shows the sign, as sets of gains that show the same.
         open: the unknown signs that gains do not show, as bits; 0 for none.
+        turned: the unknown signs of all elements at once that gains do not show, as bits.
     """
 
     axis: Axis
     columns: Indices
     shown: tuple[tuple[str, ...], ...]
     open: int
+    turned: int
 
 
 def _parts(group: Group, gains: Gains) -> list[_Part]:
     """The axes of a group in parts, with what gains show about them (elimination over GF(2))."""
     axes = group.axes()
     bits: dict[Axis, NDArray[np.int64]] = {axis: np.zeros(at.shape[1], np.int64) for axis, at in axes.items()}
-    for number, slots in enumerate(group.signs):
+    for number, slots in enumerate((*group.turns, *group.signs)):  # so that gains show signs first, then turns
         for slot in slots:
             axis = slot.tensor, slot.axis
             bits[axis] ^= np.isin(axes[axis][0], slot.indices(group.size)[0]).astype(np.int64) << number
@@ -85,7 +90,8 @@ def _parts(group: Group, gains: Gains) -> list[_Part]:
         for vector in np.unique(of).tolist():
             rest, shown = _reduced(vector, basis)
             odd = tuple(names for names in dict.fromkeys(shown) if shown.count(names) % 2)
-            found.append(_Part(axis, np.flatnonzero(of == vector), odd, rest))
+            whole = rest & ((1 << len(group.turns)) - 1)
+            found.append(_Part(axis, np.flatnonzero(of == vector), odd, rest ^ whole, whole))
     return found
 
 
@@ -98,6 +104,34 @@ def _reduced(
         if vector >> pivot & 1:
             vector, shown = vector ^ basis[pivot][0], (*shown, *basis[pivot][1])
     return vector, shown
+
+
+def _spanned(bits: int, others: Sequence[int]) -> bool:
+    """Whether a product of signs follows from others."""
+    turns: dict[int, tuple[int, int]] = {}
+    for other in others:
+        _learn(turns, other, 1)
+    return _sign_of(bits, turns) != 0
+
+
+def _learn(turns: dict[int, tuple[int, int]], bits: int, sign: int) -> None:
+    """Adds a product of signs and what it is, unless it follows from those that are known. Kept by highest bits."""
+    while bits and bits.bit_length() in turns:
+        other, known = turns[bits.bit_length()]
+        bits, sign = bits ^ other, sign * known
+    if bits:
+        turns[bits.bit_length()] = bits, sign
+
+
+def _sign_of(bits: int, turns: Mapping[int, tuple[int, int]]) -> int:
+    """A product of signs, 0 if it does not follow from those that are known."""
+    sign = 1
+    while bits:
+        if bits.bit_length() not in turns:
+            return 0
+        other, known = turns[bits.bit_length()]
+        bits, sign = bits ^ other, sign * known
+    return sign
 
 
 class SignMatching:
@@ -120,39 +154,49 @@ class SignMatching:
             ]
             for number, group in enumerate(placement.groups)
         ]
-        self._energies: dict[str, int] = {}
+        self._squares: dict[str, tuple[int, int]] = {}
+        self._turns: list[dict[int, tuple[int, int]]] = [{} for _ in placement.groups]
         similarity.inner_signs = self.inner_signs
 
-    def has_negative_gains(self) -> bool:
-        """Whether a gain of either model is negative, which may be the trace of changed signs."""
-        return any(ours.any() or theirs.any() for ours, theirs in self._gains.values())
+    def worth_a_look(self) -> bool:
+        """Whether gains may show signs, as one of them is negative, or a turn may have been done, as there is doubt."""
+        negative = any(ours.any() or theirs.any() for ours, theirs in self._gains.values())
+        return negative or (self.doubtful and any(part.turned for parts in self._parts for part in parts))
+
+    def squares(self, name: str) -> tuple[int, int]:
+        """‖a‖² and ‖s‖² of a tensor."""
+        if name not in self._squares:
+            both = (self._at.ours[name], self._at.theirs[name])
+            one, two = (sum(int((row.astype(np.int64) ** 2).sum()) for row in values) for values in both)
+            self._squares[name] = one, two
+        return self._squares[name]
 
     def energy(self, name: str) -> int:
         """(‖a‖² + ‖s‖²)/2 of a tensor."""
-        if name not in self._energies:
-            both = (self._at.ours[name], self._at.theirs[name])
-            self._energies[name] = sum(int((row.astype(np.int64) ** 2).sum()) for values in both for row in values) // 2
-        return self._energies[name]
+        return sum(self.squares(name)) // 2
 
     def match(self, number: int, axes: Sequence[Axis]) -> NDArray[np.int64]:
         """The best order of a group's elements by some axes. Their signs are noted for all axes.
 
         Weights are taken with the signs that gains show. Then, for all axes that share an open sign, the size of the
         sum of their similarities counts, if an assignment by these is far closer to the anchor. With `SignSource.NONE`
-        nothing of this is done, and only doubt is noted; with `SignSource.GAINS` only what gains show
-        is done, which leaves nothing to chance.
+        nothing of this is done, and only doubt is noted; with `SignSource.GAINS` only what gains show is done, and
+        turns, which leaves little to chance.
         """
         used = [part for part in self._parts[number] if part.axis in axes]
         rest = self._similarity.of(number, [axis for axis in axes if axis not in {part.axis for part in used}])
         each = [self._similarity.of_columns(number, part.axis, part.columns) for part in used]
         if self.source is not SignSource.NONE:
             each = [value * self.shown_signs(number, part) for part, value in zip(used, each, strict=True)]
-        together = rest + sum((v for p, v in zip(used, each, strict=True) if not p.open), np.zeros_like(rest))
+        energy = sum(self.energy(name) for name, _ in axes)
+        if self.source is not SignSource.NONE:
+            each = self._turned(number, used, each, rest, energy)
+        fixed = [part.open == 0 and (part.turned == 0 or self.source is not SignSource.NONE) for part in used]
+        together = rest + sum((v for v, known in zip(each, fixed, strict=True) if known), np.zeros_like(rest))
         by_sign = self._by_open_sign(used, each)
         total = together + sum(by_sign.values(), np.zeros_like(rest))
         sizes = together + sum(map(np.abs, by_sign.values()), np.zeros_like(rest))
         order = assign(total)
-        energy = sum(self.energy(name) for name, _ in axes)
         in_doubt = bool(by_sign) and is_closer(energy, int(assigned(total, order).sum()), bound(sizes))
         searching = self.source is SignSource.SEARCH
         self.doubtful |= in_doubt
@@ -161,23 +205,61 @@ class SignMatching:
             if is_closer(energy, int(assigned(sizes, order).sum()), int(assigned(sizes, by_size).sum())):
                 order = by_size
         if self.source is not SignSource.NONE:
-            found = {}
+            found: dict[tuple[int, int], Signs] = {}
             for bits, value in by_sign.items() if searching else ():
-                if self._has_signs(number, [p for p in used if p.open == bits], value, order):
+                if self._has_signs(number, [p for p in used if (p.open, p.turned) == bits], value, order):
                     found[bits] = np.where(assigned(value, order) < 0, -1, 1).astype(np.int8)
             self._note(number, order, found)
         return order
 
-    @staticmethod
-    def _by_open_sign(parts: Sequence[_Part], each: Sequence[_Values]) -> dict[int, _Values]:
-        """Similarities summed over all parts that share an open sign."""
-        found: dict[int, _Values] = {}
+    def _by_open_sign(self, parts: Sequence[_Part], each: Sequence[_Values]) -> dict[tuple[int, int], _Values]:
+        """Similarities summed over all parts that share an open sign, or a turn that was not looked for."""
+        found: dict[tuple[int, int], _Values] = {}
         for part, value in zip(parts, each, strict=True):
-            if part.open:
-                found[part.open] = found[part.open] + value if part.open in found else value
+            if part.open or (part.turned and self.source is SignSource.NONE):
+                key = part.open, part.turned
+                found[key] = found[key] + value if key in found else value
         return found
 
-    def _note(self, number: int, order: NDArray[np.int64], found: Mapping[int, Signs]) -> None:
+    def _turned(
+        self, number: int, parts: Sequence[_Part], each: Sequence[_Values], rest: _Values, energy: int
+    ) -> list[_Values]:
+        """Similarities with the turns that bring a group closest to the anchor, if that is far closer.
+
+        The first three independent turns are tried in all combinations, the others one by one.
+        """
+        by_turn: dict[int, _Values] = {}
+        for part, value in zip(parts, each, strict=True):
+            if not part.open:
+                by_turn[part.turned] = by_turn[part.turned] + value if part.turned in by_turn else value
+        known = rest + by_turn.pop(0, np.zeros_like(rest))
+        if not by_turn:
+            return list(each)
+        best: dict[int, tuple[int, int]] = {}
+        waiting = sorted(by_turn, key=lambda bits: (-int(np.abs(by_turn[bits]).sum()), bits))
+        free = [bits for at, bits in enumerate(waiting) if not _spanned(bits, waiting[:at])]
+        for some in [free[:_TRIED_TOGETHER], *([bits] for bits in free[_TRIED_TOGETHER:])]:
+            tried = []
+            for signs in product((1, -1), repeat=len(some)):
+                turns = dict(best)
+                for bits, sign in zip(some, signs, strict=True):
+                    _learn(turns, bits, sign)
+                value = known + sum(
+                    (by_turn[bits] * sign for bits in by_turn if (sign := _sign_of(bits, turns))), np.zeros_like(known)
+                )
+                tried.append((int(assigned(value, assign(value)).sum()), turns))
+            best = max(tried, key=lambda each: each[0])[1]  # the first of those that are equal
+        as_they_are = known + sum(by_turn.values(), np.zeros_like(known))
+        turned = known + sum((v * _sign_of(bits, best) for bits, v in by_turn.items()), np.zeros_like(known))
+        before, after = (int(assigned(value, assign(value)).sum()) for value in (as_they_are, turned))
+        self._turns[number] = best if is_closer(energy, before, after) else {}
+        return [v * self._turn(number, part) for part, v in zip(parts, each, strict=True)]
+
+    def _turn(self, number: int, part: _Part) -> int:
+        """The sign of all elements of a part; 1 where it is not known."""
+        return _sign_of(part.turned, self._turns[number]) or 1
+
+    def _note(self, number: int, order: NDArray[np.int64], found: Mapping[tuple[int, int], Signs]) -> None:
         """Notes the signs of all axes of a group, with its elements in this order."""
         there = np.flatnonzero(order >= 0)
         for part in self._parts[number]:
@@ -185,7 +267,7 @@ class SignMatching:
             index = self._at.index[number][part.axis][:, part.columns]
             shown = np.broadcast_to(self.shown_signs(number, part), (order.size, self._at.sizes[number]))
             signs[index] = 1
-            more = found.get(part.open, np.ones(there.size, np.int8))
+            more = found.get((part.open, part.turned), np.ones(there.size, np.int8)) * np.int8(self._turn(number, part))
             signs[index[there]] = (shown[there, order[there]] * more)[:, None]
 
     def _has_signs(self, number: int, parts: Sequence[_Part], value: _Values, order: NDArray[np.int64]) -> bool:

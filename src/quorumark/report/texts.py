@@ -66,6 +66,10 @@ SENTENCES: dict[str, str] = {
         "aligned to the anchor: {found:,} of {channels:,} channels were found, {moved:,} of them elsewhere than in the "
         "anchor; {sweeps} sweeps, the last of which still changed something"
     ),
+    "read.like-the-anchor": (
+        "{groups} of {judged} groups of channels, with {weights:,} of {compared:,} weights, are more like the anchor's "
+        "than those of a model of another origin would be"
+    ),
     "read.stream-turned": "its residual stream had been turned; it was turned back to the anchor's",
     "read.signs": "{lines:,} rows or columns of {tensors} tensors had other signs",
     "read.unmixed": "the channels of {blocks:,} blocks that can be mixed were put back to the anchor's",
@@ -93,6 +97,14 @@ SENTENCES: dict[str, str] = {
     "finding.surplus": (
         "z = {z} is below the threshold {threshold}, but {surplus:,} of the suspect's channels are left over: those "
         "that were matched can be decoys"
+    ),
+    "finding.doubtful": (
+        "z = {z} is below the threshold {threshold}, but only {weights:,} of {compared:,} weights were matched to the "
+        "anchor's; a part of it is of the same origin, and what was done to the rest may hide the mark"
+    ),
+    "finding.unrelated": (
+        "only {weights:,} of {compared:,} weights are more like the anchor's than those of a model of another origin: "
+        "it is one, or it was changed in a way that alignment does not undo"
     ),
     "finding.uncorroborated": (
         "uncorroborated: {partials} partials open a number whatever they say, so one lying member could have set it; "

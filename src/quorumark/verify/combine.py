@@ -25,6 +25,7 @@ from quorumark.verify.query import how_aligned
 __all__ = ["again", "check_signed", "combine", "reconcile"]
 
 _FULL_COVERAGE = 90  # percent: with fewer a low z says nothing
+_FULL_LIKENESS = 90  # percent of the compared weights: with fewer, down to a tenth, a low z says nothing
 
 
 def combine(
@@ -296,7 +297,16 @@ def _verdict(
         return "INCONCLUSIVE", because("charged", uncharged=uncharged)
     if query.surplus:  # the channels that were matched can be decoys
         return "INCONCLUSIVE", because("surplus", surplus=query.surplus)
-    return "FAILED", because("failed")
+    like = next((reason.values for reason in query.matching if reason.code == "read.like-the-anchor"), None)
+    if like is None:
+        return "FAILED", because("failed")
+    weights, compared = int(str(like["weights"])), int(str(like["compared"]))
+    if weights * 100 >= _FULL_LIKENESS * compared:
+        return "FAILED", because("failed")
+    # a model of another origin is like the anchor nowhere; one of which a part is like it has something to explain
+    if weights * 100 >= (100 - _FULL_LIKENESS) * compared:
+        return "INCONCLUSIVE", because("doubtful", weights=weights, compared=compared)
+    return "FAILED", [*because("failed"), Reason.of("finding.unrelated", weights=weights, compared=compared)]
 
 
 def _caveats(

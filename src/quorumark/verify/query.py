@@ -263,6 +263,9 @@ def _aligned(match: Match, found: Alignment) -> list[Reason]:
     ours, theirs, matched = (sum(numbers) for numbers in zip(*found.sizes, strict=True))
     code = "read.aligned" if found.stable else "read.aligned-unsettled"
     reasons = [Reason.of(code, found=matched, channels=ours, moved=sum(found.moved), sweeps=found.sweeps)]
+    if (like := found.like).judged:
+        counts = {"groups": like.groups, "judged": like.judged, "weights": like.weights, "compared": like.compared}
+        reasons.append(Reason.of("read.like-the-anchor", **counts))
     if found.rotation is not None:
         reasons.append(Reason.of("read.stream-turned"))
     if found.signs:

@@ -154,16 +154,18 @@ def flip_signs(state: dict[str, Any], rng: np.random.Generator, signs: Sequence[
 
 def flip_elements(
     state: dict[str, Any],
-    rng: np.random.Generator,  # noqa: ARG001  # as for the other changes
-    signs: Sequence[tuple[int, Sequence[Slot]]],
+    rng: np.random.Generator,
+    signs: Sequence[tuple[int, Sequence[Slot], bool]],
 ) -> dict[str, Any]:
-    """The other sign at all indices of slots, each with the number of its elements."""
+    """The other sign at the indices of slots, for about half of their elements or, where that is said, for all."""
     import torch
 
-    for size, slots in signs:
+    for size, slots, whole in signs:
+        chosen = np.ones(size, np.bool_) if whole else rng.integers(2, size=size).astype(np.bool_)
+        chosen[0] = True
         for slot in slots:
             lines = state[slot.tensor].movedim(slot.axis, 0)  # a view: written in place
-            lines[torch.from_numpy(slot.indices(size).reshape(-1))] *= -1
+            lines[torch.from_numpy(slot.indices(size)[chosen].reshape(-1))] *= -1
     return state
 
 

@@ -66,20 +66,23 @@ def _with_signs(model: Any, example: Any, trace: Trace, groups: Groups) -> Group
     """The groups with the signs that their elements can get, as far as these leave the output as it is."""
     noisy = check.map_tensors(example, check.noise_like)  # the signs of what reads zeros would change nothing
 
-    def sound(tried: list[tuple[int, tuple[Slot, ...]]]) -> list[tuple[int, tuple[Slot, ...]]]:
+    def sound(tried: list[tuple[int, tuple[Slot, ...], bool]]) -> list[tuple[int, tuple[Slot, ...], bool]]:
         if not tried:
             return []
-        signs = [(groups.groups[number].size, slots) for number, slots in tried]
+        signs = [(groups.groups[number].size, slots, whole) for number, slots, whole in tried]
         if check.error_of(model, noisy, partial(check.flip_elements, signs=signs)) < check.EXACT:
             return tried
         half = len(tried) // 2
         return [*sound(tried[:half]), *sound(tried[half:])] if half else []
 
-    signs: dict[int, list[tuple[Slot, ...]]] = {}
-    for number, slots in sound(trace_signs(model, noisy, groups, trace.aliases).generators()):
+    signs: dict[tuple[int, bool], list[tuple[Slot, ...]]] = {}
+    for number, slots, whole in sound(trace_signs(model, noisy, groups, trace.aliases).generators()):
         named = [replace(slot, tensor=name) for slot in slots for name in trace.aliases[slot.tensor]]
-        signs.setdefault(number, []).append(tuple(sorted(named)))
-    kept = [replace(group, signs=tuple(signs.get(number, ()))) for number, group in enumerate(groups.groups)]
+        signs.setdefault((number, whole), []).append(tuple(sorted(named)))
+    kept = [
+        replace(group, signs=tuple(signs.get((number, False), ())), turns=tuple(signs.get((number, True), ())))
+        for number, group in enumerate(groups.groups)
+    ]
     return replace(groups, groups=tuple(kept))
 
 

@@ -5,8 +5,9 @@ computes is then multiplied by a product of such signs: a *form*, the set of the
 of the same form, tanh passes a form on, ReLU needs the form 1, and so do the outputs. These are linear equations over
 GF(2); their solutions are the signs that can be changed.
 
-LayerNorm and GroupNorm pass on the sign of all channels that they normalise together. Here they pass on that of each,
-so that a solution may hold only for all elements of a group at once.
+LayerNorm and GroupNorm pass on the sign of all channels that they normalise together, not that of each. So the
+equations are solved twice: with the form 1 for all that they normalise, for signs that every element has for itself,
+and without that, for signs that only all elements of a group can change at once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class SignTrace(KnownZeros):
         self._numbers: dict[int, int] = {0: 0}
         self._variables: list[_Variable] = []
         self._must_be_one: set[int] = set()
+        self._normalised: set[int] = set()  # forms of channels that are normalised together
         self._forms: dict[int, Forms] = {}
         original = {name: first for first, names in aliases.items() for name in names}
         bits = self._bits(original)
@@ -127,7 +129,10 @@ class SignTrace(KnownZeros):
 
     def _require(self, forms: Forms) -> None:
         """These must be 1."""
-        self._must_be_one |= {self._table[n] for n in self._torch.unique(self._shrunk(forms)).tolist()}
+        self._must_be_one |= self._kinds(forms)
+
+    def _kinds(self, forms: Forms) -> set[int]:
+        return {self._table[n] for n in self._torch.unique(self._shrunk(forms)).tolist()}
 
     def _same(self, one: Forms, two: Forms) -> None:
         self._require(self._product(one, two))
@@ -140,10 +145,10 @@ class SignTrace(KnownZeros):
         self._same(forms, first)
         return first
 
-    def solutions(self) -> list[list[tuple[int, Axis, int]]]:
-        """A basis of the signs that can be changed: groups, axes and columns that get the other sign together."""
+    def _solutions(self, forms: set[int]) -> list[int]:
+        """A basis of the signs that can be changed if these forms are 1, as sets of bits."""
         rows: dict[int, int] = {}  # by their highest bit, which no other row has
-        for form in sorted(self._must_be_one):
+        for form in sorted(forms):
             for pivot, row in rows.items():
                 if form >> pivot & 1:
                     form ^= row
@@ -153,24 +158,25 @@ class SignTrace(KnownZeros):
                     if row >> pivot & 1:
                         rows[other] = row ^ form
                 rows[pivot] = form
-        found = []
-        for free in range(len(self._variables)):
-            if free not in rows:
-                bits = [free, *(pivot for pivot, row in rows.items() if row >> free & 1)]
-                found.append([self._variables[bit] for bit in sorted(bits)])
-        return found
+        free = [bit for bit in range(len(self._variables)) if bit not in rows]
+        return [1 << bit | sum(1 << pivot for pivot, row in rows.items() if row >> bit & 1) for bit in free]
 
-    def generators(self) -> list[tuple[int, tuple[Slot, ...]]]:
-        """The solutions that concern one group: its number, and the indices that get the other sign."""
+    def generators(self) -> list[tuple[int, tuple[Slot, ...], bool]]:
+        """The signs of one group: its number, the indices that get the other sign, and whether of all elements only."""
+        each = self._solutions(self._must_be_one | self._normalised)
+        span: dict[int, int] = {}
+        for solution in each:
+            _insert(span, solution)
+        every = [solution for solution in self._solutions(self._must_be_one) if _insert(span, solution)]
         found = []
-        for solution in self.solutions():
-            numbers = {number for number, _, _ in solution}
-            if len(numbers) == 1:
+        for solution, whole in [*((s, False) for s in each), *((s, True) for s in every)]:
+            variables = [v for bit, v in enumerate(self._variables) if solution >> bit & 1]
+            if len({number for number, _, _ in variables}) == 1:
                 columns: dict[Axis, set[int]] = {}
-                for _, axis, column in solution:
+                for _, axis, column in variables:
                     columns.setdefault(axis, set()).add(column)
-                number = numbers.pop()
-                found.append((number, self._slots(number, columns)))
+                number = variables[0][0]
+                found.append((number, self._slots(number, columns), whole))
         return found
 
     def _slots(self, number: int, columns: Mapping[Axis, set[int]]) -> tuple[Slot, ...]:
@@ -246,6 +252,7 @@ class SignTrace(KnownZeros):
         if name in ("native_layer_norm", "native_group_norm"):
             layer = name == "native_layer_norm"
             weight, bias = args[2:4] if layer else args[1:3]
+            self._normalised |= self._kinds(self._of(x))
             return self._affine(self._of(x), weight, bias, x.dim() - 1 if layer else 1)
         if name == "embedding":
             forms = self._shrunk(self._of(x))
@@ -360,6 +367,17 @@ class SignTrace(KnownZeros):
         if name == "var_mean":
             return [None, forms]
         return forms if name in ("mean", "sum") else None
+
+
+def _insert(span: dict[int, int], vector: int) -> bool:
+    """Adds a vector to a space over GF(2), kept by highest bits; whether it was not in it already."""
+    while vector:
+        pivot = vector.bit_length() - 1
+        if pivot not in span:
+            span[pivot] = vector
+            return True
+        vector ^= span[pivot]
+    return False
 
 
 def _first(out: Any) -> Any:
