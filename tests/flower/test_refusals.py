@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from quorumark.errors import MessageError, RecordError, RoundError
+from quorumark.errors import RecordError
 from quorumark.flower import watermarked
 from quorumark.flower.wire import records
 from quorumark.node.journal import MODEL, create_lost_memory
@@ -26,6 +26,7 @@ from quorumark.simulation import Losses
 from quorumark.verify.reference import Reference
 from tests.kit.flower_runs import SEED, InOrder, fedavg, run, run_in_vain, same
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, initial, records_of, train
+from tests.kit.refusals import stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -34,6 +35,7 @@ def test_a_number_of_examples_that_is_not_the_manifests(world: Consortium) -> No
     grid = LocalGrid(app_for(world.folder, examples=lambda x: 90 if x == 2 else 100 + x), 5)
     wrapped, model = run(world, grid, 1)
     assert wrapped.reports[0].members == (1, 3, 4, 5)
+    assert wrapped.reports[0].excluded_codes == {-102: "round.other-examples"}
     assert "consortium amend --examples 2=90" in wrapped.reports[0].excluded[-102]
     assert same(model, world.in_process(1, SEED, Losses({(1, "train"): [2]})).model)
 
@@ -48,7 +50,7 @@ def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Conso
     grid, folder = LocalGrid(app_for(world.folder), 5), tmp_path / "server"
     wrapped, _ = run(world, grid, 1, folder=folder)
     assert wrapped.reports[0].members == (1, 2, 4, 5)
-    assert "consortium update" in wrapped.reports[0].excluded[-103]  # the wrong manifest
+    assert wrapped.reports[0].excluded_codes == {-103: "round.other-manifest"}
     (world.folder / "member-3").rename(other.folder / "member-3")
     (world.folder / "kept").rename(world.folder / "member-3")
     (world.folder / "member-3.key").unlink()
@@ -59,12 +61,13 @@ def test_members_that_cannot_take_part_say_why_and_the_others_go_on(world: Conso
     share.rename(tmp_path / "share")
     again, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 2, folder=folder)
     assert again.reports[0].members == (1, 2, 4, 5)
+    assert set(again.reports[0].excluded) == {-103}
     assert "no share" in again.reports[0].excluded[-103]
     (tmp_path / "share").rename(share)
 
     # a second run from the initial model: the server's operator forgot the folder
-    second = run_in_vain(world, LocalGrid(app_for(world.folder), 5, run_id=9), "has gone on from this model")
-    assert "members are left" in second.reports[0].given_up
+    second = run_in_vain(world, LocalGrid(app_for(world.folder), 5, run_id=9), "round.gone-on")
+    assert second.reports[0].given_up_code == "round.too-few"
     told = [reason for point, reason in second.reports[0].excluded.items() if point not in (3, -103)]
     assert len(told) == 4
     assert all("go_on=True" in reason and "quorumark member consent" in reason for reason in told)
@@ -93,7 +96,7 @@ def test_one_member_with_a_later_number_or_another_layout_of_its_own(tmp_path: P
     report = wrapped.reports[0]
     assert (report.given_up, report.members) == ("", (1, 3, 5, 6, 7, 8, 9))
     assert report.round == 7
-    assert set(report.excluded) == {-102, -104}
+    assert report.excluded_codes == {-102: "node.refused", -104: "round.not-encodable"}
     assert "'b.weight'" in report.excluded[-102]
     assert "(40, 100)" in report.excluded[-102]
     assert "'a.bias'" in report.excluded[-104]
@@ -108,7 +111,7 @@ def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
     offer, arrays = server.offer(world.model)
     model = {MODEL + name: tensor for name, tensor in world.model.items()}
     nodes = {x: MemberNode(*world.home(x)) for x in range(1, 6)}
-    with pytest.raises(RoundError, match="'Hospital 1' has not trained in round 1"):
+    with stopped("round.not-trained", names="'Hospital 1'"):
         nodes[1].handle("upload", {"round": 1, "announcement": b""}, {})
     result = {RESULT + name: tensor for name, tensor in train(world.model, 0.01, 1, 1.0).items()}
     for x, node in nodes.items():
@@ -120,13 +123,13 @@ def test_stages_that_come_at_the_wrong_time(world: Consortium) -> None:
     for x, node in nodes.items():
         head, vector = node.handle("upload", told, {})
         server.take_upload(x, head["head"], vector["vector"])
-    with pytest.raises(RoundError, match="attempt 1"):
+    with stopped("round.wrong-attempt"):
         nodes[1].handle("upload", told, {})
-    with pytest.raises(RoundError, match="has not trained in round 2"):
+    with stopped("round.not-trained"):
         nodes[1].handle("upload", {**told, "round": 2}, {})
     said, _ = nodes[1].handle("unmask", {"request": server.request(1)}, {})
     assert nodes[1].handle("unmask", {"request": server.request(1)}, {})[0] == said  # the same once more
-    with pytest.raises(RoundError, match="has answered in round 1 from this model"):
+    with stopped("round.answered-already"):
         nodes[1].handle("upload", told, {})
 
 
@@ -141,7 +144,8 @@ def test_what_an_exception_says_stays_on_the_node(world: Consortium) -> None:
     grid.apps[102] = app
     wrapped, _ = run(world, grid, 1)
     assert wrapped.reports[0].members == (1, 3, 4, 5)
-    assert "its node failed: ValueError; the node's log has the rest" in wrapped.reports[0].excluded[-102]
+    assert wrapped.reports[0].excluded_codes == {-102: "node.failed"}
+    assert "ValueError" in wrapped.reports[0].excluded[-102]
     assert not any("patient" in str(reply) for reply in grid.seen)  # a number alone is in some key by chance
 
 
@@ -159,7 +163,8 @@ def test_what_an_exception_says_stays_on_the_node_wherever_it_is_raised(world: C
     grid.apps[102] = app_for(world.folder, mods=[telling])
     wrapped, _ = run(world, grid, 1, fedavg(fraction_evaluate=1.0))
     assert wrapped.reports[0].members == (1, 3, 4, 5)
-    assert "its node failed: RuntimeError; the node's log has the rest" in wrapped.reports[0].excluded[-102]
+    assert wrapped.reports[0].excluded_codes == {-102: "node.failed"}
+    assert "RuntimeError" in wrapped.reports[0].excluded[-102]
     assert any(reply.has_error() and reply.error.reason.startswith("ValueError; ") for reply in grid.seen)
     damaged = ArrayRecord({"one": Array("uint8", (3,), "numpy.ndarray", b"no array")})
     content = RecordDict({"quorumark": ConfigRecord({"stage": "setup"}), "quorumark.arrays": damaged})
@@ -173,7 +178,7 @@ def test_a_refusal_does_not_say_where_the_files_lie(world: Consortium) -> None:
     (world.folder / "member-2.key").unlink()
     (world.folder / "member-3.key").chmod(0o644)
     grid = LocalGrid(app_for(world.folder), 5)
-    excluded = run_in_vain(world, grid, "the key file").reports[0].excluded
+    excluded = run_in_vain(world, grid, "node.refused").reports[0].excluded
     assert "cannot read the key file '…/member-2.key'" in excluded[-102]
     assert excluded[-103].endswith("'…/member-3.key' is open to others: chmod 600 …/member-3.key")
     assert not any(world.folder.name in str(reply) for reply in grid.seen)
@@ -238,10 +243,10 @@ def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
     offer, arrays = server.offer(world.model)
     vectors = {**arrays, **{MODEL + name: tensor for name, tensor in world.model.items()}}
     for name in ("manifest", "round", "turn", "accepted"):
-        with pytest.raises(MessageError, match=f"the stage 'join' lacks '{name}'"):
+        with stopped("message.incomplete", names=repr(name)):
             node.handle("join", {key: value for key, value in offer.items() if key != name}, vectors)
     for name in ("layout", "state"):
-        with pytest.raises(MessageError, match=f"the stage 'join' lacks '{name}'"):
+        with stopped("message.incomplete", names=repr(name)):
             node.handle("join", offer, {key: value for key, value in vectors.items() if key != name})
     for stage, name, value in [
         ("join", "run", 1),
@@ -254,7 +259,7 @@ def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
         ("setup", "session", 1),
         ("setup", "have", 1),
     ]:
-        with pytest.raises(MessageError, match=f"the stage '{stage}' must give '{name}' as"):
+        with stopped("message.malformed", names=f"{stage!r} must give {name!r}"):
             node.handle(stage, {**offer, name: value}, vectors)
 
     def ours(*_: Any) -> None:
@@ -263,7 +268,7 @@ def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
     monkeypatch.setattr("quorumark.node.journal.Journal.check_share", ours)
     with pytest.raises(KeyError, match="no field of any message"):
         node.handle("join", offer, vectors)
-    with pytest.raises(RoundError, match=r"the signer failed \(KeyError\): its log has the rest"):
+    with stopped("node.failed", names="KeyError"):
         SignerClient(signers / "1.sock").handle("join", offer, vectors)
     assert "no field of any message" in capfd.readouterr().err
 
@@ -332,7 +337,7 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
         server.announce()
         for x, node in nodes.items():
             if checked:
-                with pytest.raises(RoundError, match="and only nobody did"):
+                with stopped("round.unchecked-sum"):
                     node.handle("upload", server.asked(x), {})
                 continue
             head, vector = node.handle("upload", server.asked(x), {})
@@ -393,8 +398,7 @@ def test_a_node_without_the_mod_and_a_stranger_are_left_out(world: Consortium) -
     grid.apps[102] = bare
     wrapped, _ = run(world, grid, 1)
     assert wrapped.reports[0].members == (1, 3, 4, 5)
-    assert "mods" in wrapped.reports[0].excluded[-102]
-    assert -106 in wrapped.reports[0].excluded
+    assert wrapped.reports[0].excluded_codes == {-102: "node.no-mod", -106: "node.refused"}
 
 
 def test_nobody_passes_for_another_member(world: Consortium) -> None:
@@ -421,7 +425,7 @@ def test_nobody_passes_for_another_member(world: Consortium) -> None:
     )
     wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1)
     assert wrapped.reports[0].members == (1, 3, 4, 5)
-    assert "introduction of another node" in wrapped.reports[0].excluded[-102]
+    assert wrapped.reports[0].excluded_codes[-102] == "message.not-from-member"
 
 
 def test_a_member_that_runs_twice_is_in_once(world: Consortium) -> None:
@@ -432,7 +436,7 @@ def test_a_member_that_runs_twice_is_in_once(world: Consortium) -> None:
     ordered = InOrder(min_train_nodes=6, min_available_nodes=6, fraction_evaluate=0.0)
     wrapped, model = run(world, grid, 1, ordered)
     assert wrapped.reports[0].members == (1, 2, 3, 4, 5)
-    assert wrapped.reports[0].excluded == {-106: "'Hospital 1' runs two nodes: stop one"}
+    assert wrapped.reports[0].excluded_codes == {-106: "node.twice"}
     assert same(model, world.in_process(1, SEED).model)
 
 
@@ -450,13 +454,13 @@ def test_a_false_history_is_refused(world: Consortium) -> None:
     changed = copy.deepcopy(liar)
     changed.history.accept(1, world.layout.encode(other), None, np.ones(norm_count(world.layout), np.uint64))
     made_up, state = changed.offer(other)
-    with pytest.raises(RoundError, match="not the one that 'Hospital 1' has seen"):
+    with stopped("round.other-history", names="'Hospital 1'"):
         MemberNode(home, unlock).handle("join", made_up, {**state, **{MODEL + n: t for n, t in other.items()}})
     # nor does it begin anew
     model = {MODEL + name: tensor for name, tensor in world.model.items()}
-    with pytest.raises(RoundError, match="has gone on from this model"):
+    with stopped("round.gone-on"):
         MemberNode(home, unlock).handle("join", {**offer, "node": "101"}, {**arrays, **model})
-    with pytest.raises(MessageError, match="lacks 'round'"):
+    with stopped("message.incomplete", names="'round'"):
         MemberNode(home, unlock).handle("join", {"manifest": offer["manifest"]}, {})
 
 

@@ -25,6 +25,7 @@ from quorumark.round.history import research_seed
 from quorumark.round.server import RoundServer
 from tests.kit.flower_runs import SEED, run, same
 from tests.kit.flowers import Consortium, LocalGrid, app_for
+from tests.kit.refusals import stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -39,7 +40,7 @@ def test_a_share_behind_a_socket(world: Consortium, signers: Path) -> None:
     _, model = run(world, grid, 3)
     assert same(model, world.in_process(3, SEED).model)
     client = SignerClient(signers / "1.sock")
-    with pytest.raises(RoundError, match="there is no stage 'reveal'"):
+    with stopped("message.no-stage", names="'reveal'", kind=RoundError):
         client.handle("reveal", {}, {})
     with pytest.raises(KeystoreError, match="quorumark member serve"):
         SignerClient(signers / "none.sock").handle("join", {}, {})
@@ -132,7 +133,7 @@ def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str
     try:
         assert serving.stdout is not None
         assert "Hospital 1 is served" in serving.stdout.readline()
-        with pytest.raises(RoundError, match="lacks 'manifest'"):
+        with stopped("message.incomplete", names="'manifest'", kind=RoundError):
             SignerClient(path).handle("join", {}, {})
         for more, text in [
             (options, "another process serves at"),
@@ -144,7 +145,7 @@ def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str
             )
             assert refused.returncode == 2
             assert text in refused.stderr
-        with pytest.raises(RoundError, match="lacks 'manifest'"):  # the first one still serves
+        with stopped("message.incomplete", names="'manifest'", kind=RoundError):  # the first one still serves
             SignerClient(path).handle("join", {}, {})
     finally:
         serving.terminate()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from flwr.serverapp import strategy as strategies
 
 from quorumark.canonical import canonical
-from quorumark.errors import RoundError
 from quorumark.files import write_private
 from quorumark.flower import watermarked
 from tests.kit.flowers import Consortium, Model, records_of
+from tests.kit.refusals import stopped
 
 SEED = 3
 
@@ -28,11 +27,14 @@ def run(world: Consortium, grid: Any, rounds: int, inner: Any = None, **options:
     return wrapped, {name: np.asarray(array.numpy()).reshape(array.shape) for name, array in result.arrays.items()}
 
 
-def run_in_vain(world: Consortium, grid: Any, reason: str) -> Any:
-    """A wrapped run of one round that is given up: it says why, and gives no model that an app could save."""
+def run_in_vain(world: Consortium, grid: Any, code: str) -> Any:
+    """A wrapped run of one round that is given up: it gives no model that an app could save, and repeats the sentence
+    of a node that refused with this code."""
     wrapped = watermarked(fedavg(), world.path, seed=SEED)
-    with pytest.raises(RoundError, match=f"(?s)no round of this run was finished.*{reason}"):
+    with stopped("round.none-finished") as caught:
         wrapped.start(grid=grid, initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
+    report = wrapped.reports[0]
+    assert any(report.excluded[x] in str(caught.value) for x, said in report.excluded_codes.items() if said == code)
     return wrapped
 
 

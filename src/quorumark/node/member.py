@@ -41,6 +41,7 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.errors import (
     AnsweredError,
+    CeremonyError,
     EncodingError,
     MessageError,
     QuorumarkError,
@@ -199,10 +200,11 @@ class MemberNode:
         """Before training: may this member go on with this run, model and round?"""
         journal = self._journal()
         if config["manifest"] != journal.manifest.digest().hex():
-            raise RecordError(
+            raise RoundError(
                 f"the server runs under the manifest {str(config['manifest'])[:16]}…, and at {journal.name} "
                 f"{journal.manifest.digest().hex()[:16]}… is in force: bring both to the same one (quorumark "
-                "consortium update)"
+                "consortium update)",
+                code="round.other-manifest",
             )
         round_no = read_count(config, "round")
         with journal.memory().edit() as memory:
@@ -455,14 +457,16 @@ class MemberNode:
     def _check_pinned(self, terms: Terms) -> None:
         name = self._home.card().name
         if self._terms is None:
-            raise RecordError(
+            raise CeremonyError(
                 f"{name!r} has pinned no terms, and makes a key for none that a server brings: read the terms, and pin "
-                f"their digest if they are right ({terms.digest().hex()})"
+                f"their digest if they are right ({terms.digest().hex()})",
+                code="ceremony.not-pinned",
             )
         if terms.digest().hex() != self._terms:
-            raise RecordError(
+            raise CeremonyError(
                 f"the server brings the terms {terms.digest().hex()[:16]}…, and {name!r} has pinned "
-                f"{self._terms[:16]}…: compare them, and pin the right ones"
+                f"{self._terms[:16]}…: compare them, and pin the right ones",
+                code="ceremony.not-pinned",
             )
 
     # --- verification ---
