@@ -277,5 +277,5 @@ def points(score: Score | None) -> str:
 
 def gap(difference: float, score: Score) -> str:
     """A difference of such scores, with its sign."""
-    text = f"{100 * difference:+.1f} points" if 0 <= score.value <= 1 else f"{difference:+.3g}"
+    text = f"{round(100 * difference, 1) + 0.0:+.1f} points" if 0 <= score.value <= 1 else f"{difference:+.3g}"
     return text.replace("-", "−")
