@@ -1,17 +1,19 @@
-"""The tutorial's blocks run as they are printed: every Python block, every command."""
+"""The blocks of the tutorial and of the README run as they are printed: every Python block, every command."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import quorumark as qm
 from tests.kit.blocks import blocks_of, commands_of, run_page
 
-PAGES = ("docs/tutorial.md",)
+PAGES = ("docs/tutorial.md", "README.md")
 
 
 @pytest.fixture
@@ -21,21 +23,48 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": path, "HOME": str(tmp_path), "COLUMNS": "120"}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_every_block_of_the_page_runs(
-    name: str, root: Path, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (root / name).read_text(encoding="utf-8")
+@pytest.fixture
+def follow(
+    root: Path, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
+    """Runs a page in an empty folder. What it wrote is not for other tests to import."""
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
-    before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert run_page(page, tmp_path, environment) >= 5
-    for block in blocks_of(page):  # what the page wrote is not for other tests to import
-        module = Path(block.title).stem
-        if module in sys.modules and module not in before:
-            del sys.modules[module]
+
+    def run(name: str) -> None:
+        assert run_page((root / name).read_text(encoding="utf-8"), tmp_path, environment) >= 5
+
+    yield run
+    for module in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(tmp_path))]:
+        del sys.modules[module]
+
+
+def test_every_block_of_the_tutorial_runs(follow: Callable[[str], None]) -> None:
+    follow("docs/tutorial.md")
+
+
+@pytest.mark.research
+def test_every_block_of_the_readme_runs_and_the_mark_is_found(follow: Callable[[str], None], tmp_path: Path) -> None:
+    """A CNN of 151,072 carriers, five members, 30 rounds, with the strength that the plan proposes."""
+    follow("README.md")
+    certificate = qm.Certificate.from_bytes((tmp_path / "certificate.json").read_bytes())
+    assert certificate.finding.verdict == "PASSED"
+    assert float(certificate.finding.z) >= 12
+    assert len(certificate.signatures) == 4
+
+
+def test_the_readme_is_short_and_takes_few_commands(root: Path) -> None:
+    page = (root / "README.md").read_text(encoding="utf-8")
+    assert page.count("\n") <= 150
+    total = 0
+    for block in blocks_of(page):
+        for command, _, _ in commands_of(block.text) if block.kind == "console" and not block.skipped else ():
+            names = re.search(r"for name in ([A-Z a-z]+);", command)
+            total += command.count("quorumark ") * (len(names[1].split()) if names else 1)
+    assert total == 25  # as it says
+    assert f"That is {total} commands" in page
 
 
 @pytest.mark.parametrize("name", PAGES)
