@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from quorumark.errors import QuorumarkError, RoundError
+from quorumark.errors import QuorumarkError, RoundError, code_of
 from quorumark.node.journal import MODEL
 from quorumark.node.member import RESULT, MemberNode
 from quorumark.round.server import RoundServer
@@ -41,7 +41,7 @@ class Run:
             try:
                 told, arrays = self.node(x).handle(stage, {**config, "run": "1", "node": "1"}, {})
             except QuorumarkError as error:
-                self.refused[x] = str(error)
+                self.refused[x] = code_of(error)
                 continue
             said[x] = {**told, "arrays": arrays}
         return said
@@ -100,12 +100,12 @@ class Run:
             about = {**offer, "examples": self.server.manifest.terms.member(x).examples, "joined": reply["joined"]}
             ready, _ = self.node(x).handle("ready", about, {RESULT + name: t for name, t in made.items()})
         except QuorumarkError as error:
-            self.refused[x] = str(error)
+            self.refused[x] = code_of(error)
             return
         self.asked[x] = ready
         if "strong" in ready:
             self.server.take_strong(x, ready["strong"])
-            self.refused[x] = "too strong"
+            self.refused[x] = "round.too-strong"
             return
         self.server.take_ready(x, ready["ready"], ready.get("boxes", b""), ready.get("vouch", b""))
         newer = {int(k): bytes.fromhex(message) for k, message in json.loads(ready["newer"]).items()}
@@ -137,7 +137,7 @@ class Run:
             try:
                 head, vector = self.node(x).handle("upload", asked, {})
             except QuorumarkError as error:
-                self.refused[x] = str(error)
+                self.refused[x] = code_of(error)
                 continue
             self.server.take_upload(x, head["head"], vector["vector"])
 

@@ -126,10 +126,14 @@ def test_members_may_keep_their_rounds_on_disk(world: World, tmp_path: Path) -> 
     run = world.federation(members=members, folder=tmp_path / "run")
     assert [run.round().given_up for _ in range(2)] == ["", ""]
     # a server that lost its folder starts at round 1 again: no member takes part in a round that is over
-    fresh = world.federation(members=members)
+    fresh = world.federation(members=members, folder=tmp_path / "lost")
     report = fresh.round()
-    assert "at least 4 must take part" in report.given_up
-    assert all("is over" in why for why in report.excluded.values())
+    assert report.given_up_code == "round.too-few"
+    assert report.excluded_codes == dict.fromkeys(range(1, 6), "round.over")
+    (event,) = [json.loads(line) for line in (tmp_path / "lost/events.jsonl").read_text().splitlines()]
+    assert event["given_up_code"] == "round.too-few"
+    assert event["excluded_codes"] == {str(x): "round.over" for x in members}
+    assert world.federation(members=members, folder=tmp_path / "lost").reports == [report]
 
 
 def test_torch_models_train_and_resume(tmp_path: Path) -> None:
