@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from quorumark.report.layers import layers_page, shape_of
 from quorumark.report.texts import PHRASES
 from quorumark.verify.examine import Examined
 from quorumark.verify.layered import Examiner, Layers, Opened
-from quorumark.verify.null import three_digits
+from quorumark.verify.null import log10_layers, three_digits
 from tests.kit.ceremony import make_terms
 from tests.kit.evidence import label, make_query
 from tests.kit.ledgers import PEOPLE
@@ -71,12 +73,23 @@ def test_what_the_bars_show(shape: str, z: NDArray[np.float64]) -> None:
 def test_a_block_that_is_left_out_has_no_number_and_z_far_below_0_is_explained() -> None:
     manifest = _manifest()
     page = layers_page(_examined(manifest, np.full(COUNT, -8.0), 3), manifest, LAYOUT)
-    assert page.count("left out") == 1
+    assert page.count(">left out<") == 1
     assert PHRASES["layers-below"] in page
     assert PHRASES["layers-below"] not in layers_page(_examined(manifest, np.full(COUNT, 8.0)), manifest, LAYOUT)
     other = ModelLayout.of({"fc.weight": np.zeros((160, 256))})
     with pytest.raises(RecordError, match="not the one that the manifest names"):
         layers_page(_examined(manifest, np.full(COUNT, 8.0)), manifest, other)
+
+
+def test_the_page_shows_a_bound_that_is_never_too_strong() -> None:
+    """Rounded to whole powers of ten, up; and 1 where Q is what chance gives."""
+    manifest = _manifest()
+    found = _examined(manifest, np.full(COUNT, 8.0))
+    bound = Decimal(log10_layers(found.opened.q, COUNT))
+    shown = re.search(r"10<sup>−(\d+)</sup>", layers_page(found, manifest, LAYOUT))
+    assert shown is not None
+    assert 0 <= -int(shown[1]) - bound < 1
+    assert "10<sup>" not in layers_page(_examined(manifest, np.full(COUNT, 0.5)), manifest, LAYOUT)
 
 
 def test_chance_is_not_called_a_mark() -> None:

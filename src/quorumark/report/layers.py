@@ -5,8 +5,9 @@ It is for the examiner alone: numbers by layer tell how to take the mark out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 
 from quorumark.consortium.records import Manifest
 from quorumark.errors import RecordError
@@ -45,7 +46,7 @@ def layers_page(examined: Examined, manifest: Manifest, layout: ModelLayout) -> 
     widest = max(_WIDEST, *(abs(number) for number in kept))
     bars = [
         {
-            "name": name,
+            "parts": re.split(r"(?<=[._/])", name),  # where a long name may be broken
             "coordinates": span.stop - span.start,
             "z": None if number is None else f"{number:.2f}",
             "width": 0 if number is None else round(50 * abs(number) / widest, 2),
@@ -72,7 +73,9 @@ def layers_page(examined: Examined, manifest: Manifest, layout: ModelLayout) -> 
             lead=PHRASES[f"layers-{shape}-why"],
             below=PHRASES["layers-below"] if z <= -_LOUD else "",
             z=f"{z:.2f}",
-            bound=bound,
+            bound=Decimal(bound).to_integral_value(ROUND_CEILING),
             chance=f"{_LOUD:.0f}",
+            band=round(50 * _LOUD / widest, 2),
+            left_out=len(kept) < len(numbers),
         )
     )

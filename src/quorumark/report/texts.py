@@ -345,7 +345,7 @@ PHRASES: dict[str, str] = {
     "layers-nothing": "The layers show nothing of the mark.",
     "layers-nothing-why": (
         "The bars scatter around 0 as those of an unrelated model do. The same picture results if the mark was taken "
-        "out of every layer by just the right amount, which costs the model much of its accuracy."
+        "out of every layer by just the right amount."
     ),
     "layers-below": (
         "z itself is far below 0. A model that knows nothing of the key is as unlikely to be there as it is to be far "
