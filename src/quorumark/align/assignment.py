@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from quorumark.model import kernels
 
-__all__ = ["assign", "assigned", "bound", "inner_products", "row_products"]
+__all__ = ["assign", "assigned", "bound", "inner_product", "inner_products", "row_products"]
 
+_MILLION = 1 << 20
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
 
 
@@ -49,6 +50,13 @@ def inner_products(one: NDArray[np.int8], two: NDArray[np.int8]) -> NDArray[np.i
         part = slice(begin, begin + _FEATURES)
         total += (one[:, part].astype(np.float32) @ two[:, part].astype(np.float32).T).astype(np.int64)
     return total
+
+
+def inner_product(one: NDArray[np.int8], two: NDArray[np.int8]) -> int:
+    """Σ one·two, exactly: a million products of 8-bit numbers are below 2^34, which float64 sums exactly."""
+    x, y = one.reshape(-1), two.reshape(-1)
+    parts = (slice(begin, begin + _MILLION) for begin in range(0, x.size, _MILLION))
+    return sum(int(np.dot(x[part].astype(np.float64), y[part].astype(np.float64))) for part in parts)
 
 
 def row_products(rows: NDArray[np.int8]) -> NDArray[np.int64]:

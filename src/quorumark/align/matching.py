@@ -14,7 +14,7 @@ import numpy as np
 
 from quorumark.align.alignment import Alignment
 from quorumark.align.arrays import gathered, with_signs
-from quorumark.align.assignment import assign
+from quorumark.align.assignment import assign, inner_product
 from quorumark.align.features import Gains, Weights
 from quorumark.align.groups import Axis, Groups
 from quorumark.align.likeness import Common, Likeness, likeness
@@ -49,7 +49,7 @@ class _Matching:
     def __init__(
         self, groups: Groups, placement: Placement, gains: Gains, progress: Callable[[str], None] | None
     ) -> None:
-        self._digest, self._at, self._progress = groups.digest(), placement, progress
+        self._digest, self._at, self._progress, self._open = groups.digest(), placement, progress, groups.open
         self._similarity = Similarity(placement, groups)
         self._signs = SignMatching(placement, self._similarity, gains)
 
@@ -167,7 +167,7 @@ class _Matching:
             if (name, axis) in self._at.indices:
                 theirs = gathered(theirs, axis, self._at.indices[name, axis])
         theirs = with_signs(theirs, name, self._at.signs)
-        return sum(int((a.astype(np.int64) * b).sum()) for a, b in zip(ours, theirs, strict=True))
+        return inner_product(ours, theirs)
 
     def _likeness(self, turned: Mapping[str, int]) -> Likeness:
         """How much of the suspect is like the anchor as it is matched now."""
@@ -175,4 +175,4 @@ class _Matching:
             name: Common(self._product(name), *self._signs.squares(name), ours.size)
             for name, ours in self._at.ours.items()
         }
-        return likeness(self._at, common, {name for name, _ in self._similarity.blocks}, turned)
+        return likeness(self._at, common, {name for name, _ in self._similarity.blocks}, turned, self._open)

@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.align.assignment import assign, assigned, bound
+from quorumark.align.assignment import assign, assigned, bound, inner_product
 from quorumark.align.features import Gains
 from quorumark.align.groups import Axis, Group, Indices, Signs
 from quorumark.align.placement import Placement
@@ -166,9 +166,8 @@ class SignMatching:
     def squares(self, name: str) -> tuple[int, int]:
         """‖a‖² and ‖s‖² of a tensor."""
         if name not in self._squares:
-            both = (self._at.ours[name], self._at.theirs[name])
-            one, two = (sum(int((row.astype(np.int64) ** 2).sum()) for row in values) for values in both)
-            self._squares[name] = one, two
+            ours, theirs = self._at.ours[name], self._at.theirs[name]
+            self._squares[name] = inner_product(ours, ours), inner_product(theirs, theirs)
         return self._squares[name]
 
     def energy(self, name: str) -> int:

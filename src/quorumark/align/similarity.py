@@ -19,6 +19,8 @@ from quorumark.align.placement import Placement
 
 __all__ = ["Similarity"]
 
+_KEPT = 1 << 29  # bytes of similarities that are kept
+
 
 class Similarity:
     """Similarities of a group's elements, as a placement has the rest."""
@@ -27,6 +29,8 @@ class Similarity:
         self._at = placement
         self.blocks = groups.blocks()
         self.inner_signs: Callable[[int, int, Axis], list[tuple[Indices, Signs]]] | None = None
+        self._kept: dict[tuple[Axis, bytes, bytes], tuple[tuple[bytes | str | None, ...], NDArray[np.int64]]] = {}
+        self._room = _KEPT
         self._in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
 
     def clear(self, number: int) -> list[Axis]:
@@ -106,8 +110,33 @@ class Similarity:
         return ours, np.concatenate([row[columns] for row in self._at.theirs_at[number][axis]])
 
     def _of_weights(self, axis: Axis, ours: Indices, theirs: Indices) -> NDArray[np.int64]:
-        """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor."""
-        return inner_products(self.rows(axis, ours, anchor=True), self.rows(axis, theirs, anchor=False))
+        """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor.
+
+        What was computed is kept until something that it depends on has moved: most has not in the last sweep.
+        """
+        tensor, along = axis
+        others = [(tensor, other) for other in range(self._at.ours[tensor].ndim) if other != along]
+        of = axis, ours.tobytes(), theirs.tobytes()
+        state = (
+            self._at.sources.get(tensor),
+            *(
+                None if values is None else values.tobytes()
+                for other in others
+                for values in (self._at.indices.get(other), self._at.signs.get(other))
+            ),
+        )
+        kept = self._kept.get(of)
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        found = inner_products(self.rows(axis, ours, anchor=True), self.rows(axis, theirs, anchor=False))
+        self._room += (0 if kept is None else kept[1].nbytes) - found.nbytes
+        self._kept.pop(of, None)
+        if self._room >= 0:
+            found.flags.writeable = False
+            self._kept[of] = state, found
+        else:
+            self._room += found.nbytes
+        return found
 
     def _of_blocks(self, axis: Axis, rotates: bool, ours: Indices, theirs: Indices) -> NDArray[np.int64]:
         """The similarity of blocks, whatever was mixed within them, in the units of inner products.
