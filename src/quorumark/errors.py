@@ -8,10 +8,11 @@
     ├── LayoutError             tensors that do not fit the model's layout
     ├── RecordError             a card, terms or manifest that is damaged, unknown or contradicts itself
     ├── SignatureError          a signature that does not hold: names whose
-    ├── MessageError            a message that is refused: names the sender and the step
-    ├── CeremonyError           a key ceremony that cannot go on: says why, and who, where that is known
-    ├── RoundError              a round of training that cannot go on, or that a member refuses to go on with
-    │   └── AnsweredError       a member has answered from this state: says in which round, and over whom
+    ├── RefusalError            what stops a round or a ceremony: has a code of `quorumark.refusals`
+    │   ├── MessageError        a message that is refused: names the sender and the step
+    │   ├── CeremonyError       a key ceremony that cannot go on: says why, and who, where that is known
+    │   └── RoundError          a round of training that cannot go on, or that a member refuses to go on with
+    │       └── AnsweredError   a member has answered from this state: says in which round, and over whom
     ├── EvidenceError           a query, a partial or a certificate that is refused: names whose, and why
     ├── StampError              a time stamp, or a request for one, that is refused: says why, with a code
     ├── InconclusiveError       a suspect that cannot be tested: says why
@@ -65,8 +66,8 @@ def code_of(error: Exception) -> str:
     return "message.malformed"
 
 
-class _CodedError(QuorumarkError):
-    """One of those that stop a round or a ceremony.
+class RefusalError(QuorumarkError):
+    """What stops a round or a ceremony: one of the errors below.
 
     Attributes:
         code: which kind of refusal it is, of the closed list `quorumark.refusals`.
@@ -136,15 +137,15 @@ class SignatureError(QuorumarkError):
     """A signature that does not hold."""
 
 
-class MessageError(_CodedError):
+class MessageError(RefusalError):
     """A message that is refused; the text names its sender and its step."""
 
 
-class CeremonyError(_CodedError):
+class CeremonyError(RefusalError):
     """A key ceremony that cannot go on; the text says why, and who, where that is known."""
 
 
-class RoundError(_CodedError):
+class RoundError(RefusalError):
     """A round that cannot go on, or a step of it that a member refuses; the text says why."""
 
 

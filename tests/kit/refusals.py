@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from quorumark.errors import CeremonyError, GuardError, InputError, MessageError, RoundError
+from quorumark.errors import CeremonyError, GuardError, InputError, MessageError, RefusalError, RoundError
 from quorumark.refusals import REFUSALS
 
-Stopped = RoundError | MessageError | CeremonyError
-FAMILIES: dict[str, type[Stopped]] = {
+FAMILIES: dict[str, type[RefusalError]] = {
     "round": RoundError, "node": RoundError, "message": MessageError, "ceremony": CeremonyError,
 }  # fmt: skip
 
@@ -37,7 +36,9 @@ def wrong_argument(*arguments: str, received: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def stopped(*codes: str, names: str = "", kind: type[Stopped] | None = None) -> Iterator[pytest.ExceptionInfo[Stopped]]:
+def stopped(
+    *codes: str, names: str = "", kind: type[RefusalError] | None = None
+) -> Iterator[pytest.ExceptionInfo[RefusalError]]:
     """A round, a message or a ceremony is refused with one of these codes; the sentence names this value.
 
     The error is of the code's family, unless it is of another `kind`.
