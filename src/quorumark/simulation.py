@@ -477,11 +477,8 @@ def summary(run: Federation) -> str:
     done = [report for report in run.reports if not report.given_up]
     if not run.marks or not done:
         return ""
-    threshold = run.manifest.terms.policy.z
-    last = done[-1]
-    line = (
-        f"{len(done)} rounds; a verification is expected to find z = {last.expected_z:.1f}, PASSED from {threshold} on"
-    )
+    last, threshold = done[-1], run.manifest.terms.policy.z
+    line = f"{len(done)} rounds; a verification should find z = {last.expected_z:.1f}, PASSED from {threshold} on"
     return f"{line}. {last.advice}" if last.advice else line
 
 
