@@ -262,7 +262,8 @@ def test_python_members_wait_too(tmp_path: Path) -> None:
     names = ("Avon", "Birch", "Cedar")
     homes = [qm.Home.create(tmp_path / name, name, key_file=tmp_path / f"{name}.key") for name in names]
     model = {"w": np.ones((8, 40), np.float32)}
-    terms = qm.Terms.agree("trial", 2, [(home.card, 100) for home in homes], model, without_alignment=True)
+    cards, strength = [(home.card, 100) for home in homes], {"rho": "0.05"}
+    terms = qm.Terms.agree("trial", 2, cards, model, strength=strength, without_alignment=True)
     assert homes[0].setup(terms, tmp_path / "exchange", wait=0.3, note=lambda _: None) is None
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(lambda home: home.setup(terms, tmp_path / "exchange", wait=60, note=len), homes))
