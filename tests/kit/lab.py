@@ -295,8 +295,11 @@ class Run:
 
 
 @cache
-def marked(name: str, rounds: int = 12, rho: str = "0.1", members: int = 1, seed: int = 1) -> Run:
-    """Federated training of one of MODELS with a mark of strength ρ, by members with equal parts of the data."""
+def marked(name: str, rounds: int = 12, rho: str = "0.15", members: int = 1, seed: int = 1) -> Run:
+    """Federated training of one of MODELS with a mark of strength ρ, by members with equal parts of the data.
+
+    The run is short, so that the limit of the leak stops the mark below ρ.
+    """
     make = MODELS[name]
     start = initial(make, seed)
     layout = ModelLayout.of(make())

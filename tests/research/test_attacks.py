@@ -30,7 +30,7 @@ pytestmark = pytest.mark.research
 @pytest.fixture(scope="module")
 def marked() -> lab.Run:
     """Five members train the small CNN; its z is about 20."""
-    return lab.marked("cnn", members=MEMBERS)
+    return lab.marked("cnn", rho="0.1", members=MEMBERS)
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +347,7 @@ def test_merging_with_the_initial_model(marked: lab.Run, target: Target, strengt
     ],
 )
 def test_what_keeps_the_function_keeps_it(name: str, attack: str) -> None:
-    run_ = lab.marked(name)
+    run_ = lab.marked(name, rho="0.1")
     target = run_.target(checkpoints=run_.checkpoints)
     weights = run(attack, target, seed=4).weights
     changed = [

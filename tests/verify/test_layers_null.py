@@ -81,7 +81,7 @@ def test_fifty_models_of_others_pass_by_no_test() -> None:
 def test_aligned_models_of_others_pass_by_no_test_with_the_key_of_a_marked_model(name: str, count: int) -> None:
     """50 in all. Half of them begin at the marked model's own anchor; every other pair has its channels permuted. The
     alignment may choose among all orders of channels, and still finds nothing; the marked model it brings back."""
-    run = lab.marked(name)
+    run = lab.marked(name, rho="0.1")
     blocks = blocks_of(run.layout).count
     most = float(layers_threshold("6", blocks))
 
