@@ -259,7 +259,8 @@ def test_homes_on_one_machine_begin_without_another_command(tmp_path: Path, made
     homes = [
         qm.Home.create(tmp_path / name, name, key_file=tmp_path / f"{name}.key") for name in ("Avon", "Birch", "C")
     ]
-    terms = qm.Terms.agree("three", 2, [(home.card, 100) for home in homes], made.model, without_alignment=True)
+    cards, strength = [(home.card, 100) for home in homes], {"rho": "0.05"}
+    terms = qm.Terms.agree("three", 2, cards, made.model, strength=strength, without_alignment=True)
     qm.Home.make_key(homes, terms)
     assert all(home.consortium().memory_path.exists() for home in homes)
 
