@@ -184,7 +184,7 @@ class Wrap:
         try:
             inner = in_json(rng, self.out(data))
             return None if inner is None else self.back(data, inner)
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # an earlier mutation nested it deeply
             return None
 
 
