@@ -115,6 +115,8 @@ def test_a_signer_follows_the_servers_seed_only_if_its_operator_says_so(
     finally:
         serving.terminate()
         assert serving.wait(20) == 0
+        assert serving.stdout is not None
+        serving.stdout.close()
     assert (told["seed"] == research_seed(SEED, 1, 1)) == bool(options)
 
 
@@ -150,6 +152,8 @@ def test_the_commands_for_a_signer(world: Consortium, environment: dict[str, str
     finally:
         serving.terminate()
         assert serving.wait(20) == 0
+        assert serving.stdout is not None
+        serving.stdout.close()
     assert not path.exists()
 
 

@@ -6,6 +6,7 @@ the envelope as `Certificate.to_bytes` writes it, with the signatures that it ha
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,9 @@ def find_stamps(record: Manifest | Certificate, folders: Sequence[Path]) -> Foun
 def _folders(manifest: Path) -> list[Path]:
     """Where the stamps of a chain of manifests may be: beside the manifest, and beside those before it."""
     here = manifest.parent
-    return [here, here.parent] if manifest.resolve().parent.name == "history" else [here, here / "history"]
+    return (
+        [here, here.parent] if Path(os.path.realpath(manifest)).parent.name == "history" else [here, here / "history"]
+    )
 
 
 class Dates(NamedTuple):

@@ -37,7 +37,7 @@ def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
     A manifest that is in such a folder itself has the earlier ones beside it.
     """
     path = Path(manifest)
-    history = path.parent if path.resolve().parent.name == "history" else path.parent / "history"
+    history = path.parent if Path(os.path.realpath(path)).parent.name == "history" else path.parent / "history"
     return follow_back(read_as(path, "a consortium's manifest", Manifest.from_bytes), history)
 
 

@@ -87,7 +87,12 @@ def read_plan(source: str | Path, *, texts: bool = False) -> Plan:
     everywhere = _seeds(body.get("seeds", [1]))
     jobs = [job for entry in entries for job in _jobs(entry, everywhere, texts)]
     title = str(body.get("title", Path(source).stem))
-    once = {job.key: job for job in jobs}
+    try:
+        once = {job.key: job for job in jobs}
+    except TypeError:  # TOML has dates and times, which no attack takes
+        raise InputError(
+            "a setting of the plan", "must be a number, a string or a boolean", "a date or a time"
+        ) from None
     return Plan(title, tuple(once.values()), target, Path(source).parent)
 
 
