@@ -4,13 +4,13 @@ BIN := .venv/bin
 # two files of tests at a time
 TOGETHER := -n 2 --dist loadfile
 
-.PHONY: demo test research-test test-slow fuzz flower-test deploy-test check docs format bench bench-secagg bench-flower setup clean
+.PHONY: demo test research-test test-slow fuzz flower-test deploy-test nvflare-test room-test check docs format bench bench-secagg bench-flower setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not research" $(TOGETHER)
+	$(BIN)/python -m pytest -m "not slow and not research and not room" $(TOGETHER)
 
 # alignment, attacks and the lab: they train models
 research-test: setup
@@ -32,6 +32,14 @@ flower-test: .venv/.flower
 # Flower as it is deployed: a SuperLink and five SuperNodes on loopback; up to six minutes
 deploy-test: .venv/.flower
 	$(BIN)/python -m pytest -m deploy -s tests/flower/test_deploy.py
+
+# NVIDIA FLARE: its simulator, and a provisioned server with five sites on loopback
+nvflare-test: .venv/.nvflare
+	$(BIN)/python -m pytest -m "not slow" $(TOGETHER) tests/nvflare
+
+# a room and its agents on loopback, hostile and killed; up to three minutes
+room-test: setup
+	$(BIN)/python -m pytest -m "room and not slow" tests/room
 
 # what must be tidy before anything is tested
 check: setup docs
@@ -76,11 +84,15 @@ setup: .venv/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "quorumark needs Python 3.11 or newer; name one with: make PYTHON=python3.11 …"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev,docs,lab]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[bench,demo,dev,docs,lab,room]"
 	@touch $@
 
 .venv/.flower: .venv/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[flower]"
+	@touch $@
+
+.venv/.nvflare: .venv/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[nvflare]"
 	@touch $@
 
 clean:

@@ -31,6 +31,7 @@ OTHERS = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/flower-quickstart/README.md": "example-quickstart.md",
     "examples/flower-hospitals/README.md": "example-hospitals.md",
+    "examples/nvflare-quickstart/README.md": "example-nvflare.md",
 }
 """Pages that are not in docs/, and their names on the site."""
 
@@ -125,6 +126,7 @@ def write(out: Path) -> None:
         "cli.md": cli_page(),
         "api.md": api_page(),
         "api-flower.md": "# Python: `quorumark.flower`\n\n::: quorumark.flower\n",
+        "api-nvflare.md": "# Python: `quorumark.nvflare`\n\n::: quorumark.nvflare\n",
         "api-errors.md": "# Python: `quorumark.errors`\n\n::: quorumark.errors\n",
     }
     for name, text in (texts | made).items():

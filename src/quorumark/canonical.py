@@ -18,7 +18,16 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
 def _refuse_floats(value: Any) -> None:
+    if type(value) in _PLAIN:
+        return
+    if type(value) is dict and _PLAIN.issuperset(map(type, value.values())) and {str}.issuperset(map(type, value)):
+        return  # the usual case at the speed of C: records hold long lists of numbers
+    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        return
     if isinstance(value, float):
         raise InputError("value", "must not be a float: write it as a text", repr(value))
     if isinstance(value, Mapping):

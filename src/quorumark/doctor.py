@@ -30,6 +30,8 @@ EXTRAS = {
     "torch": ("torch", "training in this package, groups of a model, GPU"),
     "demo": ("sklearn", "quorumark demo"),
     "flower": ("flwr", "rounds and queries over Flower"),
+    "nvflare": ("nvflare", "rounds and queries over NVIDIA FLARE"),
+    "room": ("starlette", "a room, and the page of a member's agent"),
     "report": ("matplotlib", "plots"),
     "lab": ("transformers", "experiments at the paper's scale"),
 }

@@ -19,6 +19,7 @@
     ├── GuardError              a verification query that this member refuses: says why
     ├── KeystoreError           a sealed file that cannot be opened: wrong secret, flipped bit, truncated
     │   └── BusyError           another process works on the same folder
+    ├── RoomError               what a room, or a member's agent in one, refuses: says why, with a code
     ├── UserCodeError           a function in the user's own file failed: shows the traceback from that file on
     └── MissingDependencyError  a part that needs an extra which is not installed
 
@@ -200,6 +201,25 @@ class KeystoreError(QuorumarkError):
 
 class BusyError(KeystoreError):
     """Another process works on the same folder: try again when it is done."""
+
+
+class RoomError(QuorumarkError):
+    """What a room, or a member's agent in one, refuses; the text says why.
+
+    Attributes:
+        code: which kind of refusal it is, of the closed list `quorumark.room.codes`.
+    """
+
+    def __init__(self, text: str, *, code: str) -> None:
+        super().__init__(text)
+        self._code = code
+
+    @property
+    def code(self) -> str:
+        return self._code
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return partial(type(self), code=self.code), self.args  # so that it travels between processes
 
 
 class UserCodeError(QuorumarkError):

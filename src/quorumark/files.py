@@ -9,12 +9,27 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
 from quorumark.errors import BusyError, KeystoreError
 
-__all__ = ["locked", "only_one", "replacing", "write_exchanged", "write_private", "write_shared"]
+__all__ = ["locked", "move", "only_one", "replacing", "unsynced", "write_exchanged", "write_private", "write_shared"]
+
+
+_SYNCS: ContextVar[bool] = ContextVar("syncs", default=True)
+
+
+@contextlib.contextmanager
+def unsynced() -> Iterator[None]:
+    """Files that are written inside are whole or not there, but may be lost in a power cut. For simulations only, in
+    which server and members die together and nobody is promised anything."""
+    before = _SYNCS.set(False)
+    try:
+        yield
+    finally:
+        _SYNCS.reset(before)
 
 
 def write_private(path: str | os.PathLike[str], content: bytes) -> None:
@@ -99,14 +114,22 @@ def replacing(path: Path, mode: int = 0o600, folder: int | None = None) -> Itera
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if _SYNCS.get():
+                os.fsync(file.fileno())
         os.replace(made, name, src_dir_fd=folder, dst_dir_fd=folder)
-        _sync_folder(path.parent, folder)
+        if _SYNCS.get():
+            _sync_folder(path.parent, folder)
     except OSError as error:
         raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(made, dir_fd=folder)
+
+
+def move(source: Path, target: Path) -> None:
+    """Gives a whole, synced file its name; what had that name before is gone. Both are on one file system."""
+    os.replace(source, target)
+    _sync_folder(target.parent, None)
 
 
 def _sync_folder(folder: Path, opened: int | None) -> None:

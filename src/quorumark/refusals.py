@@ -17,6 +17,7 @@ Refusal: TypeAlias = Literal[
     "round.answered-already",
     "round.cohort-waits",
     "round.diverged",
+    "round.does-not-fit",
     "round.given-up",
     "round.gone-on",
     "round.hides-too-little",
@@ -59,6 +60,7 @@ Refusal: TypeAlias = Literal[
     "round.result-kept",
     "round.said-never",
     "round.set-fixed",
+    "round.stood-still",
     "round.sum-open",
     "round.told-otherwise",
     "round.too-few",
@@ -125,6 +127,7 @@ Refusal: TypeAlias = Literal[
     "node.no-mod",
     "node.not-watermarked",
     "node.refused",
+    "node.site-filter",
     "node.twice",
     "node.wrong-result",
 ]

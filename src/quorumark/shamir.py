@@ -123,7 +123,13 @@ def lagrange(points: Sequence[int], at: int = 0) -> list[int]:
 
     λ_i = Π_{j≠i} (at − x_j)/(x_i − x_j) mod p (the paper's Eq. 1, for any target).
     """
-    return _lagrange(_check_points("points", points), _check_target("at", at))
+    return list(_coefficients(tuple(_check_points("points", points)), _check_target("at", at)))
+
+
+@functools.lru_cache(maxsize=32)
+def _coefficients(xs: tuple[int, ...], target: int) -> tuple[int, ...]:
+    """All members of a round need the same ones."""
+    return tuple(_lagrange(xs, target))
 
 
 def _lagrange(xs: Sequence[int], target: int) -> list[int]:

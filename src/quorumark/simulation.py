@@ -156,6 +156,8 @@ class RoundReport:
     `halvings`: how often the mark was halved because it was too strong for members. `held`: tensors that kept their
     weights, because the sum had a number there that no model may have: a member lied, or diverges. `silenced`: the
     share of the carriers that got no mark because something jumped in the round before (`quorumark.round.continuity`).
+    `widened`: members whose update was larger than the units of a packed round expected, and in how many tensors
+    (`quorumark.round.units`).
     `expected_z`: what a verification of this round's model would give, give or take 1 (`quorumark.round.forecast`);
     `final_z`: what the run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is
     too little.
@@ -172,6 +174,7 @@ class RoundReport:
     halvings: int = 0
     held: tuple[str, ...] = ()
     silenced: float = 0.0
+    widened: dict[int, int] = dataclass_field(default_factory=dict)
     rho: float = 0.0
     expected_z: float = 0.0
     final_z: float = 0.0
@@ -203,6 +206,10 @@ class Federation:
 
     With `warmup_rounds` a first federation runs those, unmarked; then all sign the amendment that names its model as
     the anchor, and a second one goes on under the new manifest, from that model, `after` that round.
+
+    In one process members hide nothing from each other, and the masks that two of them share cancel in the sum. So they
+    are not made, unless `pair_masks` asks for what members on machines of their own compute: each of K members makes
+    K − 1 vectors as long as the model. The models are the same, bit for bit.
     """
 
     def __init__(
@@ -217,6 +224,7 @@ class Federation:
         seed: int | None = None,
         folder: str | os.PathLike[str] | None = None,
         after: int = 0,
+        pair_masks: bool = False,
     ) -> None:
         wrong = [x for x, member in members.items() if member.point != x or member.manifest != manifest]
         if wrong or not members:
@@ -242,6 +250,7 @@ class Federation:
             self._resume()
         for member in self.members.values():
             member.rejoin(self.server.round_no)
+            member.secagg.together = frozenset(() if pair_masks else self.members)
             if member.history is None:
                 member.history = self.history
 
@@ -307,21 +316,21 @@ class Federation:
 
     def _accept(self, weights: Weights, report: RoundReport) -> None:
         server, members = self.server, self.server.members
-        if server.checks and self.members[members[0]].check_sum(server.opened) is False:
+        if server.checks and self.members[members[0]].check_sum(server.opened, server.level) is False:
             raise RoundError(
                 "the opened sum is not what the members sent: one of them sent a wrong tag. The run cannot go on from "
                 "this model, since another sum from it could show the key: find out who it was, and begin a new run",
                 code="round.wrong-tag",
             )
-        settled, number = server.settled, self.history.round
+        settled, number, level = server.settled, self.history.round, server.level
         report.members, report.marked, report.held = members, settled.embedded is not None, settled.held
-        report.c, report.silenced = server.c, server.silenced
+        report.c, report.silenced, report.widened = server.c, server.silenced, server.widened
         with timed(report, "strength"):
             server.accept(weights)
             if settled.norms is not None:
                 self.norms[number] = settled.norms
             for member in self.members.values():
-                member.accept(number, settled.encoded, settled.embedded, settled.norms)
+                member.accept(number, settled.encoded, settled.embedded, settled.norms, level, stood=settled.stood)
         report.rho = server.rho
         with timed(report, "forecast"):
             report.expected_z = server.expected_z
@@ -507,6 +516,7 @@ def _report(entry: dict[str, Any]) -> RoundReport:
     entry["lost"] = {stage: tuple(points) for stage, points in entry["lost"].items()}
     for name in ("excluded", "excluded_codes"):
         entry[name] = {int(x): why for x, why in entry[name].items()}
+    entry["widened"] = {int(x): count for x, count in entry["widened"].items()}
     entry["disputed"] = {int(x): tuple(about) for x, about in entry["disputed"].items()}
     entry["held"] = tuple(entry["held"])
     return RoundReport(**entry)

@@ -151,13 +151,13 @@ def test_signs_of_a_deep_network_are_told_by_its_norms() -> None:
 )
 @pytest.mark.parametrize("name", EVERY)
 def test_what_comes_on_top_does_not_hinder(name: str, on_top: tuple[str, dict[str, Any]]) -> None:
-    marked = lab.marked(name)
+    # in 4 bits, channels of heads are told apart while the anchor is near: docs/alignment.md, "Limits"
+    marked = lab.marked(name, rounds=8) if (name, on_top[0]) == ("gpt2", "quantisation") else lab.marked(name)
     weights = chain(marked.target(), [*DISGUISE, on_top], seed=SEED).weights
     known = marked.z(put_back(marked, weights))
     assert abs(marked.z(weights)) < 4
     assert known > 6
-    least = 0.9 if (name, on_top[0]) == ("gpt2", "quantisation") else 0.95  # heads: 0.93 to 0.95 for ρ = 0.15 and 0.2
-    assert marked.z_aligned(weights) >= least * known
+    assert marked.z_aligned(weights) >= 0.95 * known
 
 
 @pytest.mark.parametrize("name", EVERY)

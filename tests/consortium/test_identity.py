@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from quorumark.canonical import digest
 from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
-from quorumark.consortium.identity import Header, Identity, open_message, verify, verify_card
+from quorumark.consortium.identity import Header, Identity, open_message, verify, verify_card, verify_manifest
 from quorumark.consortium.records import Card, Terms
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
+from quorumark.setup.inprocess import deal_key
 from tests.kit.ceremony import identities, make_terms
 from tests.kit.oracle import spelled
 
@@ -199,9 +200,38 @@ def test_one_signature_under_a_key_of_small_order_fits_every_message_and_is_refu
 
 
 def test_the_order_check_is_what_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quorumark.consortium.identity.is_ed25519_key", lambda _: True)
+    monkeypatch.setattr("quorumark.consortium.signatures.is_ed25519_key", lambda _: True)
     for text in (b"one", b"another"):
         verify(SMALL_ORDER[0], "manifest", text, SIGNATURE, "Eve")
+
+
+def test_a_signature_that_held_once_vouches_for_nothing_else() -> None:
+    """What was found right is remembered in a process: for that key, those bytes and that signature alone."""
+    good = AVON.sign("manifest", b"text")
+    for _ in range(2):
+        verify(AVON.ed25519, "manifest", b"text", good, "Avon")
+        wrong = [
+            (BIRCH.ed25519, "manifest", b"text", good),
+            (AVON.ed25519, "card", b"text", good),
+            (AVON.ed25519, "manifest", b"Text", good),
+            (AVON.ed25519, "manifest", b"text", good[:-1] + bytes([good[-1] ^ 1])),
+        ]
+        for case in wrong:
+            for _ in range(2):
+                with pytest.raises(SignatureError):
+                    verify(*case, "Avon")
+
+
+def test_a_manifest_that_was_verified_once_vouches_for_no_other_signatures() -> None:
+    manifest, _ = deal_key(PEOPLE, make_terms(PEOPLE, 2, 10, setup="dealer"))
+    for _ in range(2):
+        verify_manifest(manifest)
+        swapped = replace(manifest, signatures={**manifest.signatures, 1: manifest.signatures[2]})
+        fewer = replace(manifest, signatures={x: s for x, s in manifest.signatures.items() if x != 3})
+        other = replace(manifest, roots=(manifest.roots[1], *manifest.roots[1:]), predecessor="ab" * 32)
+        for changed in (swapped, fewer, other):
+            with pytest.raises(SignatureError):
+                verify_manifest(changed)
 
 
 def _refused(name: str, key: str, text: str) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 import quorumark as qm
 from quorumark.errors import InputError, KeystoreError, RoundError
 from quorumark.flower import watermarked
-from quorumark.flower.client import find_home, member_of
+from quorumark.flower.client import member_of
 from quorumark.model.layout import read_safetensors, write_safetensors
 from quorumark.node.journal import allow_repeats, create_lost_memory
 from quorumark.node.member import refusal
@@ -180,10 +180,14 @@ def test_homes_may_have_any_names(world: Consortium) -> None:
     app = app_for(world.folder, find=simulated(str(world.folder)))
     wrapped = start(world, LocalGrid(app, 5))
     assert wrapped.reports[0].members == (1, 2, 3, 4, 5)
-    assert find_home(world.folder, 1).path.name == "zoe"
-    assert find_home(world.folder, 2).path.name == "member-1"
+    first, second = (
+        SimpleNamespace(node_config={"partition-id": n}, run_config={"quorumark-homes": str(world.folder)})
+        for n in (0, 1)
+    )
+    assert "/zoe'" in repr(member_of(first))
+    assert "/member-1'" in repr(member_of(second))
     # before there is a key nobody knows who is where: by name, and a node stays what it is
-    assert find_home(world.folder, 1, setup=True).path.name == "4"
+    assert "/4'" in repr(member_of(first, setup=True))
 
 
 @pytest.mark.parametrize("wrong", ["", None, "nowhere", "/nowhere/at/all"])

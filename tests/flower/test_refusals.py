@@ -242,10 +242,10 @@ def test_what_a_message_lacks_is_the_servers_fault_and_our_own_faults_are_ours(
     node, server = MemberNode(*world.home(1)), RoundServer(world.manifest, world.layout, world.model, run="1")
     offer, arrays = server.offer(world.model)
     vectors = {**arrays, **{MODEL + name: tensor for name, tensor in world.model.items()}}
-    for name in ("manifest", "round", "turn", "accepted"):
+    for name in ("manifest", "round", "turn", "accepted", "history"):
         with stopped("message.incomplete", names=repr(name)):
             node.handle("join", {key: value for key, value in offer.items() if key != name}, vectors)
-    for name in ("layout", "state"):
+    for name in ("layout",):
         with stopped("message.incomplete", names=repr(name)):
             node.handle("join", offer, {key: value for key, value in vectors.items() if key != name})
     for stage, name, value in [
@@ -327,7 +327,7 @@ def test_a_server_that_lies_about_the_model_reads_the_key_unless_sums_are_checke
             near = {n: t + np.float32(1e-4) * noise[n] for n, t in chosen.items()}
             server.history.accept(number, world.layout.encode(chosen if number == after else near), None, norms)
         offer, arrays = server.offer(chosen)
-        told = {**arrays, "anchor": server.anchor, **{MODEL + name: tensor for name, tensor in chosen.items()}}
+        told = {**arrays, **server.catch_up("anchor"), **{MODEL + name: tensor for name, tensor in chosen.items()}}
         for x, node in nodes.items():
             reply, _ = node.handle("join", offer, told)
             result = {RESULT + name: tensor for name, tensor in _two_layers(chosen, x).items()}

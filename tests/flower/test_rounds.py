@@ -47,9 +47,10 @@ def test_the_model_is_the_one_of_the_federation_in_one_process(world: Consortium
     assert [r.uploaded_bytes for r in wrapped.reports] == [r.uploaded_bytes for r in expected.reports]
 
 
-def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["1", "2", "4"])
+def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path, packing: str) -> None:
     """With members lost at every stage, and a server that is started again: another run, from the folder's state."""
-    world = Consortium.make(tmp_path, policy={"sums": "checked"})
+    world = Consortium.make(tmp_path, policy={"sums": "checked", "packing": packing})
     grid = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
     wrapped, _ = run(world, grid, 4, folder=tmp_path / "run")
     again = LocalGrid(app_for(world.folder, lost=as_stages(LOSSES)), 5)
@@ -58,6 +59,9 @@ def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path) 
     assert same(model, expected.model)
     assert [r.members for r in (*wrapped.reports, *more.reports)] == [r.members for r in expected.reports]
     assert not any(r.given_up for r in (*wrapped.reports, *more.reports))
+    # the sum goes down to five, and no model; four of them send as much up
+    down, up = (wrapped.reports[1].metrics[f"bytes-{way}"] for way in ("down", "up"))
+    assert down / 5 < 1.1 * up / 4
     assert more.reports[-1].marked
 
 

@@ -18,6 +18,7 @@ ORDER = [
     "quorumark.field",
     "quorumark.shamir",
     "quorumark.codec",
+    "quorumark.packing",
     "quorumark.checks",
     "quorumark.canonical",
     "quorumark.files",
@@ -34,7 +35,9 @@ ORDER = [
     "quorumark.node",
     "quorumark.api",
     "quorumark.flower",
+    "quorumark.nvflare",
     "quorumark.demo",
+    "quorumark.room",
     "quorumark.doctor",
     "quorumark.research",
     "quorumark.trial",
@@ -55,6 +58,11 @@ CORE = {
 }
 WHOLE = {  # modules that are about such a package, and import it at the top: others import them inside functions only
     "quorumark.field._triton",
+    "quorumark.nvflare",
+    "quorumark.nvflare.controller",
+    "quorumark.nvflare.job",
+    "quorumark.nvflare.site",
+    "quorumark.nvflare.wire",
     "quorumark.research.lab._kernels",
     "quorumark.research.lab._norms",
     "quorumark.research.lab.attack",
@@ -80,6 +88,9 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.research.lab.timing",
     "quorumark.research.lab.language_run",
     "quorumark.research.lab.workbench",
+    "quorumark.room.agent_page",
+    "quorumark.room.pages",
+    "quorumark.room.server",
     "quorumark.trial.templates.images",
     "quorumark.trial.templates.tables",
     "quorumark.trial.templates.text",
@@ -166,7 +177,16 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.flower.server",
         "quorumark.flower.wire",
     },
+    "nvflare": {
+        "quorumark.nvflare",
+        "quorumark.nvflare.controller",
+        "quorumark.nvflare.job",
+        "quorumark.nvflare.site",
+        "quorumark.nvflare.wire",
+    },
     "ray": {"quorumark.research.bench.flower"},
+    "starlette": {"quorumark.room.agent_page", "quorumark.room.pages", "quorumark.room.server"},
+    "uvicorn": {"quorumark.room.agent_page", "quorumark.room.server"},
 }
 
 
@@ -340,10 +360,30 @@ def test_help_is_quick() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_a_room_passes_on_and_computes_nothing() -> None:
+    """The server's side needs neither arithmetic nor what trains models: a small machine will do."""
+    loaded = _python(
+        "import sys, tempfile\n"
+        "from pathlib import Path\n"
+        "try: from quorumark.room.server import make_app\n"
+        "except ImportError: print([]); raise SystemExit\n"
+        "make_app(Path(tempfile.mkdtemp()), 'http://127.0.0.1:1')\n"
+        "heavy = {'numpy', 'numba', 'torch', 'safetensors'}\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & heavy))\n"
+    )
+    assert loaded.strip() == "[]"
+
+
 def test_what_members_use_in_earnest_does_not_reach_the_research_door(root: Path) -> None:
     """Not even inside functions: z with a known key needs no ledger, and must never be a step away."""
     modules = _modules(root)
-    start = [m for m in modules if m.startswith(("quorumark.verify", "quorumark.flower", "quorumark.node"))]
+    start = [
+        m
+        for m in modules
+        if m.startswith(
+            ("quorumark.verify", "quorumark.flower", "quorumark.nvflare", "quorumark.node", "quorumark.room.")
+        )
+    ]
     seen: set[str] = set()
     waiting = [*start, "quorumark.cli.verify", "quorumark.cli.audit", "quorumark.cli.member", "quorumark.cli.share"]
     while waiting:

@@ -56,6 +56,17 @@ def test_the_sharing_figures_are_the_measured_ones(root: Path, case: str) -> Non
     assert f"| {case.replace(',', ', ')} | {' | '.join(figures)} |" in (root / "docs/performance.md").read_text()
 
 
+def test_the_figures_of_many_members_are_the_measured_ones(root: Path) -> None:
+    page = (root / "docs/performance.md").read_text()
+    for row in json.loads((root / "benchmarks/results/federation.json").read_text()):
+        for what, text in (("unmarked", "a round without the mark"), ("marked", "a round with it")):
+            if what in row["before"]:
+                before, now = row["before"][what], row["now"][what]
+                about = f"| `Federation` of {row['members']}, {text} | {row['weights']:,}"
+                assert f"{about} | {before:.1f} s | {now:.1f} s | {before / now:.1f} × |" in page
+                assert before >= 3 * now
+
+
 def test_the_gpu_figure_is_the_measured_one(root: Path) -> None:
     ratio = _rows(root, "field-cuda")["axpy", "device memcpy"]["ratio"]
     assert f"({ratio:.2f} times a device copy" in (root / "docs/performance.md").read_text()

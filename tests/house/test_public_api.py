@@ -12,7 +12,7 @@ import quorumark
 from quorumark import codec, errors, field
 
 FRONT_DOOR = ["Certificate", "Federation", "Home", "Reference", "Terms", "derive_groups"]
-ALLOWED = {"quorumark", "quorumark.errors", "quorumark.flower"}
+ALLOWED = {"quorumark", "quorumark.errors", "quorumark.flower", "quorumark.nvflare"}
 
 
 def test_public_names() -> None:
@@ -37,7 +37,7 @@ def _imported(text: str) -> set[str]:
 
 
 def test_what_users_copy_comes_through_the_front_door(root: Path) -> None:
-    """The README's examples, the demo and both example apps import the public names and nothing else of ours."""
+    """The README's examples, the demo and the example apps import the public names and nothing else of ours."""
     programs = {"demo.py": (root / "src/quorumark/demo.py").read_text(encoding="utf-8")}
     for path in sorted((root / "examples").rglob("*")):
         if path.suffix == ".py" or path.name in ("deploy", "prepare"):

@@ -34,8 +34,7 @@ from quorumark.errors import GuardError, RecordError
 from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import match_layout, read_suspect
 from quorumark.node.ceremony import CeremonyServer
-from quorumark.node.journal import MODEL
-from quorumark.node.member import MemberNode, with_prefix
+from quorumark.node.member import MemberNode
 from quorumark.node.signer import _receive, _send
 from quorumark.report import certificate_page
 from quorumark.research.attacks import suite
@@ -735,14 +734,14 @@ def _servers(folder: Path, world: Consortium, run: _Recorded) -> Iterator[Kind]:
         kind = {".json": JSON, ".safetensors": _with(m.SAFETENSORS), ".npz": _with(m.in_zip(folder / "no"))}
         if path.is_file() and not path.name.startswith("."):
             yield FileKind(f"run {path.name}", resumed, kind.get(path.suffix, PLAIN), path.name, beside=folder / "run")
-    _, _, told, _ = [call for call in run.calls if call[0] == "join"][-1]
-    vectors = world.layout.encode(with_prefix(told, MODEL)), told["anchor"]
+    beside = run.server.catch_up("anchor")
+    vectors = run.server.history.mark.model, beside["anchor"]
     strength = manifest.terms.strength
 
     def marked(data: bytes) -> None:
         MarkState.from_bytes(data, strength, world.layout, manifest.terms.key, *vectors)
 
-    yield _bytes_kind("mark state", marked, JSON, told["state"].tobytes())
+    yield _bytes_kind("mark state", marked, JSON, beside["state"].tobytes())
 
 
 def _simulated(folder: Path, world: Consortium) -> Iterator[Kind]:

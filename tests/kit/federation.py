@@ -40,8 +40,8 @@ class World:
 
     def __init__(self, count: int = 5, threshold: int = 3, **changes: Any) -> None:
         self.people = identities(count)
-        self.model = initial()
-        self.layout = ModelLayout.of(self.model)
+        self.model = changes.pop("model_of", None) or initial()
+        self.layout = ModelLayout.of(self.model, max_coordinates=changes.pop("max_coordinates", None))
         anchor = anchor_of(self.layout, self.model)
         plain = {"rho": "0.05", "c_max": "0.03", "dither": "0"}  # exact sums; test_dither.py has those with noise
         policy = {"sums": "unchecked"}  # test_sums.py has those that are checked
@@ -63,6 +63,13 @@ class World:
         mark = options.pop("mark", True)
         members = options.pop("members", None) or self.members(mark=mark)
         return Federation(self.manifest, self.layout, self.model, members, **{"seed": 3, **options})
+
+
+def consent(run: Federation) -> None:
+    """All operators let their members go on from the present model."""
+    for member in run.members.values():
+        with member.secagg.state.edit() as memory:
+            memory["consents"][member.state.hex()] = True
 
 
 def vector(run: Federation) -> NDArray[Any]:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from flwr.serverapp import strategy as strategies
 
-from quorumark.canonical import canonical
-from quorumark.files import write_private
 from quorumark.flower import watermarked
 from tests.kit.flowers import Consortium, Model, records_of
+from tests.kit.flowers import allow as allow
+from tests.kit.flowers import same as same
 from tests.kit.refusals import stopped
 
 SEED = 3
@@ -38,12 +38,6 @@ def run_in_vain(world: Consortium, grid: Any, code: str) -> Any:
     return wrapped
 
 
-def same(one: Model, two: Model) -> bool:
-    return one.keys() == two.keys() and all(
-        one[name].dtype == two[name].dtype and np.array_equal(one[name], two[name]) for name in one
-    )
-
-
 def as_stages(plan: dict[tuple[int, str], list[int]]) -> dict[tuple[int, str], list[int]]:
     return {(r, "join" if stage == "train" else stage): points for (r, stage), points in plan.items()}
 
@@ -54,8 +48,3 @@ class InOrder(strategies.FedAvg):  # type: ignore[misc]
     def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
         messages = super().configure_train(server_round, arrays, config, grid)
         return sorted(messages, key=lambda message: message.metadata.dst_node_id)
-
-
-def allow(world: Consortium, x: int) -> None:
-    policy = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 5}
-    write_private(world.home(x)[0].rules_path, canonical(policy))

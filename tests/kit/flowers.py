@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark.canonical import canonical
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
-from quorumark.files import write_shared
+from quorumark.files import write_private, write_shared
 from quorumark.flower import serve_queries, watermark_mod
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.node.member import MemberNode
@@ -138,6 +139,17 @@ class Consortium:
         run = Federation(self.manifest, self.layout, self.model, members, seed=seed, losses=losses)
         list(run.rounds(rounds))
         return run
+
+
+def same(one: Model, two: Model) -> bool:
+    return one.keys() == two.keys() and all(
+        one[name].dtype == two[name].dtype and np.array_equal(one[name], two[name]) for name in one
+    )
+
+
+def allow(world: Consortium, x: int) -> None:
+    policy = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 5}
+    write_private(world.home(x)[0].rules_path, canonical(policy))
 
 
 def app_for(

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from quorumark.model.statistic import norms
 from quorumark.verify.null import log10_layers
 
+_TOGETHER = 1 << 27  # signs that are looked at together: half a gigabyte
+
 
 def tail_of_q(x: NDArray[Any], spans: Sequence[slice], keys: int, seed: int, norm: float = 1.0) -> float:
     """log10 of the largest ratio of the tail of Q over random keys to its bound, where ten keys or more are beyond."""
@@ -19,8 +21,9 @@ def tail_of_q(x: NDArray[Any], spans: Sequence[slice], keys: int, seed: int, nor
     lengths = np.array([norm * sqrt(norms(x[s])[1]) for s in spans], np.float32)
     whole = x.astype(np.float32)
     found = []
-    for start in range(0, keys, 500):
-        words = rng.integers(0, 256, (min(500, keys - start), x.size // 8 + 1), np.uint8)
+    together = max(1, min(500, _TOGETHER // x.size))
+    for start in range(0, keys, together):
+        words = rng.integers(0, 256, (min(together, keys - start), x.size // 8 + 1), np.uint8)
         signs = 1 - 2 * np.unpackbits(words, 1)[:, : x.size].astype(np.float32)
         z = np.stack([signs[:, s] @ whole[s] for s in spans], 1) / lengths
         found.append((z * z).sum(1))

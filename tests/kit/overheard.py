@@ -95,10 +95,20 @@ def windows(vector: NDArray[Any], step: int = 1) -> Words:
     data = np.frombuffer(flat.tobytes(), np.uint8)
     if data.size < WINDOW:
         raise ValueError("a vector that is shorter than a window cannot be looked for")
-    rows = np.lib.stride_tricks.sliding_window_view(data, WINDOW)[:: step * flat.dtype.itemsize]
+    return _digests(np.lib.stride_tricks.sliding_window_view(data, WINDOW)[:: step * flat.dtype.itemsize])
+
+
+def _digests(rows: NDArray[np.uint8]) -> Words:
     rows = rows[(rows != rows[:, :1]).sum(axis=1) >= 4]  # nearly the same byte sixteen times is found anywhere
     words = np.ascontiguousarray(rows).view("<u8")
     return np.unique(_mixed(words[:, 0], words[:, 1]))
+
+
+def decimals(text: str) -> Words:
+    """The windows of written numbers that hold some of one and some of the next: the last digits of one alone, such as
+    76025390625, are those of many fractions, measured times among them."""
+    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(text.encode(), np.uint8), WINDOW)
+    return _digests(rows[(rows[:, 5:11] == ord(",")).any(axis=1)])
 
 
 def together(*parts: Words) -> Words:
@@ -126,7 +136,7 @@ def samples(vector: NDArray[Any], where: NDArray[np.bool_] | None = None, count:
         piece = little[start : start + step]
         found += [texts(piece.tobytes()), windows(piece.astype(piece.dtype.newbyteorder(">")).view(np.uint8))]
         written = ", ".join(str(number) for number in piece.tolist())
-        found += [windows(np.frombuffer(form.encode(), np.uint8)) for form in (written, written.replace(" ", ""))]
+        found += [decimals(form) for form in (written, written.replace(" ", ""))]
     return together(*found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quorumark.errors import QuorumarkError, RoundError, code_of
 from quorumark.node.journal import MODEL
-from quorumark.node.member import RESULT, MemberNode
+from quorumark.node.member import RESULT, MemberNode, with_prefix
 from quorumark.round.server import RoundServer
 from tests.kit.flowers import Consortium, Model, train
 
@@ -75,25 +75,32 @@ class Run:
         self, lie: Callable[[dict[str, Any], dict[str, Any]], None] = lambda *_: None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         offer, arrays = self.server.offer(self.model)
-        told = {**arrays, "anchor": self.server.anchor}
-        told |= {MODEL + name: tensor for name, tensor in self.model.items()}
+        told = dict(arrays)
+        if not self.server.announces_sum:
+            told |= self.told_model()
         offer |= {"node": "1"}
         lie(offer, told)
         return offer, told
 
+    def told_model(self) -> dict[str, Any]:
+        return {MODEL + name: tensor for name, tensor in self.model.items()}
+
     def join(self, offer: dict[str, Any], told: dict[str, Any], absent: Iterable[int] = ()) -> None:
-        model = {name.removeprefix(MODEL): tensor for name, tensor in told.items() if name.startswith(MODEL)}
         for x in range(1, self.world.count + 1):
             if x not in {*absent, *self.gone}:
-                self.join_one(x, offer, told, model)
+                self.join_one(x, offer, told)
         for x, more in self.server.late().items():
             if x not in {*absent, *self.gone}:
                 self.refused.pop(x, None)
-                self.join_one(x, {**offer, **more}, told, model)
+                self.join_one(x, {**offer, **more}, told)
 
-    def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any], model: Model) -> None:
+    def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any]) -> None:
         try:
-            reply, _ = self.node(x).handle("join", offer, told)
+            reply, computed = self.node(x).handle("join", offer, told)
+            if "needs" in reply:  # it missed rounds
+                more = self.told_model() | self.server.catch_up(reply["needs"])
+                reply, computed = self.node(x).handle("join", offer, {**more, **told})
+            model = with_prefix(computed, MODEL)
             if "refused" in reply:
                 self._take_refusal(x, reply)
             made = {} if reply["repeats"] else self.trained(x, model, reply)

@@ -295,7 +295,7 @@ class Graph(nn.Module):
     near: Tensor
     at: Tensor
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 96) -> None:
         super().__init__()
         at = torch.stack(torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"), -1).reshape(64, 2)
         near = ((at[:, None] - at).abs().amax(-1) <= 1).float()

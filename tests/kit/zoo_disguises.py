@@ -547,7 +547,7 @@ def _graph() -> list[Step]:
     found: list[Step] = []
     for one, two in pairwise(layers):
         places = {f"{one}.weight@0": 1, f"{one}.bias@0": 1, f"{two}.weight@1": -1}
-        found.append(Channels(64, list(places), [places]))
+        found.append(Channels(96, list(places), [places]))
     return found
 
 

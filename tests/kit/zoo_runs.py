@@ -20,6 +20,7 @@ from quorumark.consortium.strength import Strength
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round.amplitudes import MarkState
+from quorumark.round.forecast import expected_z
 from quorumark.round.mark import ideal_mark
 from tests.kit import lab, zoo
 
@@ -37,6 +38,20 @@ class Marked:
     layout: ModelLayout
     key: NDArray[np.int64]
     groups: Groups
+    state: MarkState
+
+    @property
+    def expected_z(self) -> float:
+        """What the amplitudes forecast (docs/strength.md, "Forecast")."""
+        return expected_z(self.state, "balanced-anchor/v1")
+
+    def left(self) -> NDArray[np.float64]:
+        """What is left of the mark at each weight that carries, times the key: A_j if training took nothing back."""
+        now, start = (
+            self.layout.flatten({n: w.numpy() for n, w in each.items()}) for each in (self.released, self.anchor)
+        )
+        found: NDArray[np.float64] = (now - start)[self.layout.carrying()].astype(np.float64) * self.key
+        return found
 
     @property
     def known(self) -> KnownKey:
@@ -61,20 +76,29 @@ class Marked:
             return lab.logits(module.double().eval(), inputs.double() if inputs.is_floating_point() else inputs)
 
 
-def trained(name: str, start: Mapping[str, torch.Tensor], seed: int, epochs: int = 1, rate: float = 2e-3) -> State:
+def trained(
+    name: str,
+    start: Mapping[str, torch.Tensor],
+    seed: int,
+    epochs: int = 1,
+    rate: float = 2e-3,
+    optimiser: str = "adamw",
+) -> State:
     """A model after some epochs."""
     module = zoo.MODELS[name]()
     module.load_state_dict(dict(start))
     module.train()
     inputs, labels = zoo.data_of(name, SAMPLES)
-    optimiser = torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=0.0)
+    steps: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=0.0)
+    if optimiser == "sgd":
+        steps = torch.optim.SGD(module.parameters(), lr=50 * rate, momentum=0.9)
     order = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     for _ in range(epochs):
         for part in torch.randperm(len(labels), generator=order).split(32):
-            optimiser.zero_grad()
+            steps.zero_grad()
             zoo.loss(name, module, inputs[part], labels[part]).backward()
-            optimiser.step()
+            steps.step()
     return {n: tensor.detach().clone() for n, tensor in module.state_dict().items()}
 
 
@@ -85,32 +109,38 @@ def groups_of(name: str) -> Groups:
     return derive_groups(zoo.MODELS[name](), {"input_ids": inputs} if name in ("gpt2", "llama") else inputs)
 
 
-def innocent(name: str, seed: int) -> State:
+@cache
+def innocent(name: str, seed: int, epochs: int = ROUNDS) -> State:
     """A model that was trained from the same start without a mark, on other batches."""
-    return trained(name, lab.initial(zoo.MODELS[name], 1), 5000 + seed, ROUNDS, 1e-3)
+    return trained(name, lab.initial(zoo.MODELS[name], 1), 5000 + seed, epochs, 1e-3)
 
 
 @cache
-def marked(name: str, seed: int = 1) -> Marked:
-    """A model trained in `ROUNDS` rounds by one who knows the key, with a mark of ρ = 0.1."""
+def marked(
+    name: str, seed: int = 1, optimiser: str = "adamw", rounds: int = ROUNDS, rho: str = "0.15", c_max: str = "0.25"
+) -> Marked:
+    """A model trained in so many rounds by one who knows the key, with a mark of at most ρ.
+
+    The usual run is short, so that the limit of the leak stops the mark below ρ.
+    """
     make = zoo.MODELS[name]
     now = start = lab.initial(make, seed)
     layout = ModelLayout.of(make())
     key = np.random.default_rng(seed + 100).choice(np.array([-1, 1]), layout.coordinates)
     strength = {
         "rule": "rho",
-        "rho": "0.1",
-        "c_max": "0.25",
-        "lr": f"cosine:{ROUNDS + 4}",
+        "rho": rho,
+        "c_max": c_max,
+        "lr": f"cosine:{rounds + 4}",
         "alike": "mark",
         "dither": "0",
     }
     rule = Strength.of(strength, layout.coordinates)
     state = MarkState(rule, layout, "rademacher", layout.encode(start))
-    for number in range(1, ROUNDS + 1):
-        after = trained(name, now, 1000 * seed + number, 1, 2e-3 * float(rule.rate(number)))
+    for number in range(1, rounds + 1):
+        after = trained(name, now, 1000 * seed + number, 1, 2e-3 * float(rule.rate(number)), optimiser)
         amplitudes, total = state.amplitudes(number), layout.encode(after)
         ideal_mark(total, amplitudes, key)
         state.advance(number, total, amplitudes)
         now = layout.unflatten(decode(total).astype(layout.dtype), after)
-    return Marked(name, start, now, layout, key, groups_of(name))
+    return Marked(name, start, now, layout, key, groups_of(name), state)

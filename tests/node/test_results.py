@@ -12,7 +12,7 @@ import pytest
 
 from quorumark.errors import RoundError
 from quorumark.node.journal import MODEL, Journal
-from quorumark.node.member import RESULT
+from quorumark.node.member import RESULT, with_prefix
 from quorumark.round.member import RoundMember
 from tests.kit.flowers import Consortium, Model
 from tests.kit.refusals import stopped
@@ -62,11 +62,12 @@ class Killing(Repeating):
     step = ""
     killed = 0
 
-    def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any], model: Model) -> None:
+    def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any]) -> None:
         if (x, self.server.round_no) != (5, self.when):
-            super().join_one(x, offer, told, model)
+            super().join_one(x, offer, told)
             return
-        reply, _ = self.node(x).handle("join", offer, told)
+        reply, computed = self.node(x).handle("join", offer, told)
+        model = with_prefix(computed, MODEL)
         about = {**offer, "examples": 105, "joined": reply["joined"]}
         result = {RESULT + name: tensor for name, tensor in self.trained(x, model, reply).items()}
         with pytest.MonkeyPatch.context() as patch:
@@ -164,8 +165,7 @@ def test_who_is_ready_for_a_later_round_has_left_the_one_before(world: Consortiu
     later.model = dict(later.server.resumed or {})
     later.server._past.answered.clear()
     offer, told = later.offer()
-    model = {name.removeprefix(MODEL): tensor for name, tensor in told.items() if name.startswith(MODEL)}
-    later.join_one(5, offer, told, model)
+    later.join_one(5, offer, told)
     assert later.refused == {}
     assert kept(world, 5) == {"result-4.sealed"}
     later.server.take_answered(1, 3, (1, 2, 3, 4, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from quorumark.cli import app
 from quorumark.errors import InputError, RecordError, RoundError
 from quorumark.model.layout import read_safetensors
 from quorumark.research.lab.config import configurations, read
+from quorumark.research.lab.results import groups, read_all
 from tests.kit.lab_runs import MINI
 
 torch = pytest.importorskip("torch")
@@ -33,7 +35,17 @@ def test_settings_are_checked() -> None:
 
 def test_the_paper_s_cells_have_their_configurations() -> None:
     runs = {name: {run.id for run in read(name).runs} for name in configurations()}
-    assert set(runs) == {"clients", "dither", "language", "null", "robustness", "strength", "table1", "table2"}
+    assert set(runs) == {
+        "clients",
+        "dither",
+        "forecast",
+        "language",
+        "null",
+        "robustness",
+        "strength",
+        "table1",
+        "table2",
+    }
     for strength in ("none", "rho0.05", "paper-code0.025", "paper-code0.05", "paper-code0.075", "paper-code0.1"):
         for dataset in ("cifar10", "cifar100", "tiny-imagenet"):
             assert {f"{dataset}-resnet18-k32-iid-{strength}-s{seed}" for seed in (0, 1, 2)} <= runs["table1"]
@@ -314,6 +326,18 @@ def test_the_page_says_whether_the_mark_costs_accuracy() -> None:
     alone = page([read("table1")], {key: body for key, body in results.items() if key not in others})
     assert "| cifar10 | rho:0.1 | 1 and 1 | " in alone
     assert "| not known | cannot be told at one seed |" in alone
+
+
+def test_the_forecast_is_near_what_was_measured_in_the_mean_over_seeds(root: Path) -> None:
+    """Within max(10 %, 2) in each kind of run that its configuration has."""
+    results = read_all(root / "results")
+    kinds = groups(read("forecast"))
+    assert len(kinds) == 3
+    for runs in kinds:
+        bodies = [results[run.id] for run in runs]
+        told = statistics.fmean(body["expected_z"] for body in bodies)
+        measured = statistics.fmean(body["z"]["final"]["balanced-anchor/v1"] for body in bodies)
+        assert abs(told - measured) < max(0.1 * measured, 2), runs[0].id
 
 
 def test_noise_must_come_from_both_sides() -> None:

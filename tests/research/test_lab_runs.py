@@ -19,6 +19,7 @@ from quorumark.research.lab import models  # noqa: E402
 from quorumark.research.lab.fleet import Fleet  # noqa: E402
 from quorumark.research.lab.image_run import ImageRun  # noqa: E402
 from quorumark.research.lab.mark import Mark  # noqa: E402
+from quorumark.research.lab.results import record  # noqa: E402
 from quorumark.research.lab.scores import z_scores  # noqa: E402
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
@@ -100,6 +101,23 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> 
         ImageRun(replace(settings, seed=1), images).restore(tmp_path / "c.pt")
     for run in (whole, first, second):
         run.close()
+
+
+def test_a_run_tells_what_a_verification_would_find() -> None:
+    """Within max(10 %, 2), and three deviations of the key's own chance; only a run with one key has a forecast."""
+    settings = replace(MINI, strength="rho:0.1", model="resnet18-tiny", rounds=12)
+    run = ImageRun(settings, data.load("shapes"))
+    assert run.train()
+    body = record(run)
+    measured = body["z"]["final"]["balanced-anchor/v1"]
+    assert measured > 15
+    assert abs(body["expected_z"] - measured) < max(0.1 * measured, 2) + 3
+    run.close()
+    for strength in ("none", "per-client-rho:0.05", "paper-code:0.1"):
+        other = ImageRun(replace(MINI, strength=strength, rounds=1), data.load("shapes"))
+        assert other.train()
+        assert record(other)["expected_z"] is None
+        other.close()
 
 
 def test_a_run_goes_back_to_a_checkpoint_while_its_state_is_on_the_move(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import quorumark as qm
 from quorumark.consortium.plan import Plan
+from tests.kit import zoo, zoo_runs
 from tests.kit.planned import MEMBERS, Recipe, accuracy, cnn, digits, marked_run, mlp, normed, train
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
@@ -98,3 +99,26 @@ def test_the_forecast_is_near_in_the_mean_over_seeds(recipe: Recipe, rounds: int
     if strength:
         untold = marked_run(recipe, rounds, {**plan.strength, "decay": "0"}, 0)
         assert untold.expected > 2 * untold.z
+
+
+# how much of the forecast was measured, where it was less than nine tenths (docs/strength.md, "Forecast")
+LESS = {
+    "resnet-bn": 0.82,
+    "resnet-gn8": 0.89,
+    "mobilenetv2": 0.8,
+    "efficientnet": 0.88,
+    "densenet": 0.86,
+    "resnext": 0.84,
+    "weight-norm": 0.32,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_the_forecast_for_models_of_every_kind(name: str) -> None:
+    """Within max(10 %, 2) in the mean over three seeds; for those of LESS too high, by as much as is known."""
+    runs = [zoo_runs.marked(name, seed, rounds=20, rho="0.1", c_max="0.1") for seed in (1, 2, 3)]
+    expected = float(np.mean([run.expected_z for run in runs]))
+    measured = float(np.mean([run.z(run.released) for run in runs]))
+    assert measured < expected + max(0.1 * measured, 2), "never far too low"
+    assert abs(expected * LESS.get(name, 1) - measured) < max(0.1 * measured, 2)

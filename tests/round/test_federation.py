@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from copy import copy
 from typing import Any
 
@@ -16,7 +17,7 @@ from quorumark.round.history import History
 from quorumark.round.mark import ideal_mark, weights
 from quorumark.round.movement import ideal_norms, norm_count
 from quorumark.simulation import FederationMember, Losses, _table, watch
-from tests.kit.federation import CARRIERS, Model, World, average, opened_sums, train, vector
+from tests.kit.federation import CARRIERS, Model, World, average, consent, opened_sums, train, vector
 
 # --- exactness --------------------------------------------------------------------------------------------
 
@@ -52,6 +53,19 @@ def test_the_sum_is_within_k_steps_of_the_fixed_point(world: World) -> None:
     wanted = average(world, run, (1, 2, 3, 4, 5))
     run.round()
     assert np.abs(codec.decode(sums[0][0], np.float64) - wanted).max() <= 5 * 2.0**-41
+
+
+def test_masks_that_cancel_change_nothing(world: World) -> None:
+    """With and without the masks of pairs: the same models, losses and second attempts included."""
+    plan: dict[Any, Any] = {(1, "upload"): [4], (3, "train"): [2], (4, "unmask"): [5]}
+    models = []
+    for pair_masks in (True, False):
+        run = world.federation(losses=Losses(plan), pair_masks=pair_masks)
+        reports = [run.round() for _ in range(4)]
+        assert not any(report.given_up for report in reports)
+        assert reports[-1].marked
+        models.append(vector(run))
+    assert models[0].tobytes() == models[1].tobytes()
 
 
 def test_with_the_mark_the_difference_is_exactly_the_amplitudes_times_the_key(world: World) -> None:
@@ -154,10 +168,60 @@ def test_a_sum_of_norms_that_cannot_be_leaves_its_tensors_as_they_were(
     assert all((run.model[name] == before[name]).all() for name in CARRIERS)
     assert np.abs(run.model["a.bias"] - wanted["a.bias"]).max() < 1e-6
     assert np.abs(run.model["a.bias"] - before["a.bias"]).min() > 0
+    assert set(run.round().excluded_codes.values()) == {"round.stood-still"}
+    consent(run)
     # where all of it is right, nothing is held; a state whose carriers stood still has nothing to be hidden in
     reports = [run.round() for _ in range(3)]
     assert not any(report.given_up or report.held for report in reports)
     assert [report.marked for report in reports] == [False, True, True]
+
+
+@pytest.mark.parametrize("defended", [True, False])
+def test_a_helper_that_makes_the_model_stand_still_gets_no_second_sum(
+    defended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a marked round it sends a number out of range in every tensor, which all keep their weights then. The next
+    round, from the same weights, has no mark: where training repeats itself, the difference is every sign."""
+
+    def repeating(model: Model, data: float, seed: int) -> Model:  # noqa: ARG001 - it depends on the model alone
+        drawn = zlib.crc32(b"".join(tensor.tobytes() for tensor in model.values())) + round(data * 100)
+        return train(model, data, drawn)
+
+    world = World(strength={"rho": "0.05", "c_max": "0.03", "dither": "0"})
+    run, layout = world.federation(members=world.members(repeating)), world.layout
+    liar = run.members[2]
+    true_fill, opened, lies = liar._fill, list[Any](), [False]
+
+    def fill(y: Any, *others: Any) -> None:
+        true_fill(y, *others)
+        for _, place in layout.spans() if lies[0] else ():
+            y[place.start] = field.add(y[place.start : place.start + 1], np.array([3 << 58], np.uint64))[0]
+
+    true_finish = run.server.finish
+
+    def finish() -> Model:
+        made = true_finish()
+        opened.append(field.to_signed(field.sub(run.server.opened[: layout.size], run.history.mark.model)))
+        return made
+
+    liar._fill = fill  # type: ignore[method-assign,assignment]
+    run.server.finish = finish  # type: ignore[method-assign]
+    if not defended:
+        monkeypatch.setattr(member_module.RoundMember, "_check_moved", lambda *_: None)
+    for _ in range(2):
+        run.round()
+    amplitudes, lies[0] = run.history.amplitudes().vector, True
+    assert run.round().held
+    lies[0] = False
+    second = run.round()
+    if defended:
+        assert second.given_up
+        assert set(second.excluded_codes.values()) == {"round.stood-still"}
+        return
+    assert not second.marked
+    key = np.where(world.manifest.genesis.whitening(0, layout.coordinates), -world.key(), world.key())
+    marked, difference = amplitudes > 0, (opened[-2] - opened[-1])[: layout.coordinates]
+    assert (np.sign(difference[marked]) == key[marked]).mean() > 0.99
 
 
 def test_an_update_whose_norms_do_not_fit_excludes_its_member(world: World) -> None:

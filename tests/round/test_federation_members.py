@@ -32,7 +32,7 @@ from quorumark.setup.amend import propose, successor
 from quorumark.setup.inprocess import deal_key, make_key
 from quorumark.simulation import Federation, FederationMember, Losses
 from tests.kit.ceremony import identities, make_terms
-from tests.kit.federation import CARRIERS, Model, World, average, initial, train, vector
+from tests.kit.federation import CARRIERS, Model, World, average, consent, initial, train, vector
 from tests.kit.refusals import stopped, wrong_argument
 
 # --- who comes and goes -----------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_a_member_uploads_what_it_joined_for_and_nothing_else(world: World) -> N
             member.begin(Turn(5, halvings=1, strong={0: {x: b"me too"}}))
     # one that lies about its own amplitudes refuses itself: they would be larger than what its training moved
     loud = tuple(tuple(tuple(1000 * n for n in values) for values in axes) for axes in amplitudes.scales)
-    history._known = Amplitudes(amplitudes.layout, amplitudes.key, 4, amplitudes.c, amplitudes.rho, loud)
+    history._known = {0: Amplitudes(amplitudes.layout, amplitudes.key, 4, amplitudes.c, amplitudes.rho, loud)}
     run.server.round_no = 4
     report = run.round()
     assert report.given_up_code == "round.too-strong"
@@ -243,9 +243,8 @@ def test_a_member_uploads_what_it_joined_for_and_nothing_else(world: World) -> N
     for member in members.values():
         member.begin(Turn(6))
         member.train(run.model, 1)
-    history._known = Amplitudes(amplitudes.layout, amplitudes.key, 4, amplitudes.c, amplitudes.rho, loud)
-    history._halvings = 0
-    server = SecAggServer(run.group, 6, history.binding(6, history._known), members[1].length())
+    history._known = {0: Amplitudes(amplitudes.layout, amplitudes.key, 4, amplitudes.c, amplitudes.rho, loud)}
+    server = SecAggServer(run.group, 6, history.binding(6, history._known[0]), members[1].length())
     for x, member in members.items():
         server.take_ready(x, member.ready())
     announcement = server.announce()
@@ -326,6 +325,8 @@ def test_a_sum_that_is_no_model_leaves_its_tensors_as_they_were(world: World) ->
     assert all((run.model[name] == before[name]).all() for name in CARRIERS)
     assert (run.model["a.bias"] != before["a.bias"]).all()
     run.members[2]._share = world.shares[2]
+    assert set(run.round().excluded_codes.values()) == {"round.stood-still"}
+    consent(run)
     reports = [run.round() for _ in range(3)]
     assert not any(report.given_up or report.held for report in reports)
     assert reports[-1].marked
@@ -557,7 +558,7 @@ def _many_rounds(count: int, threshold: int, shape: tuple[int, int], rounds: int
         assert np.linalg.norm(left) < 0.2 * np.linalg.norm(wanted - before)
         if report.marked:
             cosine = float(left @ signs) / float(np.linalg.norm(left) * np.sqrt(left.size))
-            assert cosine > 0.5
+            assert 0.28 < cosine < 0.36  # 1/√(1 + κ²) = 0.316 with the default's dither, κ = 3
         print(round_no, len(report.members), report.attempts, {k: round(v, 1) for k, v in report.seconds.items()})  # noqa: T201
     assert report.marked
 

@@ -91,12 +91,12 @@ def new_for_one(run: Tuned, who: int) -> Any:
     run.server.take_answered(1, last, (1, 2, 3, 4, 5))
     join_one = run.join_one
 
-    def told(x: int, offer: dict[str, Any], arrays: dict[str, Any], model: Model) -> None:
+    def told(x: int, offer: dict[str, Any], arrays: dict[str, Any]) -> None:
         if x == who:
             turn = Turn.from_bytes(offer["turn"])
             assert turn.repeats == last
             offer = {**offer, "turn": replace(turn, repeats=0).to_bytes()}
-        join_one(x, offer, arrays, model)
+        join_one(x, offer, arrays)
 
     run.join_one = told  # type: ignore[method-assign,assignment]
     run.rate = 0.5
@@ -122,7 +122,8 @@ def test_without_that_rule_a_member_s_update_shows(world: Consortium, monkeypatc
 def test_a_lost_memory_is_not_led_back_by_one_member_that_lags_behind(world: Consortium) -> None:
     run = Tuned(world)
     begun(run)
-    old = run.offer()  # a round from the state before, which is never held
+    offer, told = run.offer()  # a round from the state before, which is never held
+    old = offer, {**told, **run.told_model(), **run.server.catch_up("model")}
     old_server = run.server.history.state
     run.round(silent=[3])
     start = dict(run.model)
@@ -180,12 +181,13 @@ def test_a_false_manifest_of_a_sum_is_noticed(world: Consortium, tmp_path: Path,
     again.server._adopt(config, arrays)
     again.model = dict(again.server.resumed or {})
     offer, told = again.offer()
+    told |= again.told_model() | again.server.catch_up("model")
     try:
         reply, _ = again.node(5).handle("join", offer, told)
     except QuorumarkError as error:
         reply = {"refused": str(error)}
     assert "refused" in reply, "the member takes part, and nobody said that the state is closed"
-    assert ("is not the sum of the last round" if lies else "answer nothing more from it there") in reply["refused"]
+    assert ("is not that of the last round" if lies else "answer nothing more from it there") in reply["refused"]
 
 
 def test_other_integers_do_not_make_another_state(world: Consortium) -> None:

@@ -275,6 +275,7 @@ def test_everything_that_members_must_agree_on_is_in_ctx() -> None:
         {"binding": OTHER},
         {"members": (1, 2, 3, 5)},
         {"keys": (*plan.keys[:3], "11" * 32)},
+        {"level": b"\1"},
     ]
     assert {name for change in changes for name in change} == {f.name for f in fields(plan)}
     assert len({replace(plan, **change).ctx for change in [{}, *changes]}) == 1 + len(changes)

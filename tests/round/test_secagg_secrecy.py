@@ -115,6 +115,21 @@ def test_the_test_notices_a_missing_self_mask(monkeypatch: pytest.MonkeyPatch) -
         assert_noise(seen_by_all_others)
 
 
+def test_masks_of_pairs_are_left_out_only_where_a_simulation_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a server that opened a member's own mask would see its vector."""
+
+    def masked_together(vector: Vector) -> Vector:
+        net = Net(3, 2, length=vector.size)
+        told = net.announce()
+        net.members[1].together = frozenset({1, 2, 3})
+        return net.members[1].upload(net.members[1].plan(told), vector.copy()).vector
+
+    assert_noise(masked_together)  # its own mask is there
+    without_self_masks(monkeypatch)
+    with pytest.raises(AssertionError, match="told apart"):
+        assert_noise(masked_together)
+
+
 def test_the_test_notices_masks_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "Stream", lambda _key, what, *rest: Stream(bytes(32), what, rest[-1]))  # no ctx
     with pytest.raises(AssertionError, match="told apart"):

@@ -202,41 +202,37 @@ def _other(run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("model", "round.wrong-tag"),
-        ("rest", "round.wrong-tag"),
-        ("norms", "round.wrong-tag"),
+        ("weight", "round.wrong-tag"),
+        ("norm", "round.wrong-tag"),
         ("tag", "round.wrong-tag"),
-        ("model and rest", "round.not-the-sum"),
+        ("model", "round.not-the-sum"),
         ("nothing", "message.incomplete"),
         ("fractions", "message.malformed"),
-        ("state", "round.other-history"),
+        ("shorter", "message.malformed"),
+        ("history", "round.other-history"),
     ],
 )
 def test_a_server_that_announces_another_sum_is_refused_by_all(world: Consortium, what: str, why: str) -> None:
     run = Run(world)
     run.round()
     run.round()
-    layout = world.layout
+    places = {"weight": 3, "norm": world.layout.size + 3, "tag": -1}
 
     def lie(offer: dict[str, Any], told: dict[str, Any]) -> None:
-        if what in ("model", "model and rest"):
-            before = layout.encode(run.model)
-            told.update(_other(run))
-            after = layout.encode({name.removeprefix(MODEL): t for name, t in told.items() if name.startswith(MODEL)})
-            if what == "model and rest":  # so that the sum is the true one, and the model is not
-                told["rest"] = told["rest"] + field.to_signed(field.sub(before, after))
-        if what == "rest":
-            told["rest"] = told["rest"] + np.eye(1, told["rest"].size, 3, dtype=told["rest"].dtype)[0]
-        if what == "norms":
-            told["norms"] = told["norms"] + np.eye(1, told["norms"].size, 3, dtype=np.uint64)[0]
-        if what == "tag":
-            offer["sum-tag"] = (offer["sum-tag"] + 1) % P
+        assert not any(name.startswith(MODEL) for name in told)  # the sum is all that members are told
+        if what in places:
+            told["sum"] = told["sum"].copy()
+            told["sum"][places[what]] = (int(told["sum"][places[what]]) + 1) % P
+        if what == "model":  # the true sum, and beside it a model that does not follow from it
+            told.update(run.told_model() | _other(run))
         if what == "nothing":
-            del told["rest"]
+            del told["sum"]
         if what == "fractions":
-            told["rest"] = told["rest"].astype(np.float64)
-        if what == "state":
-            told["state"] = np.frombuffer(told["state"].tobytes().replace(b'"round":2', b'"round":3'), np.uint8)
+            told["sum"] = told["sum"].astype(np.float64)
+        if what == "shorter":
+            told["sum"] = told["sum"][1:]
+        if what == "history":
+            offer["history"] = bytes(32).hex()
 
     with stopped("round.too-few"):
         run.round(lie=lie)
@@ -263,8 +259,9 @@ def _moved(model: Mapping[str, Any], seed: int) -> Model:
 
 def _announced(server: RoundServer, model: Mapping[str, Any], norms: Any, round_no: int) -> None:
     """What a server says of the sum that a model comes from, made up."""
-    about = {"round": round_no, "halvings": 0, "under": server.manifest.digest().hex(), "held": "[]"}
-    server._last = {"tag": 5, "rest": np.zeros(server.layout.size, np.int16), "norms": norms, **about}
+    made_up = np.concatenate([server.layout.encode(model), norms, np.array([5], np.uint64)])
+    about = {"round": round_no, "halvings": 0, "level": "", "under": server.manifest.digest().hex(), "held": "[]"}
+    server._last = {"sum": made_up, "norms": None, **about}
     server._settled = server._opened = server._open = None
     server.like = dict(model)
 
@@ -442,6 +439,7 @@ def test_tied_weights_are_announced_once(tmp_path: Path) -> None:
     run.round()
 
     def lie(_: dict[str, Any], told: dict[str, Any]) -> None:
+        told.update(run.told_model())
         told[MODEL + "z.weight"] = np.zeros_like(told[MODEL + "z.weight"])
 
     with stopped("round.too-few"):
@@ -464,8 +462,9 @@ def test_whole_numbers_in_a_model_stay_as_they_were(world: Consortium, told_to: 
     offer, told = run.offer()
     for x in range(1, 6):
         lie = {MODEL + "steps": np.array(0, np.int64)} if x in told_to else {}
+        more = run.told_model() | run.server.catch_up("model") if lie or x == 2 else {}
         try:
-            reply, _ = run.node(x).handle("join", offer, {**told, **lie})
+            reply, _ = run.node(x).handle("join", offer, {**told, **more, **lie})
             result = {RESULT + n: t for n, t in train(run.model, 0.01, reply["seed"], 1.0).items()}
             about = {**offer, "joined": reply["joined"], "examples": 100 + x}
             ready, _ = run.node(x).handle("ready", about, result)
@@ -487,7 +486,8 @@ def test_a_result_is_of_the_model_that_was_joined(world: Consortium) -> None:
     run.server.round_no = 2
     made_up, true = lying.offer(chosen), run.server.offer(world.model)
     for x in range(1, 6):
-        first, _ = run.node(x).handle("join", made_up[0], _told(run, made_up[1], chosen))
+        lies = {**_told(run, made_up[1], chosen), **lying.catch_up("anchor")}
+        first, _ = run.node(x).handle("join", made_up[0], lies)
         second, _ = run.node(x).handle("join", true[0], _told(run, true[1], world.model))
         result = {RESULT + name: tensor for name, tensor in train(chosen, 0.01, 1, 1.0).items()}
         about = {**true[0], "examples": 100 + x, "node": "1"}
@@ -499,10 +499,11 @@ def test_a_result_is_of_the_model_that_was_joined(world: Consortium) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"sum-tag": 1 << 70},
-        {"sum-tag": P},
-        {"sum-tag": True},
-        {"sum-tag": -1},
+        {"history": 7},
+        {"history": "00"},
+        {"names": "[3]"},
+        {"names": "[[[["},
+        {"names": '["a.weight"]'},
         {"sum-round": -1},
         {"sum-round": "2"},
         {"sum-halvings": 1 << 62},
@@ -514,13 +515,12 @@ def test_a_result_is_of_the_model_that_was_joined(world: Consortium) -> None:
         {"turn": b"3"},
         {"turn": b"\xff"},
         {"turn": None},
-        {"norms": None},
-        {"norms": np.zeros((2, 3), np.uint64)},
-        {"norms": np.array(["a"])},
-        {"rest": np.zeros(3, np.int16)},
-        {"rest": np.zeros((12640, 1), np.int16)},
-        {"rest": np.full(12640, np.iinfo(np.int64).min)},
-        {"rest": np.zeros(12640, bool)},
+        {"sum": None},
+        {"sum": np.zeros((2, 3), np.uint64)},
+        {"sum": np.array(["a"])},
+        {"sum": np.zeros(3, np.uint64)},
+        {"sum": np.full(12923, P, np.uint64)},
+        {"sum": np.zeros(12923, np.int64)},
     ],
     ids=repr,
 )
@@ -531,7 +531,7 @@ def test_numbers_of_the_wrong_kind_are_refused(world: Consortium, change: dict[s
     offer, arrays = run.server.offer(run.model)
     told = _told(run, arrays, run.model)
     offer |= {"node": "1"}
-    numbers = {name: value for name, value in change.items() if not name.startswith(("norms", "rest"))}
+    numbers = {name: value for name, value in change.items() if name != "sum"}
     with pytest.raises(QuorumarkError):
         run.node(1).handle(
             "join", {**offer, **numbers}, {**told, **{n: v for n, v in change.items() if n not in numbers}}
@@ -878,7 +878,7 @@ class Stormy(Run):
         self._may_die()
         for x in range(1, 6):
             if not self._happens(0.06):
-                self.join_one(x, offer, told, dict(self.model))
+                self.join_one(x, offer, told)
         self._may_die()
         server.announce()
         for attempt in range(4):
@@ -910,12 +910,13 @@ class Stormy(Run):
             if not self._happens(0.1):
                 server.take_answer(x, said["answer"])
 
-    def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any], model: Model) -> None:
+    def join_one(self, x: int, offer: dict[str, Any], told: dict[str, Any]) -> None:
         if self._happens(0.05):  # it is asked, and its answer does not arrive; or it is asked twice
-            self.node(x).handle("join", offer, told)
+            more = self.told_model() | self.server.catch_up("anchor") if self._happens(0.5) else {}
+            self.node(x).handle("join", offer, {**told, **more})
             if self._happens(0.5):
                 return
-        super().join_one(x, offer, told, model)
+        super().join_one(x, offer, told)
 
     def _happens(self, share: float) -> bool:
         return not self.calm and bool(self._rng.random() < share)

@@ -18,7 +18,7 @@ from quorumark.errors import InputError, RecordError, StampError
 from quorumark.files import write_shared
 from quorumark.reasons import Reason
 from quorumark.report.texts import sentences
-from quorumark.stamps.record import Stamps, beside
+from quorumark.stamps.record import Stamps, stamps_path
 from quorumark.stamps.tokens import ask, read_roots, time_text
 from quorumark.verify.audit import check_audit
 from quorumark.verify.dates import about_age, check_stamps, read_appeared, read_dated
@@ -51,7 +51,7 @@ class Case:
     def stamp(self, file: Path, authority: Authority, days: int = 0) -> Path:
         """A stamp of so many days ago, kept beside the file."""
         record = read_dated(file)
-        path = beside(file, record.to_bytes())
+        path = stamps_path(file, record.to_bytes())
         kind = "manifest" if file == self.manifest else "certificate"
         stamps = read_as(path, "", Stamps.from_bytes) if path.exists() else Stamps.of(kind, record.to_bytes())
         response = authority.answer(ask(record.to_bytes()), at=NOW - days * DAY)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quorumark.align.groups import Axis, Indices, Signs
 from quorumark.errors import InconclusiveError
-from quorumark.model import statistic
+from quorumark.model import kernels, statistic
 from quorumark.model.statistic import BLOCK, Model
 
 __all__ = ["finite", "gathered", "in_blocks", "octaves_of", "read", "with_signs"]
@@ -37,9 +37,10 @@ def in_blocks(values: NDArray[Any], limit: int) -> Iterator[tuple[int, NDArray[A
 def finite(values: NDArray[Any]) -> NDArray[np.float64]:
     """As float64; what is not a number, or is beyond float32, counts as 0."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        rounded = values.astype(np.float32).astype(np.float64)
-        found: NDArray[np.float64] = np.nan_to_num(rounded, nan=0.0, posinf=0.0, neginf=0.0)
-    return found
+        rounded = values.astype(np.float32)
+    if not np.isfinite(rounded).all():
+        rounded = np.nan_to_num(rounded, nan=0.0, posinf=0.0, neginf=0.0)
+    return rounded.astype(np.float64)
 
 
 def gathered(values: NDArray[Any], axis: int, indices: Indices) -> NDArray[Any]:
@@ -65,4 +66,6 @@ def with_signs(values: NDArray[Any], name: str, signs: Mapping[Axis, Signs]) -> 
 def octaves_of(values: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int32]]:
     """A tensor's bits, and the scales of its rows and columns, in 1/256 octave."""
     bits = statistic.bits_of(values)
-    return bits, *statistic.scales_of(lambda: iter([(0, bits)]), values.shape)
+    logs = np.empty(bits.size, np.int16)
+    kernels.logarithms(bits, logs, kernels.EVERY_LOG)
+    return bits, *statistic.scales_of(lambda: iter([(0, logs)]), values.shape)

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from quorumark.model import kernels
 
-__all__ = ["assign", "assigned", "bound", "inner_product", "inner_products", "row_products"]
+__all__ = ["assign", "assigned", "bound", "inner_product", "inner_products", "pair_products", "row_products", "squares"]
 
-_MILLION = 1 << 20
 _FEATURES = 1024  # 127²·1024 < 2^24: a product of so many 8-bit numbers is exact in float32, in any order
+_MANY_FEATURES = 8192  # weights have a deviation of 2^5, so that the products of so many usually are
 
 
 def assign(value: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -44,19 +44,38 @@ def bound(value: NDArray[np.int64]) -> int:
 
 
 def inner_products(one: NDArray[np.int8], two: NDArray[np.int8]) -> NDArray[np.int64]:
-    """⟨row i of one, row j of two⟩, exactly."""
-    total = np.zeros((one.shape[0], two.shape[0]), np.int64)
-    for begin in range(0, one.shape[1], _FEATURES):
-        part = slice(begin, begin + _FEATURES)
-        total += (one[:, part].astype(np.float32) @ two[:, part].astype(np.float32).T).astype(np.int64)
-    return total
+    """⟨row i of one, row j of two⟩, exactly.
+
+    Every sum of some of the products is at most ‖row i‖·‖row j‖ in size (Cauchy and Schwarz): where that is below 2^24
+    for all rows, float32 holds it, whatever the order. Otherwise fewer features are summed at a time.
+    """
+    total: NDArray[np.int64] | None = None
+    for begin in range(0, one.shape[1], _MANY_FEATURES):
+        x, y = (rows[:, begin : begin + _MANY_FEATURES] for rows in (one, two))
+        largest = int(squares(x).max(initial=0)) * int(squares(y).max(initial=0))
+        step = x.shape[1] if largest < 1 << 48 else _FEATURES
+        for at in range(0, x.shape[1], step):
+            left, right = (rows[:, at : at + step].astype(np.float32) for rows in (x, y))
+            part = (left @ right.T).astype(np.int64)
+            total = part if total is None else np.add(total, part, out=total)
+    return np.zeros((one.shape[0], two.shape[0]), np.int64) if total is None else total
+
+
+def squares(rows: NDArray[np.int8]) -> NDArray[np.int64]:
+    """‖row i‖², exactly."""
+    return pair_products(rows, rows, np.arange(rows.shape[0]))
+
+
+def pair_products(one: NDArray[np.int8], two: NDArray[np.int8], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """⟨row i of one, row order[i] of two⟩, exactly."""
+    found = np.empty(one.shape[0], np.int64)
+    kernels.row_products(one, two, order, found)
+    return found
 
 
 def inner_product(one: NDArray[np.int8], two: NDArray[np.int8]) -> int:
-    """Σ one·two, exactly: a million products of 8-bit numbers are below 2^34, which float64 sums exactly."""
-    x, y = one.reshape(-1), two.reshape(-1)
-    parts = (slice(begin, begin + _MILLION) for begin in range(0, x.size, _MILLION))
-    return sum(int(np.dot(x[part].astype(np.float64), y[part].astype(np.float64))) for part in parts)
+    """Σ one·two, exactly."""
+    return int(pair_products(one.reshape(1, -1), two.reshape(1, -1), np.zeros(1, np.int64))[0])
 
 
 def row_products(rows: NDArray[np.int8]) -> NDArray[np.int64]:

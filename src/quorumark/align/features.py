@@ -21,8 +21,6 @@ Weights = Mapping[str, NDArray[np.int8]]
 Gains = Mapping[str, tuple[NDArray[np.bool_], NDArray[np.bool_]]]
 """For each gain of a norm, where the anchor's and the suspect's are negative."""
 
-_SHIFT = 8  # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
-
 
 def compared_weights(
     suspect: Model,
@@ -83,9 +81,9 @@ def _balanced(model: Model, name: str, spec: TensorSpec | None) -> NDArray[np.in
     if not values.size:
         raise InconclusiveError(f"tensor {name!r} of the suspect is empty: nothing can be matched to it")
     bits, by_row, by_column = octaves_of(values)
-    balanced = np.empty(bits.size, np.int32)
-    kernels.balance(bits, by_row, by_column, balanced, kernels.POWERS)
-    rounded: NDArray[np.int8] = np.clip((balanced + (1 << (_SHIFT - 1))) >> _SHIFT, -127, 127).astype(np.int8)
+    # balanced weights have 12 fractional bits and a deviation of about 2: 8 bits keep four deviations
+    rounded = np.empty(bits.size, np.int8)
+    kernels.balance_coarse(bits, by_row, by_column, rounded, kernels.POWERS)
     return rounded.reshape(values.shape)
 
 

@@ -269,11 +269,16 @@ class Groups:
             self.stream.check(shapes)
             if any((tensor, axis) in blocks for tensor, (axis, _) in self.stream.axes().items()):
                 raise LayoutError(f"a mixing has channels of the stream; {_DERIVE}")
+        on_axis: dict[Axis, list[Indices]] = {axis: [] for axis in blocks}
+        for group in self.groups if blocks else ():
+            for axis, at in group.axes().items():
+                if axis in on_axis:
+                    on_axis[axis].append(at)
         for axis, of_axis in blocks.items():
             every = np.concatenate([indices.reshape(-1) for _, indices in of_axis])
             if np.unique(every).size != every.size:
                 raise LayoutError(f"two mixings have the same index; {_DERIVE}")
-            for elements in (at for group in self.groups for name, at in group.axes().items() if name == axis):
+            for elements in on_axis[axis]:
                 if not all(_nested(indices, elements) for _, copies in of_axis for indices in copies):
                     raise LayoutError(f"a mixing cuts across the elements of a group; {_DERIVE}")
 

@@ -55,7 +55,8 @@ def find_rotation(
         ours, theirs = compared_weights(back, anchor, {name: specs[name] for name in used}, None, progress)
         matched = match(unmixed, shapes, ours, theirs, {}, progress)
         vectors = dataclasses.replace(vectors, tensors=ordered, indices=matched.indices, signs=matched.signs)
-        agreement = vectors.agreement()
+        others = dataclasses.replace(vectors, tensors=[name for name in ordered if name not in rigid])
+        agreement = others.agreement(agreement)  # of what nothing moves it has all sums already
         if agreement is None:
             return None
         rotation = dataclasses.replace(rotation, matrix=stream.polar(agreement.matrix))
@@ -109,11 +110,10 @@ class _Vectors:
             theirs = stream.vectors(values, axis, stream.gain_of(self.suspect, gain, self.names, size))
             yield theirs, stream.vectors(ours, axis, None if gain is None else self.gains[gain])
 
-    def agreement(self) -> Agreement | None:
-        """C = Σ s·aᵀ of all vectors; None if sizes do not fit or there are no tensors."""
-        found = None
+    def agreement(self, found: Agreement | None = None) -> Agreement | None:
+        """C = Σ s·aᵀ of all vectors, added to `found`; None if sizes do not fit or there are no tensors."""
         for pair in self.pairs():
-            if pair is None:
+            if pair is None or (found is not None and found.matrix.shape[0] != pair[0].shape[1]):
                 return None
             found = found or Agreement(pair[0].shape[1], self.size)
             found.add(*pair)

@@ -18,11 +18,12 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.align.assignment import assign, assigned, bound, inner_product
+from quorumark.align.assignment import assign, assigned, bound, inner_product, pair_products, squares
 from quorumark.align.features import Gains
 from quorumark.align.groups import Axis, Group, Indices, Signs
 from quorumark.align.placement import Placement
 from quorumark.align.similarity import Similarity
+from quorumark.model import kernels
 
 __all__ = ["SignMatching", "SignSource", "is_closer"]
 
@@ -183,6 +184,9 @@ class SignMatching:
         turns, which leaves little to chance.
         """
         used = [part for part in self._parts[number] if part.axis in axes]
+        confirmed = self._confirmed(number, axes, used)
+        if confirmed is not None:
+            return confirmed
         rest = self._similarity.of(number, [axis for axis in axes if axis not in {part.axis for part in used}])
         each = [self._similarity.of_columns(number, part.axis, part.columns) for part in used]
         if self.source is not SignSource.NONE:
@@ -210,6 +214,94 @@ class SignMatching:
                     found[bits] = np.where(assigned(value, order) < 0, -1, 1).astype(np.int8)
             self._note(number, order, found)
         return order
+
+    def _confirmed(self, number: int, axes: Sequence[Axis], used: Sequence[_Part]) -> NDArray[np.int64] | None:
+        """The order that `match` would find, where that is known without all similarities; None where it is not.
+
+        Of tensors that were compared already, or else of one of them, similarities are known. Those of the others are
+        at most ‖a_i‖·‖s_j‖, and those of the pairs of one order are computed. That is enough to confirm the order if
+        the suspect is much like the anchor. What `match` notes is then noted.
+        """
+        size = self._at.groups[number].size
+        if (
+            self.source is SignSource.SEARCH
+            or len(used) < 2
+            or {part.axis for part in used} != set(axes)
+            or self._at.sizes[number] != size
+            or (self.source is SignSource.GAINS and any(part.turned and not part.open for part in used))
+        ):
+            return None
+        known = [self._similarity.known(number, part.axis, part.columns) for part in used]
+        if all(value is not None for value in known):
+            return None
+        if all(value is None for value in known):
+            most = max(range(len(used)), key=lambda at: self._weights(used[at]))
+            known[most] = self._similarity.of_columns(number, used[most].axis, used[most].columns)
+        each = [
+            None
+            if value is None
+            else value
+            if self.source is SignSource.NONE
+            else value * self.shown_signs(number, part)
+            for part, value in zip(used, known, strict=True)
+        ]
+        total = sum((value for value in each if value is not None), np.zeros((size, size), np.int64))
+        order: NDArray[np.int64] = total.argmax(axis=1)
+        if np.unique(order).size != size or not self._is_best(number, axes, used, each, total, order):
+            return None
+        if self.source is not SignSource.NONE:
+            self._note(number, order, {})
+        return order
+
+    def _weights(self, part: _Part) -> int:
+        """How many weights of each element a part has."""
+        tensor = self._at.ours[part.axis[0]]
+        return int(tensor.size // tensor.shape[part.axis[1]] * part.columns.size)
+
+    def _is_best(
+        self,
+        number: int,
+        axes: Sequence[Axis],
+        used: Sequence[_Part],
+        known: Sequence[_Values | None],
+        total: _Values,
+        order: NDArray[np.int64],
+    ) -> bool:
+        """Whether no other order can be as good, by the similarities that are known; if so, doubt is noted."""
+        fixed = [part.open == 0 and (part.turned == 0 or self.source is not SignSource.NONE) for part in used]
+        keys = [(0, 0) if sure else (part.open, part.turned) for sure, part in zip(fixed, used, strict=True)]
+        at_order = {key: np.zeros(order.size, np.int64) for key in (*keys, (0, 0))}
+        by_sign: dict[tuple[int, int], _Values] = {}
+        ours, theirs, rows = [], [], np.arange(order.size)
+        for part, value, key in zip(used, known, keys, strict=True):
+            if value is not None:
+                at_order[key] += value[rows, order]
+                if key != (0, 0):
+                    by_sign[key] = by_sign[key] + value if key in by_sign else value
+                continue
+            one, two = (
+                self._similarity.rows(part.axis, at[:, part.columns], anchor=anchor)
+                for at, anchor in zip(self._similarity.indices_of(number, part.axis), (True, False), strict=True)
+            )
+            pairs = pair_products(one, two, order)
+            if self.source is not SignSource.NONE:
+                pairs = pairs * np.broadcast_to(self.shown_signs(number, part), total.shape)[rows, order]
+            at_order[key] += pairs
+            ours.append(np.sqrt(squares(one).astype(np.float64)))
+            theirs.append(np.sqrt(squares(two).astype(np.float64)))
+        limits = np.stack(ours), np.stack(theirs)
+        found = sum(at_order.values(), np.zeros(order.size, np.int64))
+        if not kernels.is_best(total, *limits, order, found):
+            return False
+        open_signs = [key for key in at_order if key != (0, 0)]
+        if open_signs:
+            sizes = at_order[0, 0] + sum(np.abs(at_order[key]) for key in open_signs)
+            most = total + sum((np.abs(value) - value for value in by_sign.values()), np.zeros_like(total))
+            if not kernels.is_largest(most, *limits, order, sizes):
+                return False
+            energy = sum(self.energy(name) for name, _ in axes)
+            self.doubtful |= is_closer(energy, int(found.sum()), int(sizes.sum()))
+        return True
 
     def _by_open_sign(self, parts: Sequence[_Part], each: Sequence[_Values]) -> dict[tuple[int, int], _Values]:
         """Similarities summed over all parts that share an open sign, or a turn that was not looked for."""

@@ -20,6 +20,7 @@ from quorumark.align.placement import Placement
 __all__ = ["Similarity"]
 
 _KEPT = 1 << 29  # bytes of similarities that are kept
+_Of = tuple[str, Axis, tuple[int, ...], bytes, bytes]  # how they are compared, on which axis, at which indices
 
 
 class Similarity:
@@ -29,14 +30,20 @@ class Similarity:
         self._at = placement
         self.blocks = groups.blocks()
         self.inner_signs: Callable[[int, int, Axis], list[tuple[Indices, Signs]]] | None = None
-        self._kept: dict[tuple[Axis, bytes, bytes], tuple[tuple[bytes | str | None, ...], NDArray[np.int64]]] = {}
+        self._kept: dict[_Of, tuple[tuple[bytes | str | None, ...], NDArray[np.int64]]] = {}
         self._room = _KEPT
         self._in_blocks = {number for number in range(len(groups.groups)) if self._is_in_blocks(number)}
+        mixed: dict[str, set[int]] = {}
+        for tensor, along in self.blocks:
+            mixed.setdefault(tensor, set()).add(along)
+        self._clear = [
+            [axis for axis in axes if not mixed.get(axis[0], set()) - {axis[1]}] or axes
+            for axes in (placement.compared(number) for number in range(len(groups.groups)))
+        ]
 
     def clear(self, number: int) -> list[Axis]:
         """The compared axes of a group whose tensors are not mixed along another axis; all of them if none is left."""
-        axes = self._at.compared(number)
-        return [a for a in axes if not any(n == a[0] and b != a[1] for n, b in self.blocks)] or axes
+        return self._clear[number]
 
     def _is_in_blocks(self, number: int) -> bool:
         """Whether a group's elements are channels of blocks, which are compared whatever their order is."""
@@ -109,26 +116,38 @@ class Similarity:
         columns = self._columns(number, axis, 0, parts[0][k])
         return ours, np.concatenate([row[columns] for row in self._at.theirs_at[number][axis]])
 
+    def known(self, number: int, axis: Axis, columns: Indices) -> NDArray[np.int64] | None:
+        """What `of_columns` would give, if that was computed before; None if it was not."""
+        kept = self._kept.get(_of("weights", axis, *(at[:, columns] for at in self.indices_of(number, axis))))
+        return None if kept is None or kept[0] != self._state(axis) else kept[1]
+
+    def _state(self, axis: Axis) -> tuple[bytes | str | None, ...]:
+        """What similarities over the weights of an axis depend on."""
+        tensor, along = axis
+        others = [(tensor, other) for other in range(self._at.ours[tensor].ndim) if other != along]
+        moved = [self._at.indices.get(other) for other in others] + [self._at.signs.get(other) for other in others]
+        return self._at.sources.get(tensor), *(None if values is None else values.tobytes() for values in moved)
+
     def _of_weights(self, axis: Axis, ours: Indices, theirs: Indices) -> NDArray[np.int64]:
-        """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor.
+        """⟨element i of the anchor, element j of the suspect⟩ over the weights of one tensor."""
+
+        def compared() -> NDArray[np.int64]:
+            return inner_products(self.rows(axis, ours, anchor=True), self.rows(axis, theirs, anchor=False))
+
+        return self._once("weights", axis, ours, theirs, compared)
+
+    def _once(
+        self, kind: str, axis: Axis, ours: Indices, theirs: Indices, compared: Callable[[], NDArray[np.int64]]
+    ) -> NDArray[np.int64]:
+        """Similarities over the weights of one tensor.
 
         What was computed is kept until something that it depends on has moved: most has not in the last sweep.
         """
-        tensor, along = axis
-        others = [(tensor, other) for other in range(self._at.ours[tensor].ndim) if other != along]
-        of = axis, ours.tobytes(), theirs.tobytes()
-        state = (
-            self._at.sources.get(tensor),
-            *(
-                None if values is None else values.tobytes()
-                for other in others
-                for values in (self._at.indices.get(other), self._at.signs.get(other))
-            ),
-        )
+        of, state = _of(kind, axis, ours, theirs), self._state(axis)
         kept = self._kept.get(of)
         if kept is not None and kept[0] == state:
             return kept[1]
-        found = inner_products(self.rows(axis, ours, anchor=True), self.rows(axis, theirs, anchor=False))
+        found = compared()
         self._room += (0 if kept is None else kept[1].nbytes) - found.nbytes
         self._kept.pop(of, None)
         if self._room >= 0:
@@ -143,6 +162,10 @@ class Similarity:
 
         A block of n weights that is the anchor's has about 2^10·n there: balanced weights have a deviation of 2^5.
         """
+        kind = "pairs" if rotates else "blocks"
+        return self._once(kind, axis, ours, theirs, lambda: self._blocks_compared(axis, rotates, ours, theirs))
+
+    def _blocks_compared(self, axis: Axis, rotates: bool, ours: Indices, theirs: Indices) -> NDArray[np.int64]:
         sizes = ours.shape[1], theirs.shape[1]
         one, two = (
             self.rows(axis, indices.reshape(-1, 1), anchor=anchor).astype(np.float64).reshape(len(indices), size, -1)
@@ -191,3 +214,7 @@ class Similarity:
     def _overlap(self, axis: Axis, one: int, two: int) -> bool:
         index = self._at.index
         return axis in index[two] and bool(np.intersect1d(index[one][axis], index[two][axis]).size)
+
+
+def _of(kind: str, axis: Axis, ours: Indices, theirs: Indices) -> _Of:
+    return kind, axis, ours.shape, ours.tobytes(), theirs.tobytes()

@@ -65,7 +65,7 @@ class Agreement:
             s, a = s[there], a[there]
             self.matrix += (s.T @ a).astype(np.int64)
             self.count += len(a)
-            self.doubled += int((s * s).sum()) + int((a * a).sum())
+            self.doubled += int(np.vdot(s, s)) + int(np.vdot(a, a))
 
     def distance(self, matrix: Rows) -> int:
         """Σ‖s − Q·a‖²/2 for a matrix in units of 2^-25, which is also the unit of the result."""
@@ -93,6 +93,7 @@ class ChannelCosines:
 
     def __init__(self, *matrices: Rows) -> None:
         self._matrices = matrices
+        self._columns = [_column_of(matrix) for matrix in matrices]
         self._sums = np.zeros((len(matrices), 3, matrices[0].shape[1]))  # Σ t·a, Σ t² and Σ a² in 2^-8
         self.count = 0
 
@@ -102,10 +103,14 @@ class ChannelCosines:
             there = s.any(axis=1) & a.any(axis=1)
             s, a = s[there], 16 * a[there]
             self.count += len(a)
-            for number, matrix in enumerate(self._matrices):
-                t = np.rint((s @ matrix) * (16 / ONE))  # below 2^20: 2^13 squares are below 2^53
-                for k, products in enumerate((t * a, t * t, a * a)):
-                    self._sums[number, k] += np.rint(products.sum(axis=0) / 256.0)
+            squared = _column_sums(a, a)
+            for number, (matrix, column) in enumerate(zip(self._matrices, self._columns, strict=True)):
+                if column is None:
+                    t = np.rint((s @ matrix) * (16 / ONE))  # below 2^20: 2^13 squares are below 2^53
+                else:
+                    t = s[:, column] * (matrix[column, np.arange(column.size)] * (16 / ONE))
+                for k, products in enumerate((_column_sums(t, a), _column_sums(t, t), squared)):
+                    self._sums[number, k] += np.rint(products / 256.0)
 
     def distances(self) -> list[int]:
         """Σ (1 − cosine) over channels for each matrix, in 2^-25."""
@@ -119,6 +124,20 @@ class ChannelCosines:
         width = self._sums.shape[2]
         closer = below * 2 * self.count * after < above * (2 * self.count - width) * before
         return closer and (before - after) << _CHANNELS_SEEN > width * int(ONE)
+
+
+def _column_sums(one: Rows, two: Rows) -> Rows:
+    """Σ one·two over rows, exact where float64 holds all sums."""
+    found: Rows = np.einsum("ij,ij->j", one, two)
+    return found
+
+
+def _column_of(matrix: Rows) -> NDArray[np.int64] | None:
+    """For a signed permutation, which channel each column takes: no product is needed then. None for other matrices."""
+    if ((matrix != 0).sum(axis=0) > 1).any() or not np.isin(np.abs(matrix), (0.0, ONE)).all():
+        return None
+    found: NDArray[np.int64] = np.abs(matrix).argmax(axis=0)
+    return found
 
 
 def _inner(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:

@@ -23,6 +23,7 @@ from quorumark.cli import (
     layout,
     member,
     public,
+    room,
     setup,
     share,
     stamp,
@@ -53,6 +54,7 @@ ORDER = (
     "share",
     "public",
     "verify",
+    "room",
     "stamp",
     "key",
     "layout",
@@ -88,6 +90,7 @@ app.add_typer(setup.app, name="setup")
 app.add_typer(share.app, name="share")
 app.add_typer(key.app, name="key")
 app.add_typer(verify.app, name="verify", short_help="Is this model ours? Query, answers, certificate, audit.")
+app.add_typer(room.app, name="room", short_help="Where members meet: a server, and an agent beside your keys.")
 app.add_typer(stamp.app, name="stamp", short_help="When did it exist? Time stamps for manifests and certificates.")
 app.command("public", short_help="Make the folder that anybody needs who verifies.")(public.public)
 app.command("calibrate", short_help="Measure the null: z of models under random keys.")(calibrate.calibrate)

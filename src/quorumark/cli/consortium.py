@@ -26,9 +26,14 @@ app = typer.Typer(
 def create(
     name: Annotated[str, typer.Option(help="The consortium's name.")],
     threshold: Annotated[int, typer.Option(help="t: how many members it takes.")],
-    member: Annotated[list[str], typer.Option(help="CARD.json or CARD.json:EXAMPLES; once for each, in order.")],
     model: Annotated[Path, typer.Option(help="The public initial model (.safetensors): layout and anchor.")],
     out: Annotated[Path, typer.Option(help="The folder to write terms.json, layout.json and the anchor to.")],
+    member: Annotated[
+        list[str] | None, typer.Option(help="CARD.json or CARD.json:EXAMPLES; once for each, in order.")
+    ] = None,
+    room: Annotated[
+        Path | None, typer.Option(help="Instead of --member: a home; all who joined its room, as they said themselves.")
+    ] = None,
     setup: Annotated[
         str,
         typer.Option(help="dkg (nobody ever knows the key), dealer, or paper (the published protocol, which leaks)."),
@@ -92,6 +97,8 @@ def create(
     from quorumark.files import write_shared
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
     from quorumark.model.suspect import read_suspect
+    from quorumark.room.people import read_people
+    from quorumark.room.place import Place
     from quorumark.verify.public import copy_public
     from quorumark.verify.reference import describe_lora
 
@@ -101,10 +108,13 @@ def create(
         model, include=include or ("*",), exclude=[*DEFAULT_EXCLUDE, *(exclude or ())], max_coordinates=max_coordinates
     )
     anchor = anchor_of(layout, model)
-    roster = []
-    for point, text in enumerate(member, 1):
-        card, examples = _card(text)
-        roster.append(Member(point, card.name, card.ed25519, card.x25519, examples))
+    if bool(member) == (room is not None):
+        raise InputError("--member", "must be given once for each member, or --room instead")
+    people = read_people(room) if room is not None else [_card(text) for text in member or ()]
+    roster = [
+        Member(point, card.name, card.ed25519, card.x25519, examples)
+        for point, (card, examples) in enumerate(people, 1)
+    ]
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digests: dict[str, Any] = {
         "layout": layout.digest(),
@@ -156,6 +166,9 @@ def create(
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
     typer.echo("\n".join([*_coverage(coupled, layout if adapted is None else base_layout(adapted)), *expected]))
+    if room is not None:
+        Place(room).hand_over(terms.digest().hex(), out)
+        typer.echo("your agent proposes it to all who are in the room")
 
 
 def _planned(

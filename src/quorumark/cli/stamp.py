@@ -77,7 +77,7 @@ def attach(
     from quorumark.errors import InputError
     from quorumark.files import write_shared
     from quorumark.stamps.fetch import fetch
-    from quorumark.stamps.record import beside
+    from quorumark.stamps.record import stamps_path
     from quorumark.stamps.tokens import LARGEST, LARGEST_REQUEST, ask, check_token, read_request, read_roots
 
     trusted = read_roots(roots or ())
@@ -101,7 +101,7 @@ def attach(
     check_token(answer, found.stamps.message(number, found.message), trusted, asked.nonce)
     stamps = found.stamps.with_response(number, answer)
     dated = stamps.check(number, found.message, trusted)
-    path = beside(file, found.message)
+    path = stamps_path(file, found.message)
     write_shared(path, stamps.to_bytes())
     if json:
         typer.echo(jsonlib.dumps({"stamps": str(path), "stamp": number + 1, **dated.as_dict()}))

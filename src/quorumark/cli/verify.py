@@ -240,7 +240,7 @@ def combine(
     finding = combine_partials(chain[-1], asked, given, alpha=alpha, audits=left_out, opened=word)
     kept = None
     if before is not None:
-        kept = _beside(out)
+        kept = _free_name(out)
         write_shared(kept, before.to_bytes())
     write_shared(out, Certificate.of(finding).to_bytes())
     if json:
@@ -530,7 +530,7 @@ def _added(before: Certificate, query: Query, partials: Sequence[Partial], out: 
     return [*before.finding.partials, *new]
 
 
-def _beside(path: Path) -> Path:
+def _free_name(path: Path) -> Path:
     """A name for the earlier version of a file: the first of certificate-1.json, certificate-2.json, … that is free."""
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())

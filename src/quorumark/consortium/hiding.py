@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
 
 from quorumark.consortium.records import Member, Terms
 from quorumark.errors import InputError
@@ -38,12 +40,17 @@ def check_roster(terms: Terms) -> None:
 
 def exposed(terms: Terms, members: Sequence[int]) -> str:
     """Why the weights of these members do not hide each of them; empty if they do."""
-    roster = sorted((terms.member(x) for x in members), key=lambda member: member.examples)
-    least = max(Fraction(2), Fraction(terms.threshold, 2))
+    return _exposed(tuple(terms.member(x) for x in members), terms.threshold)
+
+
+@lru_cache(maxsize=64)
+def _exposed(members: tuple[Member, ...], threshold: int) -> str:
+    roster = sorted(members, key=lambda member: member.examples)
+    least = max(Fraction(2), Fraction(threshold, 2))
     if _spread(roster) < least:
         largest = f"; {roster[-1].name!r} is the largest" if roster else ""
         return f"1/Σa² = {float(_spread(roster)):.3g} < {float(least)}{largest}"
-    left = max(2, len(roster) - (terms.threshold - 1))
+    left = max(2, len(roster) - (threshold - 1))
     remain = _worst(roster, left)
     if _spread(remain) >= LEFT_TO_COLLUDERS:
         return ""
@@ -59,8 +66,18 @@ def _worst(roster: Sequence[Member], left: int) -> list[Member]:
     (s+n)²/(q+n²), with s and q of the others, rises in n up to q/s and then falls: it is smallest for the smallest or
     the largest n that there is. So the set is some of the lightest together with some of the heaviest.
     """
-    sets = ([*roster[:light], *roster[len(roster) - (left - light) :]] for light in range(left + 1))
-    return min(sets, key=_spread)
+    counts = [member.examples for member in roster]
+    sums = [0, *accumulate(counts)]
+    squares = [0, *accumulate(n * n for n in counts)]
+
+    def spread(light: int) -> Fraction:
+        heavy = len(roster) - (left - light)
+        total = sums[light] + sums[-1] - sums[heavy]
+        square = squares[light] + squares[-1] - squares[heavy]
+        return Fraction(total**2, square) if square else Fraction(0)
+
+    best = min(range(left + 1), key=spread)
+    return [*roster[:best], *roster[len(roster) - (left - best) :]]
 
 
 def _spread(members: Sequence[Member]) -> Fraction:

@@ -29,6 +29,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -303,7 +304,7 @@ class ConsortiumFolder:
         self.memory_path = path / "rounds" / "memory" / "rounds.sealed"
 
     def terms(self) -> Terms:
-        return read_as(self.path / "terms.json", "a consortium's terms", Terms.from_bytes)
+        return read_as(self.path / "terms.json", "a consortium's terms", _terms)
 
     def share_path(self, epoch: int | None = None) -> Path:
         """Where the share of an epoch lies; of the current one by default.
@@ -320,7 +321,7 @@ class ConsortiumFolder:
                 f"there is no manifest at {str(self.manifest_path)!r}: the setup of this consortium is not finished "
                 "here; run quorumark setup dkg (or accept) until it says finished"
             )
-        return read_as(self.manifest_path, "a consortium's manifest", Manifest.from_bytes)
+        return read_as(self.manifest_path, "a consortium's manifest", _manifest)
 
     def manifest(self) -> Manifest:
         """The current manifest; every signature since the first one is checked."""
@@ -441,6 +442,17 @@ class ConsortiumFolder:
         return share
 
 
+@lru_cache(maxsize=32)
+def _manifest(data: bytes) -> Manifest:
+    """Bytes that were read once mean the same again: every message of a round begins with the same manifest."""
+    return Manifest.from_bytes(data)
+
+
+@lru_cache(maxsize=32)
+def _terms(data: bytes) -> Terms:
+    return Terms.from_bytes(data)
+
+
 def history_name(digest: str) -> str:
     """The file of an earlier manifest."""
     return f"{digest[:16]}.json"
@@ -451,7 +463,7 @@ def follow_back(manifest: Manifest, history: Path) -> list[Manifest]:
     chain = [manifest]
     while chain[0].predecessor is not None:
         wanted = chain[0].predecessor
-        before = read_as(history / history_name(wanted), "an earlier manifest", Manifest.from_bytes)
+        before = read_as(history / history_name(wanted), "an earlier manifest", _manifest)
         if before.digest().hex() != wanted:
             raise RecordError(f"{history_name(wanted)!r} is not the manifest that its successor names")
         chain.insert(0, before)

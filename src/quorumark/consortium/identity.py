@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark.canonical import canonical, digest, parse
-from quorumark.consortium.curve import is_ed25519_key
 from quorumark.consortium.records import Card, Manifest, Member
+from quorumark.consortium.signatures import verify
 from quorumark.consortium.succession import check_follows
 from quorumark.errors import InputError, MessageError, RecordError, SignatureError
 from quorumark.field import derive_key
@@ -36,6 +36,7 @@ __all__ = [
     "Roster",
     "check_sealed",
     "exchange",
+    "is_signed_by",
     "open_message",
     "verify",
     "verify_card",
@@ -54,18 +55,6 @@ class Roster(Protocol):
     def member(self, point: int) -> Member: ...
 
 
-def verify(ed25519: str, purpose: str, data: bytes, signature: bytes | str, who: str) -> None:
-    """Raises SignatureError, naming `who`, unless the signature is that key's over this data for this purpose."""
-    try:
-        raw = bytes.fromhex(signature) if isinstance(signature, str) else signature
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(ed25519))
-        if not is_ed25519_key(ed25519):
-            raise InvalidSignature  # the primitive accepts keys of small order, under which it fits many messages
-        key.verify(raw, digest("signature", purpose.encode(), data))
-    except (InvalidSignature, ValueError):
-        raise SignatureError(f"the signature of {who} does not hold ({purpose})") from None
-
-
 def verify_card(card: Card) -> None:
     """A card must be signed by the key that it shows: it binds the two keys and the name together."""
     verify(card.ed25519, "card", card.signed_bytes(), card.signature, f"the card of {card.name!r}")
@@ -74,12 +63,14 @@ def verify_card(card: Card) -> None:
 class Identity:
     """A member's private keys. Never printed, never pickled; `to_secret_bytes` is for the keystore alone."""
 
-    __slots__ = ("_sign", "_unseal", "name")
+    __slots__ = ("_exchanged", "_sign", "_unseal", "ed25519", "name")
 
     def __init__(self, name: str, sign: Ed25519PrivateKey, unseal: X25519PrivateKey) -> None:
         self.name = name
+        self.ed25519: str = sign.public_key().public_bytes(_RAW, _PUBLIC).hex()
         self._sign = sign
         self._unseal = unseal
+        self._exchanged: dict[str, bytes] = {}  # no more secret than the key that they come from, and gone with it
 
     @classmethod
     def generate(cls, name: str) -> Identity:
@@ -106,10 +97,6 @@ class Identity:
         raise TypeError("an Identity holds private keys and is not pickled")
 
     @property
-    def ed25519(self) -> str:
-        return self._sign.public_key().public_bytes(_RAW, _PUBLIC).hex()
-
-    @property
     def x25519(self) -> str:
         return self._unseal.public_key().public_bytes(_RAW, _PUBLIC).hex()
 
@@ -134,6 +121,12 @@ class Identity:
     def exchange(self, x25519: str) -> bytes:
         """The secret that this member shares with the holder of another X25519 key."""
         return exchange(self._unseal, x25519)
+
+    def exchange_lasting(self, x25519: str) -> bytes:
+        """The same with another member's lasting key, which comes again in every round."""
+        if x25519 not in self._exchanged:
+            self._exchanged[x25519] = exchange(self._unseal, x25519)
+        return self._exchanged[x25519]
 
     # --- messages ---
 
@@ -209,6 +202,17 @@ def check_sealed(data: bytes, terms: Roster, expected: Header) -> None:
     prefix, _, signature, body = _split(data, terms, expected)
     sender = terms.member(expected.sender)
     _verify_message(sender.ed25519, prefix, body, signature, expected, sender.name)
+
+
+def is_signed_by(data: bytes, ed25519: str) -> bool:
+    """Whether a key signed a message, whatever it belongs to."""
+    length = int.from_bytes(data[:4], "big")
+    prefix, rest = data[4 : 4 + length], data[4 + length :]
+    try:
+        verify(ed25519, "message", digest("message", prefix, rest[64:]), rest[:64], "a message")
+    except SignatureError:
+        return False
+    return True
 
 
 def open_message(data: bytes, terms: Roster, expected: Header) -> bytes:
@@ -297,9 +301,19 @@ def verify_manifest(manifest: Manifest) -> None:
         raise SignatureError(
             f"the manifest of {manifest.terms.name!r} is signed for points that are nobody's: {strangers}"
         )
-    signed = manifest.sign_bytes()
-    for member in manifest.terms.roster:
-        verify(member.ed25519, "manifest", signed, manifest.signatures[member.point], member.name)
+    signed = manifest.sign_bytes()  # the roster with its keys is in it
+    known = signed, tuple(sorted(manifest.signatures.items()))
+    if known not in _VERIFIED:
+        for member in manifest.terms.roster:
+            verify(member.ed25519, "manifest", signed, manifest.signatures[member.point], member.name)
+        if len(_VERIFIED) >= _MOST_VERIFIED:
+            _VERIFIED.clear()
+        _VERIFIED.add(known)
+
+
+_VERIFIED: set[tuple[bytes, tuple[tuple[int, str], ...]]] = set()
+_MOST_VERIFIED = 64
+"""Manifests whose signatures were all found right in this process: what was signed, and every signature."""
 
 
 def verify_chain(chain: Sequence[Manifest]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from quorumark.checks import is_count, is_hex, plain_decimal
 from quorumark.errors import InputError
 from quorumark.model.blocks import RULES
+from quorumark.packing import BITS
 
 __all__ = ["NO_BLOCKS", "Policy"]
 
@@ -24,7 +25,8 @@ NO_BLOCKS = "none"
 
 _LARGEST = 10**18
 _RULE = f"must be an integer, at least 1 and below {_LARGEST}"
-_INTEGERS = ("attempts", "budget", "effective", "cohort")
+_INTEGERS = ("attempts", "packing", "budget", "effective", "cohort")
+_ALWAYS = ("attempts", "packing")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Policy:
     sums:       "checked": members check the sums that a server announces. "unchecked" where cohorts are drawn, whose
                 members change from round to round and cannot check what others summed; "" is the default of the two.
     attempts:   how often a round is tried.
+    packing:    how many weights an element of an upload holds, 1 to 4. 1 is not written.
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
     effective:  on how many coordinates a query must rest; None: `guard.least_effective`.
     cohort:     how many members are drawn from each state; None: all take part.
@@ -50,6 +53,7 @@ class Policy:
     z: Decimal = Decimal(6)
     sums: str = ""
     attempts: int = 20
+    packing: int = 1
     budget: int | None = None
     effective: int | None = None
     cohort: int | None = None
@@ -62,7 +66,7 @@ class Policy:
             raise InputError("policy 'z'", "must be a decimal number above 0, such as 6 or 6.5", repr(self.z))
         for name in _INTEGERS:
             value = getattr(self, name)
-            agreed = value is not None or name == "attempts"
+            agreed = value is not None or name in _ALWAYS
             if agreed and not (is_count(value, 1) and value < _LARGEST):
                 raise InputError(f"policy {name!r}", _RULE, repr(value))
         for name in self.DIGESTS:
@@ -71,6 +75,8 @@ class Policy:
                 raise InputError(f"policy {name!r}", "must be a digest of 32 bytes in hex", repr(value))
         if self.blocks not in (*RULES, NO_BLOCKS):
             raise InputError("policy 'blocks'", f"must be one of {', '.join((*RULES, NO_BLOCKS))}", repr(self.blocks))
+        if self.packing not in BITS:
+            raise InputError("policy 'packing'", f"must be one of {', '.join(map(str, BITS))}", repr(self.packing))
         if self.sums == "":
             object.__setattr__(self, "sums", "checked" if self.cohort is None else "unchecked")
         if self.sums not in ("checked", "unchecked"):
@@ -103,10 +109,18 @@ class Policy:
     def as_dict(self) -> dict[str, str]:
         """The settings in force as strings, each in its one spelling."""
         agreed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if self.packing == 1:
+            del agreed["packing"]
         return {name: str(value) for name, value in agreed.items()} | {"z": plain_decimal(format(self.z, "f"))}
 
-    def check_possible(self, members: int, threshold: int, coordinates: int) -> None:
-        """Whether a consortium of this size can keep to it at all."""
+    def check_possible(self, members: int, threshold: int, coordinates: int, key: str = "rademacher") -> None:
+        """Whether a consortium of this size, with this kind of key, can keep to it at all."""
+        if self.packing > 1 and members >= 1 << (BITS[self.packing] - 3):
+            rule = f"must be lower for {members} members: their rounding alone would fill the parts of an element"
+            raise InputError("policy 'packing'", rule, self.packing)
+        if self.packing > 2 and key == "gaussian":
+            rule = "must be 1 or 2 with Gaussian keys, whose values have 8 bits below the point"
+            raise InputError("policy 'packing'", rule, self.packing)
         least = max(3, threshold)  # of two members, each learns the other's vector from the sum
         if self.cohort is not None and not least <= self.cohort <= members:
             rule = f"must be from {least} to {members}: the threshold is {threshold}, and there are {members} members"

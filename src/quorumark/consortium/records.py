@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -167,7 +168,7 @@ class Terms:
         try:
             object.__setattr__(self, "strength", Strength.of(self.strength, self.coordinates))
             object.__setattr__(self, "policy", Policy.of(self.policy))
-            self.policy.check_possible(members, self.threshold, self.coordinates)
+            self.policy.check_possible(members, self.threshold, self.coordinates, self.key)
         except InputError as error:
             raise RecordError(f"the terms' {error}") from None
 
@@ -239,6 +240,10 @@ class Terms:
         return canonical({"format": self.FORMAT, **self.as_dict()})
 
     def digest(self) -> bytes:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         return digest("terms", self.to_bytes())
 
     @classmethod
@@ -331,20 +336,32 @@ class Genesis:
         Bit i of the stream SHAKE-128(seed ‖ block as 8 bytes), 65,536 coordinates a block, least significant bit of
         each byte first; seed = digest("sign whitening", canonical genesis).
         """
-        seed = digest("sign whitening", canonical(self.as_dict()))
         out = np.empty(count, np.bool_)
         done = 0
         while done < count:
             block, offset = divmod(start + done, _WHITENING_BLOCK)
-            stream = hashlib.shake_128(seed + block.to_bytes(8, "big")).digest(_WHITENING_BLOCK // 8)
-            bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little")
-            taken = bits[offset : offset + count - done]
+            taken = _whitening_block(self._seed, block)[offset : offset + count - done]
             out[done : done + taken.size] = taken
             done += taken.size
         return out
 
+    @cached_property
+    def _seed(self) -> bytes:
+        return digest("sign whitening", canonical(self.as_dict()))
+
 
 _WHITENING_BLOCK = 1 << 16
+
+
+@lru_cache(maxsize=64)
+def _whitening_block(seed: bytes, block: int) -> NDArray[np.bool_]:
+    """Shares come in smaller pieces than a block, and all members of a simulation need the same ones."""
+    stream = hashlib.shake_128(seed + block.to_bytes(8, "big")).digest(_WHITENING_BLOCK // 8)
+    bits = np.unpackbits(np.frombuffer(stream, np.uint8), bitorder="little").view(np.bool_)
+    bits.flags.writeable = False
+    return bits
+
+
 _SHAPES = (("terms", dict), ("genesis", dict), ("roots", list), ("archived", list), ("signatures", dict))
 
 
@@ -418,6 +435,10 @@ class Manifest:
 
     def digest(self) -> bytes:
         """What members sign and pin."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         return digest("manifest", canonical({"format": self.FORMAT, **self.body()}))
 
     def to_bytes(self) -> bytes:

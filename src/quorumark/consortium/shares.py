@@ -21,6 +21,8 @@ from quorumark.shamir import generated_block, is_generated
 __all__ = ["ShareFile", "ShareInfo", "ShareWriter", "share_root"]
 
 KIND = "share"
+_ROOTS: dict[tuple[str | int, ...], bytes] = {}
+_MOST_ROOTS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,16 @@ class ShareFile:
         return np.concatenate(list(self.pieces()))
 
     def root(self) -> bytes:
-        """The Merkle root of what the file holds."""
-        return share_root(self.pieces(), self.salt, self.info.leaf, self.info.length)
+        """The Merkle root of what the file holds. Of a file that has not changed since this process computed it, it is
+        known: sealed files are replaced, never written to, and what is in them is authenticated when it is read."""
+        about = os.stat(self._path)
+        known = self._path, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+        if known not in _ROOTS:
+            root = share_root(self.pieces(), self.salt, self.info.leaf, self.info.length)
+            if len(_ROOTS) >= _MOST_ROOTS:
+                _ROOTS.clear()
+            _ROOTS[known] = root
+        return _ROOTS[known]
 
 
 def share_root(pieces: Iterable[Vector], salt: Vector, leaf: int, length: int) -> bytes:

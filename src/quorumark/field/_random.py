@@ -6,6 +6,7 @@ as 0: at distance 2^-61 from uniform, and any chunk can be computed alone.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ _DEVICE_CHUNK = 1 << 22
 _ZEROS = memoryview(bytes(8 * _CHUNK))
 
 
+@functools.cache
 def _cryptography() -> Any:
     try:
         from cryptography.hazmat.primitives import ciphers, hashes

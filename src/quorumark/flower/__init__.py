@@ -12,9 +12,13 @@ and for the key ceremony and verification over Flower
 The stages themselves are `quorumark.node`'s; here they become Flower's messages.
 """
 
-from quorumark.flower.client import quorumark_mod, serve_queries, watermark_mod
-from quorumark.flower.queries import make_key, verify_model
-from quorumark.flower.server import Watermarked, watermarked
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quorumark.flower.client import quorumark_mod, serve_queries, watermark_mod
+    from quorumark.flower.queries import make_key, verify_model
+    from quorumark.flower.server import Watermarked, watermarked
 
 __all__ = [
     "Watermarked",
@@ -25,3 +29,21 @@ __all__ = [
     "watermark_mod",
     "watermarked",
 ]
+
+_IN = {
+    "client": ("quorumark_mod", "serve_queries", "watermark_mod"),
+    "queries": ("make_key", "verify_model"),
+    "server": ("Watermarked", "watermarked"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each is loaded when it is first used: a node, which may be a new process for every message, needs no server."""
+    for module, names in _IN.items():
+        if name in names:
+            return getattr(import_module(f"quorumark.flower.{module}"), name)
+    raise AttributeError(f"module 'quorumark.flower' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -24,22 +24,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from logging import ERROR, WARNING
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
-from quorumark.consortium.home import HomeFolder
-from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Member
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
-from quorumark.flower.wire import flwr_app, records, split, tensors
+from quorumark.flower.wire import flwr_app, records, split, tensors, to_record
+from quorumark.node.homes import Stages, Words, named_member, pins_of, simulated_member
 from quorumark.node.journal import MODEL
-from quorumark.node.member import RESULT, Config, MemberNode, refusal, refused
-from quorumark.node.signer import SignerClient
+from quorumark.node.member import RESULT, Config, refusal, refused, with_prefix
 
 __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 
@@ -50,20 +46,9 @@ _ASKED = ("upload", "unmask", "again", "never", "state")
 """The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
 server that could say it for all but one would find that one's model in the sum."""
 
-_OF_A_SIGNER = {f"quorumark-{name}" for name in ("home", "key-file", "terms", "manifest", "consortium", "seeds")}
-"""What a node's operator says to the signer instead, where there is one."""
-
 _RAISED = 2  # Flower's code for a client app that raised an exception
 
 Mod = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
-
-
-class Stages(Protocol):
-    """A member, in this process or behind a socket."""
-
-    def handle(
-        self, stage: str, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
-    ) -> tuple[Config, dict[str, NDArray[Any]]]: ...
 
 
 def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
@@ -120,15 +105,19 @@ def _train(
     flwr = flwr_app()
     plain = flwr.RecordDict(others)
     models = list(plain.array_records.values())
-    if len(models) != 1:
+    if len(models) > 1 or not (models or "record" in config):
         raise RoundError(
-            f"a training message must hold one ArrayRecord, and this one holds {len(models)}", code="message.malformed"
+            f"a training message must hold one ArrayRecord, or the sum that it follows from, and this one holds "
+            f"{len(models)}",
+            code="message.malformed",
         )
-    model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()}
+    model = {MODEL + name: tensor for name, tensor in tensors(models[0]).items()} if models else {}
     about = {**config, "node": str(context.node_id), "settings": _settings(plain, context)}
-    joined, _ = node.handle("join", about, {**arrays, **model})
+    joined, computed = node.handle("join", about, {**arrays, **model})
     if "needs" in joined or "refused" in joined:
         return _reply(message, joined, {})
+    if not models:
+        plain[str(config["record"])] = to_record(with_prefix(computed, MODEL))
     if joined["settings-changed"]:
         _log()(WARNING, "quorumark: what the server tells this app has changed since the last round: look at it")
     key = str(config["weighted"])
@@ -233,111 +222,36 @@ def serve_queries(app: Any, member: Callable[[Any], Stages] | None = None) -> No
             return _failed(message, error)
 
 
+_WORDS = Words(
+    place="node config",
+    prefix="quorumark-",
+    homes="quorumark-homes",
+    set_homes="to the folder with all members' homes, as a whole path: flwr run . --run-config "
+    "\"quorumark-homes='$PWD/consortium'\", and in the app's pyproject.toml, so that Flower knows the name, "
+    'quorumark-homes = "" under [tool.flwr.app.config]',
+    nodes="num-supernodes",
+    set_nodes="flwr run . --federation-config 'num-supernodes={count}'",
+)
+
+
 def member_of(context: Any, *, setup: bool = False) -> Stages:
-    """The member that a node is, from its node config; in a simulation from its partition. While the key is made
-    (`setup`) some members have the manifest and others do not: a node must stay the same member."""
+    """The member that a node is, from its node config; in a simulation from its partition."""
     settings = context.node_config
-    if "quorumark-socket" in settings:
-        ignored = sorted(name for name in settings if name in _OF_A_SIGNER)
-        if ignored:  # a pin that nobody checks is worse than none
-            raise InputError(
-                "node config",
-                "must leave home, key file, pins and seeds to the signer (quorumark member serve has options for them)",
-                ", ".join(ignored),
-            )
-        return SignerClient(str(settings["quorumark-socket"]))
-    pins: dict[str, Any] = {
-        name: str(settings[f"quorumark-{name}"])
-        for name in ("terms", "manifest", "consortium")
-        if f"quorumark-{name}" in settings
-    }
-    if "quorumark-home" in settings:
-        if "quorumark-key-file" not in settings:
-            raise InputError("node config", "must name the key file as well as the home (quorumark-key-file)")
-        unlock = Unlock.key_file(Path(str(settings["quorumark-key-file"])))
-        seeds = settings.get("quorumark-seeds") is True
-        return MemberNode(HomeFolder(str(settings["quorumark-home"])), unlock, seeds=seeds, **pins)
-    homes = str(context.run_config.get("quorumark-homes", ""))
+    member = named_member(settings, _WORDS)
+    if member is not None:
+        return member
     if "partition-id" not in settings:
         raise InputError(
             "node config",
             "must name this member's folder (quorumark-home) and key file (quorumark-key-file)",
         )
+    homes, pins = str(context.run_config.get("quorumark-homes", "")), pins_of(settings, _WORDS)
     if not homes:
         raise InputError(
             "quorumark-homes",
-            f"must be set in a simulation, {_HOMES}; a node on its own machine has quorumark-home and "
+            f"must be set in a simulation, {_WORDS.set_homes}; a node on its own machine has quorumark-home and "
             "quorumark-key-file in its node config instead",
-        )
-    home = find_home(Path(homes), int(settings["partition-id"]) + 1, pins.get("consortium"), setup=setup)
-    key_file = home.path.with_name(f"{home.path.name}.key")
-    if not key_file.is_file():
-        raise InputError(
-            "quorumark-homes",
-            f"must hold the key file of each home beside it: there is {home.path.name!r}, and no {key_file.name!r}; "
-            "put it there under this name",
         )
     if "quorumark-terms" in context.run_config:
         pins.setdefault("terms", str(context.run_config["quorumark-terms"]))
-    return MemberNode(home, Unlock.key_file(key_file), **pins)
-
-
-_HOMES = (
-    "to the folder with all members' homes, as a whole path: flwr run . --run-config "
-    "\"quorumark-homes='$PWD/consortium'\", and in the app's pyproject.toml, so that Flower knows the name, "
-    'quorumark-homes = "" under [tool.flwr.app.config]'
-)
-
-
-def find_home(folder: Path, point: int, consortium: str | None = None, *, setup: bool = False) -> HomeFolder:
-    """The home of the member at a point, among those in a folder, by the keys in its card: folders may have any names.
-
-    While the key is made (`setup`) no roster says who is where; then the homes are taken in the order of their names.
-    """
-    if not folder.is_dir():
-        relative = "" if folder.is_absolute() else "; it is relative, and nodes run elsewhere: name the whole path"
-        raise InputError("quorumark-homes", f"must be set {_HOMES}", f"{str(folder)!r}, which is no folder{relative}")
-    homes = {path.parent.name: HomeFolder(path.parent) for path in sorted(folder.glob("*/member.json"))}
-    if not homes:
-        raise InputError(
-            "quorumark-homes",
-            f"must be set {_HOMES}",
-            f"{str(folder)!r}, in which no folder holds a member.json: homes are made by quorumark member init, or by "
-            "qm.Home.create",
-        )
-    rosters = (_roster(home, consortium) for home in homes.values())
-    roster = None if setup else next((found for found in rosters if found), None)
-    count = len(homes) if roster is None else len(roster)
-    if point > count:
-        raise InputError(
-            "num-supernodes",
-            f"must be the number of members, {count}: flwr run . --federation-config 'num-supernodes={count}'",
-            f"at least {point}",
-        )
-    if roster is None:
-        return homes[sorted(homes, key=_by_number)[point - 1]]
-    member = roster[point - 1]
-    found = [home for home in homes.values() if home.card().ed25519 == member.ed25519]
-    names = ", ".join(homes)
-    if len(found) > 1:
-        same = " and ".join(home.path.name for home in found)
-        raise InputError("quorumark-homes", f"must hold each member's home once: {same} are {member.name!r}; move one")
-    if not found:
-        raise InputError(
-            "quorumark-homes",
-            f"must be the folder with the homes of all {count} members",
-            f"one without the home of {member.name!r}, member {point}; there: {names}",
-        )
-    return found[0]
-
-
-def _roster(home: HomeFolder, consortium: str | None) -> tuple[Member, ...]:
-    """The members of a home's consortium, once its key is made."""
-    made = [place for place in home.consortia() if place.manifest_path.exists()]
-    chosen = [place for place in made if consortium is None or place.path.name.startswith(consortium)]
-    return chosen[0].manifest().terms.roster if chosen else ()
-
-
-def _by_number(name: str) -> list[tuple[bool, int, str]]:
-    """member-10 after member-9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+    return simulated_member(Path(homes), int(settings["partition-id"]) + 1, pins, _WORDS, setup=setup)

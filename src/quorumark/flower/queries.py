@@ -1,8 +1,4 @@
-"""The key ceremony and verification over Flower's `query` messages.
-
-The server relays; what is sealed to a member only that member reads. Members make a key only for terms whose digest
-their operators pinned, and answer verifications only under their own policies.
-"""
+"""The key ceremony and verification over Flower's `query` messages (`quorumark.node.relay`)."""
 
 from __future__ import annotations
 
@@ -11,24 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from quorumark.consortium.records import Card, Manifest, Terms
-from quorumark.errors import CeremonyError, EvidenceError, InputError, QuorumarkError, RoundError
 from quorumark.flower.client import QUERY
-from quorumark.flower.wire import accepted_config, arrays_of, config_of, exchange, flwr_app, records, wait_for
-from quorumark.model.suspect import read_suspect
-from quorumark.node.ceremony import CeremonyServer
-from quorumark.node.queries import pack_query
+from quorumark.flower.wire import FlowerWire
+from quorumark.node.relay import relay_ceremony, relay_query
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.layered import Opened
-from quorumark.verify.proof import Audit, explain
-from quorumark.verify.query import AskLayers, prepare
+from quorumark.verify.proof import Audit
 from quorumark.verify.reference import Reference
 
 __all__ = ["make_key", "verify_model"]
-
-_TURNS = 60  # a ceremony takes ten; members may come late
-_TRIES = 4  # how often in a row a member may fail to reply
 
 
 def make_key(
@@ -46,64 +34,8 @@ def make_key(
     messages as often as they are asked. If the server itself dies, call this again with the same terms: the members go
     on where they were.
     """
-    flwr = flwr_app()
-    server = CeremonyServer(terms, str(grid.run.run_id))
-    nodes = wait_for(grid, terms.members, timeout)
-    points: dict[int, int] = {}
-    failures: dict[int, int] = {}  # in a row, by node
-    for _ in range(_TURNS):
-        before, waiting, made = server.progress, dict[int, str](), []
-        for node in nodes:
-            config, arrays = server.turn(points.get(node))
-            content = flwr.RecordDict(records({**config, "stage": "setup"}, arrays))
-            made.append(flwr.Message(content, node, f"query.{QUERY}"))
-        refused: dict[int, str] = {}
-        replies = exchange(grid, made, stage_timeout)
-        lost = {node: f"no reply in {stage_timeout:.0f} s" for node in nodes if node not in replies}
-        for node, reply in replies.items():
-            try:
-                if reply.has_error() or "failed" in config_of(reply):  # a process that died, a full disk
-                    accepted_config(reply)
-            except RoundError as error:
-                lost[node] = str(error)
-                continue
-            try:
-                answer = accepted_config(reply)
-                point = int(answer["point"])
-                if point in points.values() and points.get(node) != point:
-                    raise CeremonyError(f"{terms.member(point).name!r} runs two nodes: stop one", code="node.twice")
-                server.take(point, str(node), answer, arrays_of(reply.content))
-                points[node] = point
-                waiting[point] = str(answer.get("waiting", ""))
-                note(f"{terms.member(point).name}: {answer['step']}")
-            except (QuorumarkError, KeyError, TypeError, ValueError) as error:
-                refused[node] = str(error)
-        if server.finished and server.manifest is not None:
-            return server.manifest
-        failures = {node: failures.get(node, 0) + 1 for node in lost}
-        gone = {node: why for node, why in lost.items() if failures[node] >= _TRIES}
-        stopped = {node: why for node, why in {**gone, **refused}.items() if node in points}
-        if stopped:
-            said = "; ".join(f"{terms.member(points[node]).name}: {why}" for node, why in stopped.items())
-            raise CeremonyError(f"the ceremony stopped. {said}", code="ceremony.stopped")
-        nodes = [node for node in nodes if node in points or (node in lost and node not in gone)]
-        for node in lost.keys() & nodes:
-            note(f"node {node} is asked again: {lost[node]}")
-        if len(nodes) < terms.members:
-            absent = [member.name for member in terms.roster if member.point not in points.values()]
-            said = "".join(f"; node {node} says: {why}" for node, why in {**gone, **refused}.items())
-            raise CeremonyError(
-                f"the ceremony needs all members, and {', '.join(absent)} did not take part: start their nodes{said}",
-                code="ceremony.members-missing",
-            )
-        if not lost and server.progress == before:
-            stuck = "; ".join(f"{terms.member(x).name} waits for {names}" for x, names in waiting.items() if names)
-            raise CeremonyError(
-                f"the ceremony stands still ({stuck}): an earlier one under these terms was finished by some members "
-                "and not by all, and its messages are gone; agree on terms with another date, and make a key for those",
-                code="ceremony.stands-still",
-            )
-    raise CeremonyError("the ceremony does not end: look at the members' logs", code="ceremony.stands-still")
+    wire = FlowerWire(grid, f"query.{QUERY}")
+    return relay_ceremony(wire, terms, timeout=timeout, stage_timeout=stage_timeout, note=note)
 
 
 def verify_model(
@@ -134,58 +66,19 @@ def verify_model(
     With `after` (the certificate of the plain query that did not pass) and an `examiner` it asks by layers
     (docs/layers.md): `opener(query, partials)` hands the sealed answers to the examiner, and gives its word.
     """
-    flwr, opened = flwr_app(), read_suspect(suspect)
-    manifest = reference.manifest
-    explained = explain(reference.chain, audits)
-    burnt = {leaf for leaves in explained.values() for leaf in leaves}
-    if len({after is None, examiner is None, opener is None}) > 1:
-        raise InputError("after, examiner, opener", "must be given together, to ask by layers", "some of them")
-    layers = None if after is None or examiner is None else AskLayers.of(after, examiner)
-    query = prepare(reference, opened, align=align, lora=lora, burnt=burnt, layers=layers).query
-    config, arrays = pack_query(reference, opened, query, audits, with_base=with_base, after=after)
-    chosen = sorted(nodes) if nodes is not None else wait_for(grid, manifest.terms.threshold, timeout)
-
-    def ask_each(config: dict[str, Any], vectors: dict[str, Any], to: Collection[int], name: str) -> dict[int, bytes]:
-        """One stage at these nodes: the field `name` of each reply, by node."""
-        content = flwr.RecordDict(records(config, vectors))
-        made = [flwr.Message(content, node, f"query.{QUERY}") for node in to]
-        found = {}
-        replies = exchange(grid, made, stage_timeout)
-        for node in set(to) - replies.keys():
-            note(f"node {node}: no reply in {stage_timeout:.0f} s")
-        for node, reply in replies.items():
-            try:
-                found[node] = bytes(accepted_config(reply)[name])
-            except (QuorumarkError, KeyError, TypeError) as error:
-                note(f"node {node}: {error}")
-        return found
-
-    partials: dict[int, Partial] = {}
-    answers = ask_each({**config, "stage": "answer"}, arrays, chosen, "partial")
-    for node, data in answers.items():
-        try:
-            partial = Partial.from_bytes(data)
-            partial.verify(manifest.terms)
-            partials[node] = partial
-        except QuorumarkError as error:
-            note(f"node {node}: {error}")
-    if len({partial.point for partial in partials.values()}) < manifest.terms.threshold:
-        raise EvidenceError(
-            f"{len(partials)} members answered, and {manifest.terms.threshold} must: ask again when more of them are "
-            "there and their policies allow it"
-        )
-    answered = list(partials.values())
-    word = None if opener is None else opener(query, answered)
-    certificate = Certificate.of(combine(manifest, query, answered, audits=explained, opened=word))
-    signatures: dict[str, str] = {}
-    sign = {"stage": "sign", "certificate": certificate.to_bytes()}
-    for node, data in ask_each(sign, {}, list(partials), "certificate").items():
-        try:
-            signed = Certificate.from_bytes(data)
-            if signed.payload != certificate.payload:
-                raise EvidenceError("it signed another certificate than the one that it was sent")
-            signed.signers(manifest)
-            signatures |= signed.signatures
-        except QuorumarkError as error:
-            note(f"node {node}: {error}")
-    return Certificate(certificate.payload, signatures)
+    return relay_query(
+        FlowerWire(grid, f"query.{QUERY}"),
+        reference,
+        suspect,
+        align=align,
+        lora=lora,
+        with_base=with_base,
+        audits=audits,
+        after=after,
+        examiner=examiner,
+        opener=opener,
+        nodes=nodes,
+        timeout=timeout,
+        stage_timeout=stage_timeout,
+        note=note,
+    )

@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.errors import MissingDependencyError, RoundError
-from quorumark.refusals import listed
+from quorumark.errors import MissingDependencyError
+from quorumark.node.wire import Deadline, Reply, Sent
 
 __all__ = [
     "RECORD",
-    "accepted_config",
+    "FlowerWire",
     "arrays_of",
-    "config_of",
-    "content_of",
     "exchange",
     "flwr_app",
     "records",
@@ -36,7 +34,8 @@ __all__ = [
 RECORD, VECTORS = "quorumark", "quorumark.arrays"
 """The names of the two records that this project adds to a message."""
 
-_LEAST_PAUSE, _LONGEST_PAUSE, _GRACE = 0.05, 0.5, 2.0
+_LEAST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
+_SHORT_PAUSE = 0.01
 _THREADS = 16
 
 
@@ -88,31 +87,48 @@ def size_of(content: Any) -> int:
     return size + sum(8 * len(record) for record in content.metric_records.values())
 
 
-def content_of(reply: Any) -> Any:
-    """A reply's content, unless its node failed."""
+_BARE = "it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods"
+
+
+class FlowerWire:
+    """A Grid's messages of one type, as `quorumark.node` sends and reads them."""
+
+    def __init__(self, grid: Any, kind: str) -> None:
+        self._grid, self.kind = grid, kind
+        self.run = str(grid.run.run_id)
+        self.down = self.up = 0
+
+    def label(self, node: int) -> str:
+        return str(node)
+
+    def present(self, count: int, timeout: float) -> list[int]:
+        return wait_for(self._grid, count, timeout)
+
+    def exchange(
+        self,
+        sent: Mapping[int, Sent],
+        timeout: float,
+        doubtful: Container[int] = (),
+        patience: float | None = None,
+    ) -> dict[int, Reply]:
+        flwr = flwr_app()
+        made = []
+        for node, message in sent.items():
+            content = flwr.RecordDict({**(message.beside or {}), **records(message.config, message.arrays)})
+            made.append(flwr.Message(content, node, self.kind))
+        replies = exchange(self._grid, made, timeout, doubtful, patience)
+        self.down += sum(size_of(message.content) for message in made)
+        self.up += sum(size_of(reply.content) for reply in replies.values() if reply.has_content())
+        return {node: _read(reply) for node, reply in replies.items()}
+
+
+def _read(reply: Any) -> Reply:
     if reply.has_error():
-        raise RoundError(f"its node failed: {reply.error.reason[:500]}", code="node.failed")
-    return reply.content
-
-
-def config_of(reply: Any) -> dict[str, Any]:
-    """This project's config in a reply; empty if there is none."""
-    return {} if reply is None or reply.has_error() else split(reply.content)[0] or {}
-
-
-def accepted_config(reply: Any) -> dict[str, Any]:
-    """This project's config in a reply, unless the node failed or refuses."""
-    config = split(content_of(reply))[0]
+        return Reply(error=f"its node failed: {reply.error.reason[:500]}")
+    config, arrays, _ = split(reply.content)
     if config is None:
-        raise RoundError(
-            "it sent its model as it is, and it was not used: put quorumark_mod into its ClientApp's mods",
-            code="node.no-mod",
-        )
-    if "failed" in config:
-        raise RoundError(f"its node failed: {config['failed']}", code="node.failed")
-    if "refused" in config:
-        raise RoundError(str(config["refused"]), code=listed(config.get("code"), "node.refused"))
-    return config
+        return Reply(error=_BARE, code="node.no-mod")
+    return Reply(config, arrays, flwr_app().RecordDict(dict(reply.content.metric_records)))
 
 
 def wait_for(grid: Any, count: int, timeout: float) -> list[int]:
@@ -135,7 +151,8 @@ def exchange(
     A node that died is reported late and under another number, so who is missing is who did not reply. For `doubtful`
     nodes, which were silent before, nobody waits much longer than for the others. With `patience`, once more than half
     have replied, the others get that many times as long as those took. Replies are asked for more often than Flower's
-    own `send_and_receive` does, which waits three seconds each time.
+    own `send_and_receive` does, which waits three seconds each time: again after a quarter of the time that has passed.
+    In a simulation a question costs next to nothing, and one is enough for all replies.
     """
     sent = list(messages)
     if not sent:
@@ -143,30 +160,29 @@ def exchange(
     names = list(grid.push_messages(sent))
     waiting = {name: m.metadata.dst_node_id for name, m in zip(names, sent, strict=True) if name}
     nodes = set(waiting.values())
-    began, pause = time.monotonic(), _LEAST_PAUSE
-    end, hurried = began + timeout, all(node in doubtful for node in nodes)
-    half = 0.0  # when more than half had replied
+    began, here = time.monotonic(), hasattr(grid, "state")  # Flower's simulation, whose messages are in this process
+    deadline = Deadline(nodes, timeout, doubtful, patience)
     replies: dict[int, Any] = {}
     # one question for each reply: of a node that died while it sent one, Flower waits minutes for the rest of it
     pool = ThreadPoolExecutor(min(_THREADS, len(waiting) or 1))
     asked: dict[str, Future[Any]] = {}
+    pause = _SHORT_PAUSE if here else _LEAST_PAUSE
     while waiting:
-        asked |= {name: pool.submit(grid.pull_messages, [name]) for name in waiting if name not in asked}
-        wait(asked.values(), timeout=pause)
-        for name in [name for name, future in asked.items() if future.done()]:
-            for reply in asked.pop(name).result():
-                waiting.pop(name, None)
-                if reply.metadata.src_node_id in nodes:
-                    replies[reply.metadata.src_node_id] = reply
-        now = time.monotonic()
-        if patience is not None and not half and 2 * len(replies) > len(nodes):
-            half = now
-            end = min(end, began + max(patience * (now - began), now - began + _GRACE))
-        if not hurried and all(node in doubtful for node in waiting.values()):
-            hurried, end = True, min(end, now + _GRACE + (now - began) / 2)
-        if not waiting or now > end:
+        if here:
+            came = list(grid.pull_messages(list(waiting)))
+        else:
+            asked |= {name: pool.submit(grid.pull_messages, [name]) for name in waiting if name not in asked}
+            wait(asked.values(), timeout=pause)
+            done = [name for name, future in asked.items() if future.done()]
+            came = [reply for name in done for reply in asked.pop(name).result()]
+        for reply in came:
+            waiting.pop(reply.metadata.reply_to_message_id, None)
+            if reply.metadata.src_node_id in nodes:
+                replies[reply.metadata.src_node_id] = reply
+        if not waiting or deadline.has_passed(replies):
             break
+        if not here:
+            pause = min(max(_LEAST_PAUSE, (time.monotonic() - began) / 4), _LONGEST_PAUSE)
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
     pool.shutdown(wait=False, cancel_futures=True)
     return replies

@@ -88,6 +88,25 @@ def _row_sum(line: Any, columns: Any, row: Any, limit: Any) -> Any:
     return total, count
 
 
+@njit(forceinline=True)
+def _add_line(line: Any, scale: Any, columns: Any, most: Any, part: Any, seen: Any) -> None:
+    """Adds what is left of a row's logarithms to the columns' sums, each cut to ±most, and counts them."""
+    for k in range(line.size):
+        counts = line[k] != np.int16(_NOTHING)
+        left = max(-most, min(most, np.int32(line[k]) - scale - columns[k]))
+        part[k] += left if counts else np.int32(0)
+        seen[k] += np.int32(counts)
+
+
+@njit(forceinline=True)
+def _add_up(part: Any, seen: Any, sums: Any) -> None:
+    for k in range(part.size):
+        sums[0, k] += part[k]
+        sums[1, k] += seen[k]
+    part[:] = 0
+    seen[:] = 0
+
+
 @kernel
 def turn(bits: Any, rows: Any, columns: Any, own: int, cut: int, sums: Any, logs: Any) -> None:
     """One turn of the scales: each row's anew, and what is then left of its weights' logarithms added for the columns.
@@ -98,7 +117,6 @@ def turn(bits: Any, rows: Any, columns: Any, own: int, cut: int, sums: Any, logs
     """
     width = columns.size
     line, part, seen = np.empty(width, np.int16), np.zeros(width, np.int32), np.zeros(width, np.int32)
-    most = np.int32(cut)
     for i in range(rows.size):
         row = bits[i * width : (i + 1) * width]
         for k in range(width):
@@ -106,18 +124,31 @@ def turn(bits: Any, rows: Any, columns: Any, own: int, cut: int, sums: Any, logs
         total, count = _row_sum(line, columns, np.int32(rows[i]), np.int32(own))
         if count:
             rows[i] += total // count
-        scale = np.int32(rows[i])
-        for k in range(width):
-            counts = line[k] != np.int16(_NOTHING)
-            left = max(-most, min(most, np.int32(line[k]) - scale - columns[k]))
-            part[k] += left if counts else np.int32(0)
-            seen[k] += np.int32(counts)
+        _add_line(line, np.int32(rows[i]), columns, np.int32(cut), part, seen)
         if (i + 1) % _MOST_ROWS == 0 or i + 1 == rows.size:
-            for k in range(width):
-                sums[0, k] += part[k]
-                sums[1, k] += seen[k]
-            part[:] = 0
-            seen[:] = 0
+            _add_up(part, seen, sums)
+
+
+@kernel
+def logarithms(bits: Any, out: Any, logs: Any) -> None:
+    """The logarithm of every weight (int16), for `turn_again`."""
+    for k in range(bits.size):
+        out[k] = logs[(bits[k] >> np.uint32(15)) & np.uint32(0xFFFF)]
+
+
+@kernel
+def turn_again(lines: Any, rows: Any, columns: Any, own: int, cut: int, sums: Any) -> None:
+    """The same as `turn` for weights whose logarithms are known."""
+    width = columns.size
+    part, seen = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    for i in range(rows.size):
+        line = lines[i * width : (i + 1) * width]
+        total, count = _row_sum(line, columns, np.int32(rows[i]), np.int32(own))
+        if count:
+            rows[i] += total // count
+        _add_line(line, np.int32(rows[i]), columns, np.int32(cut), part, seen)
+        if (i + 1) % _MOST_ROWS == 0 or i + 1 == rows.size:
+            _add_up(part, seen, sums)
 
 
 @njit(forceinline=True)
@@ -150,6 +181,39 @@ def balance(bits: Any, rows: Any, columns: Any, out: Any, powers: Any) -> None:
     for i in range(rows.size):
         span = slice(i * width, (i + 1) * width)
         _balance_row(bits[span], np.int32(rows[i]), columns, factors, out[span], powers)
+
+
+@kernel
+def balance_coarse(bits: Any, rows: Any, columns: Any, out: Any, powers: Any) -> None:
+    """The same in 8 bits (int8): in units of 2^-4, rounded to nearest (halves up), cut to ±127."""
+    width = columns.size
+    factors, line = np.empty(width, np.uint32), np.empty(width, np.int32)
+    for i in range(rows.size):
+        span = slice(i * width, (i + 1) * width)
+        _balance_row(bits[span], np.int32(rows[i]), columns, factors, line, powers)
+        coarse = out[span]
+        for k in range(width):
+            coarse[k] = max(np.int32(-127), min(np.int32(127), np.int32((line[k] + 128) >> 8)))
+
+
+@njit(forceinline=True)
+def _product(one: Any, two: Any) -> Any:
+    """Σ one·two of 8-bit numbers, exactly: 2^16 products are below 2^30."""
+    total: Any = np.int64(0)
+    for begin in range(0, one.size, 1 << 16):
+        x, y = one[begin : begin + (1 << 16)], two[begin : begin + (1 << 16)]
+        part: Any = np.int32(0)
+        for k in range(x.size):
+            part = np.int32(part + np.int32(x[k]) * np.int32(y[k]))
+        total += part
+    return total
+
+
+@kernel
+def row_products(one: Any, two: Any, order: Any, out: Any) -> None:
+    """⟨row i of one, row order[i] of two⟩ of 8-bit numbers, exactly."""
+    for i in range(one.shape[0]):
+        out[i] = _product(one[i], two[order[i]])
 
 
 @njit(forceinline=True)
@@ -276,6 +340,42 @@ def count_sizes(x: Any, counts: Any) -> None:
         tables[0, abs(np.int64(x[k]))] += 1
     for size in range(counts.size):
         counts[size] += tables[0, size] + tables[1, size] + tables[2, size] + tables[3, size]
+
+
+@kernel
+def is_best(known: Any, ours: Any, theirs: Any, order: Any, value: Any) -> bool:
+    """Whether no other assignment can have as large a total as `order`, a permutation with the values `value`.
+
+    Elsewhere values are at most known[i, j] + Σ_p ours[p, i]·theirs[p, j]. With the prices u_i = value_i/2 for rows and
+    v_j = value_i/2 for the column j = order[i], any assignment has at most Σu + Σv, which is what this one has; and
+    less, if every other value is below u_i + v_j.
+    """
+    prices = np.empty(order.size, np.int64)
+    for i in range(order.size):
+        prices[order[i]] = value[i]
+    for i in range(order.size):
+        for j in range(order.size):
+            if j != order[i]:
+                most = 0.0
+                for p in range(ours.shape[0]):
+                    most += ours[p, i] * theirs[p, j]
+                if 2.0 * (known[i, j] + most) + 1.0 >= value[i] + prices[j]:
+                    return False
+    return True
+
+
+@kernel
+def is_largest(known: Any, ours: Any, theirs: Any, order: Any, value: Any) -> bool:
+    """Whether no other value of a row, known[i, j] + Σ_p ours[p, i]·theirs[p, j] at most, is above value[i]."""
+    for i in range(order.size):
+        for j in range(order.size):
+            if j != order[i]:
+                most = 0.0
+                for p in range(ours.shape[0]):
+                    most += ours[p, i] * theirs[p, j]
+                if known[i, j] + most + 1.0 >= value[i]:
+                    return False
+    return True
 
 
 @kernel

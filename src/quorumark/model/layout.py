@@ -204,11 +204,19 @@ class ModelLayout:
 
     def digest(self) -> str:
         """SHA-256 of the canonical bytes, in hex: what members agree on."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        return self._digest
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; `from_bytes` reads it back."""
+        return self._bytes
+
+    @cached_property
+    def _bytes(self) -> bytes:
         return self._canonical(self.max_coordinates)
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(self._bytes).hexdigest()
 
     def _canonical(self, max_coordinates: int | None) -> bytes:
         tensors = [

@@ -294,7 +294,8 @@ def scales_of(blocks: Blocks, shape: Sequence[int]) -> tuple[NDArray[np.int64], 
     moves its row by about 8/n octaves. A row's scale follows from that row alone, once the columns are known, so that
     one walk does both halves of a turn.
 
-    The columns' scales come once for every weight of a row.
+    The columns' scales come once for every weight of a row. Blocks have the bits of weights, or their logarithms in
+    int16.
     """
     rows, columns, taps = shape[0], shape[1], prod(shape[2:])
     width = columns * taps
@@ -310,7 +311,11 @@ def scales_of(blocks: Blocks, shape: Sequence[int]) -> tuple[NDArray[np.int64], 
             ) -> NDArray[np.int64]:
                 mine = np.zeros((2, width), np.int64)
                 of_rows = by_row[begin + low : begin + high]
-                kernels.turn(bits[low * width : high * width], of_rows, now, own, _CUT, mine, kernels.EVERY_LOG)
+                weights = bits[low * width : high * width]
+                if weights.dtype == np.int16:
+                    kernels.turn_again(weights, of_rows, now, own, _CUT, mine)
+                else:
+                    kernels.turn(weights, of_rows, now, own, _CUT, mine, kernels.EVERY_LOG)
                 return mine
 
             for mine in _spread_rows(part, bits.size // width, width):

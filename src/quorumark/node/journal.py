@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from quorumark import field
 from quorumark.canonical import canonical, parse
+from quorumark.checks import is_hex
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
@@ -39,14 +40,16 @@ from quorumark.errors import KeystoreError, MessageError, QuorumarkError, Record
 from quorumark.field import Vector
 from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
+from quorumark.node import remembered
 from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState, model_digest
 from quorumark.round.group import group_of
-from quorumark.round.history import History, checks_sums
+from quorumark.round.history import History, checks_sums, packing_of
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import FolderState, adopt, answers_from, follow
-from quorumark.round.movement import norm_count
 from quorumark.round.statements import Turn
+from quorumark.round.survey import HANDED_OUT, SUMMED
+from quorumark.round.units import is_level
 
 __all__ = ["MODEL", "Journal", "Notes", "allow_repeats", "create_lost_memory"]
 
@@ -303,6 +306,10 @@ class Journal:
 
     def history(self, layout: ModelLayout) -> History:
         """What this member accepted, as it was written down."""
+        files = self._anchor_path, self._model_path
+        known = remembered.find(self._named(), files)
+        if known is not None:
+            return known
         try:
             anchor = read_array(self._anchor_path, "an anchor")
             model = layout.encode(read_safetensors(self._model_path))
@@ -312,36 +319,58 @@ class Journal:
                 f"{self.name} has no history of this run to go on from ({type(error).__name__})",
                 code="round.no-history",
             ) from None
-        return self._restored(layout, anchor, model, mark, buffers)
+        history = remembered.match(self._named(), files, anchor, model)
+        if history is None:
+            history = self._restored(layout, anchor, model, mark, buffers)
+            remembered.keep(self._named(), files, history)
+        return history
+
+    def _named(self) -> tuple[object, ...]:
+        """What a history is a function of: the manifests, and what was noted, which names model and anchor."""
+        return tuple(link.digest() for link in self.chain), self.notes.mark.encode(), self.notes.buffers.encode()
 
     def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, buffers: bytes) -> History:
         history = History(self.manifest, layout, anchor, self.chain[:-1])  # checks that it is the manifest's anchor
         start = model if history.warming else anchor  # in warm-up rounds every model is the next anchor
         key = self.manifest.terms.key
-        return history.restored(MarkState.from_bytes(state, history.strength, layout, key, model, start), buffers)
+        mark = MarkState.from_bytes(state, history.strength, layout, key, model, start, history.packing)
+        return history.restored(mark, buffers)
 
-    def follow(self, config: Config, arrays: Arrays, layout: ModelLayout, model: Mapping[str, Any]) -> str:
-        """Brings the history up to the model that the round starts from; what is missing for that, if anything.
+    def follow(
+        self, config: Config, arrays: Arrays, layout: ModelLayout, given: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, Any]]:
+        """Brings the history up to the model that the round starts from; what is missing for that, if anything, and
+        that model. `given` is the model as the server sends it; where sums are checked it sends the sum instead.
 
         A member that was there in the last round derives the new state itself, and it must be the server's. One that
         missed rounds takes the server's: if that is false, its masks fit nobody's, and nothing is opened. Where sums
-        are checked, the model must also be the last round's sum; whether this member could check that itself is noted
-        (`verified`).
+        are checked, the model is what follows from the last one and the sum; whether this member could check that
+        itself is noted (`verified`).
         """
-        encoded, turn = layout.encode(model), Turn.from_bytes(_text(config, "turn", bytes))
+        turn = Turn.from_bytes(_text(config, "turn", bytes))
         if turn.round != read_count(config, "round"):
             raise MessageError(
                 "the server's message names one round in 'round' and another in 'turn'", code="message.malformed"
             )
-        self.check_other_keys(encoded)
-        buffers = layout.buffers_digest(model) if self.checks else b""
-        own, verified = self._derived(config, arrays, layout, model, encoded, buffers)
-        if own is None:
+        derived = self._derived(config, arrays, layout, given)
+        if derived is None:
             anchor = self._anchor(arrays)
             if anchor is None:
-                return "anchor"
-            own = self._restored(layout, anchor, encoded, _content(arrays["state"]), buffers)
+                return "anchor", {}
+            if not given or "state" not in arrays:
+                return "model", {}
+            encoded, buffers = layout.encode(given), self._buffers(layout, given)
+            self.check_other_keys(encoded)
+            own, model, verified = (
+                self._restored(layout, anchor, encoded, _content(arrays["state"]), buffers),
+                given,
+                False,
+            )
+            _check_history(own, config, self.name)
             _keep(self._anchor_path, anchor)
+        else:
+            own, model, verified = derived
+            encoded, buffers = layout.encode(model), self._buffers(layout, model)
         if own.mark.model_digest != model_digest(encoded):
             raise RoundError(
                 "the model that the round starts from is not the one that the server's history names: start a new run",
@@ -369,58 +398,68 @@ class Journal:
             turn=turn.to_bytes().decode(),
             ready=0,
         )
-        return ""
+        remembered.keep(self._named(), (self._anchor_path, self._model_path), own)
+        return "", model
 
     def _derived(
-        self,
-        config: Config,
-        arrays: Arrays,
-        layout: ModelLayout,
-        model: Mapping[str, Any],
-        encoded: Vector,
-        buffers: bytes,
-    ) -> tuple[History | None, bool]:
-        """The history up to this model as this member has it itself, which must be the server's, and whether it has
-        verified it; None if it missed rounds."""
-        accepted, state = read_count(config, "accepted"), _content(arrays["state"])
+        self, config: Config, arrays: Arrays, layout: ModelLayout, given: Mapping[str, Any]
+    ) -> tuple[History, Mapping[str, Any], bool] | None:
+        """The history up to the model of the round as this member has it itself, which must be the server's; that
+        model; and whether it has verified it. None if it missed rounds."""
+        accepted = read_count(config, "accepted")
         if accepted == self._start():
+            if not given:
+                return None
+            encoded = layout.encode(given)
+            self.check_other_keys(encoded)
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
-            begun.buffers = buffers
-            if begun.mark.to_bytes() != state:
+            begun.buffers = self._buffers(layout, given)
+            if begun.mark.digest() != _digest_of(config, "history"):
                 raise RoundError(
                     "the server's history does not begin with the anchor: start from the model that the manifest names",
                     code="round.other-history",
                 )
-            self._check_buffers(layout, model)
+            self._check_buffers(layout, given)
             _keep(self._anchor_path, encoded)
-            return begun, True
+            return begun, given, True
         own: History | None = None
         # a process that died between two files left a history that does not fit together: as if it had missed rounds
         with contextlib.suppress(QuorumarkError):
             own = self.history(layout)
-        if own is None:
-            return None, False
-        verified = self.notes.verified
+        if own is None or own.mark.round not in (accepted - 1, accepted):
+            return None
+        model, verified = given, self.notes.verified
+        if not self.checks:
+            if not given:
+                return None
+            self.check_other_keys(layout.encode(given))
         if own.mark.round == accepted - 1:
             before = own.state
-            verified = self._accept(config, arrays, own, encoded) and verified
+            model, checked = self._accept(config, arrays, own, given)
+            verified = checked and verified
             with self.memory().edit() as memory:
                 follow(memory, before, own.state)
-        elif own.mark.round != accepted:
-            return None, False
-        if own.mark.to_bytes() != state:
-            raise RoundError(
-                f"the server's history of this run is not the one that {self.name} has seen: it says that round "
-                f"{accepted} was accepted, with another model or strength; start a new run",
-                code="round.other-history",
-            )
-        if own.buffers != buffers:
-            raise RoundError(
-                "the model's integers are not those of the rounds before: they are in no sum, and the server must keep "
-                "them",
-                code="round.other-integers",
-            )
-        return own, verified
+        elif self.checks:
+            model = read_safetensors(self._model_path)
+        _check_history(own, config, self.name)
+        if self.checks:
+            self.check_other_keys(own.mark.model)
+            if given and model_digest(layout.encode(given)) != own.mark.model_digest:
+                raise RoundError(
+                    "the model that the server announces is not the sum that it announces with it: use a strategy that "
+                    "takes the sum as it is, such as FedAvg",
+                    code="round.not-the-sum",
+                )
+            if given and layout.buffers_digest(given) != own.buffers:
+                raise RoundError(
+                    "the model's integers are not those of the rounds before: they are in no sum, and the server must "
+                    "keep them",
+                    code="round.other-integers",
+                )
+        return own, model, verified
+
+    def _buffers(self, layout: ModelLayout, model: Mapping[str, Any]) -> bytes:
+        return layout.buffers_digest(model) if self.checks else b""
 
     def _start(self) -> int:
         """How many rounds are accepted where a run begins: none, or the warm-up rounds, once their model is named."""
@@ -437,57 +476,40 @@ class Journal:
                 code="round.other-integers",
             )
 
-    def _accept(self, config: Config, arrays: Arrays, own: History, encoded: Vector) -> bool:
-        """Accepts a model as the successor of this member's own; returns whether it could check that it is the sum.
+    def _accept(
+        self, config: Config, arrays: Arrays, own: History, given: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], bool]:
+        """Accepts the successor of this member's own model: what follows from the announced sum or, where sums are not
+        checked, the model that is `given`. Returns it, and whether this member could check that it is the sum.
 
         If it is not, this raises.
         """
         under = self.manifest_of(str(_text(config, "sum-under", str)))
-        halvings = read_count(config, "sum-halvings")
+        halvings, level = read_count(config, "sum-halvings"), _level(config, own.layout)
         amplitudes = own.amplitudes_under(under, halvings)
         number, name = own.round, under.digest().hex()
         if not self.checks:
-            held = _held(config)
-            embedded = amplitudes.without(held) if amplitudes.marks else None
-            own.accept(number, encoded, embedded, arrays.get("norms"), name)
-            return False
-        opened = self._announced(config, arrays, own.layout, encoded, norms=own.strength.needs_norms)
+            embedded = own.widened(amplitudes, level, under).without(_held(config))
+            embedded_or_none = embedded if embedded.marks else None
+            own.accept(number, own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level)
+            return given, False
+        length = packing_of(under).length(own.layout) + own.norms + 1
+        opened = _elements(arrays["sum"], length, "the sum")
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
         found = checked_sums.check(
-            self.memory(), own.state, group_of(under), read_count(config, "sum-round"), halvings, opened
+            self.memory(), own.state, group_of(under), read_count(config, "sum-round"), halvings, opened, level
         )
         if found is False:
             raise RoundError(
-                f"the model that the server announces is not the sum of the last round, in which {self.name} took "
-                "part: the server lies, or a member sent a wrong tag. The run cannot go on from the model before: "
-                "another sum from it could show the key. Find out who it was, and let the operators decide",
+                f"the sum that the server announces is not that of the last round, in which {self.name} took part: the "
+                "server lies, or a member sent a wrong tag. The run cannot go on from the model before: another sum "
+                "from it could show the key. Find out who it was, and let the operators decide",
                 code="round.wrong-tag",
             )
-        settled = own.settle(
-            opened[:-1], read_safetensors(self._model_path), amplitudes, norms=own.strength.needs_norms
-        )
-        if (settled.encoded != encoded).any():
-            raise RoundError(
-                "the model that the server announces is not the sum that it announces with it: use a strategy that "
-                "takes the sum as it is, such as FedAvg",
-                code="round.not-the-sum",
-            )
-        own.accept(number, encoded, settled.embedded, settled.norms, name)
-        return found is True
-
-    def _announced(
-        self, config: Config, arrays: Arrays, layout: ModelLayout, encoded: Vector, *, norms: bool
-    ) -> Vector:
-        """The sum that the server announces: model plus rest, norms and tag."""
-        tag = read_count(config, "sum-tag")
-        parts = [field.add(encoded, field.from_signed(_integers(arrays["rest"], layout.size)))]
-        if norms:
-            parts.append(_elements(arrays["norms"], norm_count(layout)))
-        if tag >= field.P:
-            raise MessageError("the server's message must give 'sum-tag' as a field element", code="message.malformed")
-        opened = np.concatenate([*parts, np.array([tag], np.uint64)])
-        field.check(opened, "the sum that the server announces")
-        return opened
+        like, norms = read_safetensors(self._model_path), own.norms > 0
+        settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
+        own.accept(number, settled.encoded, settled.embedded, settled.norms, name, level, stood=settled.stood)
+        return settled.weights, found is True
 
     def _anchor(self, arrays: Arrays) -> Vector | None:
         """From what the server sent, or from disk, if it is the manifest's."""
@@ -513,8 +535,8 @@ class Journal:
         if "sum-under" not in config:
             self._sum_path.unlink(missing_ok=True)
             return
-        about = {name: config[f"sum-{name}"] for name in ("tag", "round", "halvings", "under", "held")}
-        found: dict[str, Any] = {name: arrays[name] for name in ("rest", "norms") if name in arrays}
+        about = {name: config[f"sum-{name}"] for name in HANDED_OUT}
+        found: dict[str, Any] = {name: arrays[name] for name in SUMMED if name in arrays}
         with replacing(self._sum_path) as file:
             np.savez(file, about=np.frombuffer(canonical(about), np.uint8), **found)
 
@@ -537,7 +559,7 @@ class Journal:
             return {}, {}
         with self._sum_path.open("rb") as file, np.load(file) as kept:
             about = json.loads(kept["about"].tobytes())
-            arrays = {name: kept[name] for name in ("rest", "norms") if name in kept}
+            arrays = {name: kept[name] for name in SUMMED if name in kept}
         config: Config = {f"sum-{name}": value for name, value in about.items()}
         arrays["state"] = np.frombuffer(self.notes.mark.encode(), np.uint8)
         arrays |= {MODEL + name: np.array(tensor) for name, tensor in read_safetensors(self._model_path).items()}
@@ -581,20 +603,38 @@ def _content(array: NDArray[Any]) -> bytes:
     return array.tobytes()
 
 
-def _integers(array: NDArray[Any], size: int) -> NDArray[np.int64]:
-    if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or array.shape != (size,):
-        raise MessageError(
-            f"the server's message must hold what rounding left as {size} integers", code="message.malformed"
-        )
-    return array.astype(np.int64)
-
-
-def _elements(array: NDArray[Any], size: int) -> Vector:
+def _elements(array: NDArray[Any], size: int, what: str) -> Vector:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (size,):
-        raise MessageError(
-            f"the server's message must hold the sum of norms as {size} field elements", code="message.malformed"
-        )
+        raise MessageError(f"the server's message must hold {what} as {size} field elements", code="message.malformed")
+    field.check(array, what)
     return np.ascontiguousarray(array)
+
+
+def _digest_of(config: Mapping[str, Any], name: str) -> bytes:
+    if not is_hex(config[name], 32):
+        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex", code="message.malformed")
+    return bytes.fromhex(config[name])
+
+
+def _level(config: Mapping[str, Any], layout: ModelLayout) -> bytes:
+    """Of the units of a sum: a byte for each tensor, in hex, or none."""
+    try:
+        level = bytes.fromhex(_text(config, "sum-level", str))
+    except ValueError:
+        level = b"?"
+    if not is_level(level) or len(level) not in (0, sum(1 for _ in layout.spans())):
+        raise MessageError("the server's message must give 'sum-level' as a level of units", code="message.malformed")
+    return level
+
+
+def _check_history(own: History, config: Mapping[str, Any], name: str) -> None:
+    """Whether the server's history, of which it tells the digest, is this member's."""
+    if own.mark.digest() != _digest_of(config, "history"):
+        raise RoundError(
+            f"the server's history of this run is not the one that {name} has seen: it says that round "
+            f"{own.mark.round} was accepted, with another model or strength; start a new run",
+            code="round.other-history",
+        )
 
 
 def _keep(path: Path, vector: Vector) -> None:

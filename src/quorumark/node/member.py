@@ -4,7 +4,7 @@
     config, arrays = node.handle("join", config, arrays)
 
     stage    what comes                                         what goes
-    join     round, run, the history so far, model:…            rate, seed, round: what to train with; joined
+    join     round, run, the last sum, or model:…               rate, seed, round, model:…: what to train with; joined
     ready    examples, result:…, joined as *join* gave it       a key for the round, signed (secagg)
     upload   an announcement, what the others said (sums)       the masked vector, its head
     unmask   a request                                          shares of the seeds
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from quorumark.canonical import digest
 from quorumark.checks import is_hex
 from quorumark.consortium.home import HomeFolder
-from quorumark.consortium.identity import Header
+from quorumark.consortium.identity import Header, Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.errors import (
@@ -49,20 +49,15 @@ from quorumark.errors import (
     RoundError,
     code_of,
 )
-from quorumark.files import only_one, write_private
+from quorumark.files import only_one, unsynced, write_private
 from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import MODEL, Journal, read_count, rounds_folder
-from quorumark.node.queries import unpack_query
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
+from quorumark.round.memory import FolderState
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import unpack
 from quorumark.round.statements import Turn
-from quorumark.setup.exchange import expected_messages, set_up
-from quorumark.verify.answer import answer
-from quorumark.verify.certificate import Certificate
-from quorumark.verify.check import sign
-from quorumark.verify.evidence import Query
 
 __all__ = ["MODEL", "RESULT", "Config", "MemberNode", "introduction", "refusal", "refused", "with_prefix"]
 
@@ -77,7 +72,7 @@ _ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
 _TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read by `read_count`
     bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn"},
     str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
-    | {"of-state", "sum-under", "sum-held", "settings", "nonces"},
+    | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
     bool: {"with-model"},
 }
 _BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
@@ -153,6 +148,7 @@ class MemberNode:
         seeds: bool = False,
     ) -> None:
         self._home, self._unlock, self._seeds = home, unlock, seeds
+        self._known: Identity | None = None
         self._terms, self._manifest, self._which = terms, manifest, consortium
         self._stages: dict[str, Callable[[Config, Arrays], Reply]] = {
             "join": self._join,
@@ -178,13 +174,15 @@ class MemberNode:
             )
         fields, vectors = Fields(stage, config), Fields(stage, arrays)
         fields.check_types()
-        with self._alone() if stage in _ROUND else contextlib.nullcontext():
+        if stage not in _ROUND:
+            return self._stages[stage](fields, vectors)
+        with self._alone(), unsynced() if self._is_simulation() else contextlib.nullcontext():
             return self._stages[stage](fields, vectors)
 
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
 
-        A round brings vectors like the model: it itself, what rounding left, norms and perhaps the anchor. Until the
+        A round brings vectors like the model: it itself or the sum, norms and perhaps the anchor. Until the
         layout is known, and for suspects, which are any file, there is no limit but the signer's own.
         """
         if stage in ("upload", "unmask", "again", "never", "state", "sign"):
@@ -220,7 +218,7 @@ class MemberNode:
         journal.check_share(self._unlock)
         layout = journal.layout(_content(arrays["layout"]))
         try:
-            needs = journal.follow(config, arrays, layout, with_prefix(arrays, MODEL))
+            needs, model = journal.follow(config, arrays, layout, with_prefix(arrays, MODEL))
         except AnsweredError:  # from a model that it has gone on from
             raise RoundError(
                 f"{journal.name} has gone on from this model to others: let the run go on from the last one "
@@ -243,7 +241,7 @@ class MemberNode:
         if "seed" in config and mine:
             reply["seed"] = research_seed(read_count(config, "seed"), number, journal.point)
         reply["settings-changed"] = self._notice_settings(journal, str(config.get("settings", "")))
-        return reply, {}
+        return reply, {MODEL + name: np.array(model[name]) for name in _in_order(config, model)}
 
     def _declined(self, journal: Journal, config: Config, error: RoundError, nonce: str) -> Config:
         """Why it does not take part. The server may settle what stands in the way: it is told more than a sentence."""
@@ -379,13 +377,27 @@ class MemberNode:
         """One message of a round at a time: of two that are served at once, each would undo what the other notes."""
         return only_one(rounds_folder(self._home.only_consortium(self._which)))
 
+    def _is_simulation(self) -> bool:
+        """Whether this home was made for a simulation (`allow_repeats`)."""
+        consortium = self._home.only_consortium(self._which)
+        if not consortium.memory_path.exists():
+            return False
+        with FolderState(consortium.memory_path.parent, self._identity()).edit() as memory:
+            return bool(memory["simulation"])
+
+    def _identity(self) -> Identity:
+        """For as long as this object has what unlocks it."""
+        if self._known is None:
+            self._known = self._home.identity(self._unlock)
+        return self._known
+
     def _journal(self) -> Journal:
         consortium = self._home.only_consortium(self._which)
         if not consortium.manifest_path.exists():
             raise RecordError(
                 f"{self._home.card().name!r} has no manifest yet: make a key first (make_key, or quorumark setup dkg)"
             )
-        journal = Journal(consortium, self._home.identity(self._unlock))
+        journal = Journal(consortium, self._identity())
         manifest = journal.manifest
         if self._manifest is not None and manifest.digest().hex() != self._manifest:
             raise RecordError(
@@ -398,6 +410,8 @@ class MemberNode:
 
     def _setup(self, config: Config, arrays: Arrays) -> Reply:
         """A turn in the dealer-free ceremony: takes the others' messages, does what can be done, gives its own."""
+        from quorumark.setup.exchange import expected_messages, set_up  # here: a round, often a new process, needs none
+
         terms = Terms.from_bytes(_content(arrays["terms"]))
         self._check_pinned(terms)
         session = str(config["session"])
@@ -425,7 +439,7 @@ class MemberNode:
             (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_private(spool / name, content)
         progress = set_up(self._home, self._unlock, terms, spool)
-        have = _names(config, "have")
+        have = set(_listed(config, "have"))
         own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
         fresh = {path.relative_to(spool).as_posix(): path for path in own}
         messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
@@ -473,6 +487,10 @@ class MemberNode:
 
     def _answer(self, config: Config, arrays: Arrays) -> Reply:
         """This member's partial about a suspect, if its own rules approve: no person is asked here."""
+        from quorumark.node.queries import unpack_query  # here, as in `_setup`
+        from quorumark.verify.answer import answer
+        from quorumark.verify.evidence import Query
+
         consortium = self._journal().consortium
         query = Query.from_bytes(config["query"])
         with unpack_query(consortium, arrays) as asked:
@@ -489,6 +507,9 @@ class MemberNode:
         return {"partial": partial.to_bytes()}, {}
 
     def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        from quorumark.verify.certificate import Certificate
+        from quorumark.verify.check import sign
+
         certificate = Certificate.from_bytes(config["certificate"])
         signed = sign(self._home, self._unlock, certificate, consortium=self._journal().consortium)
         return {"certificate": signed.to_bytes()}, {}
@@ -502,6 +523,14 @@ def _check_near(round_no: int, last: int) -> None:
             f"(watermarked(…, after={last}))",
             code="round.wrong-number",
         )
+
+
+def _in_order(config: Config, model: Mapping[str, Any]) -> list[str]:
+    """The model's names, in the server's order if it says one: training may depend on it."""
+    names = _listed(config, "names") or list(model)
+    if sorted(names) != sorted(model):
+        raise MessageError("the server's message names other tensors than the model has", code="message.malformed")
+    return names
 
 
 def _by_point(config: Config, name: str) -> dict[int, bytes]:
@@ -520,7 +549,7 @@ def _digest(config: Config, name: str) -> bytes:
     return bytes.fromhex(config[name])
 
 
-def _names(config: Config, name: str) -> set[str]:
+def _listed(config: Config, name: str) -> list[str]:
     """A list of names in JSON; empty if there is none."""
     try:
         found = json.loads(config.get(name, "[]"))
@@ -530,7 +559,7 @@ def _names(config: Config, name: str) -> set[str]:
         raise MessageError(
             f"the server's message must give {name!r} as a list of names in JSON", code="message.malformed"
         )
-    return set(found)
+    return found
 
 
 def _content(array: NDArray[Any]) -> bytes:

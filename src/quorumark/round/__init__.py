@@ -6,6 +6,7 @@ statements   what members sign so that the others may go on
 secagg       one secure sum: the member's side and the server's
 checked_sums tags by which members see that what a server announces is what they summed
 movement     how far a model moved, exactly
+units        in which units updates are packed
 amplitudes   how strong the mark is, weight by weight
 mark         what a member adds for it, and what it refuses
 dither       noise beside the mark

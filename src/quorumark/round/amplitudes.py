@@ -33,6 +33,7 @@ from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError
 from quorumark.field import P, Vector
 from quorumark.model.layout import ModelLayout
+from quorumark.packing import Span
 from quorumark.round.continuity import Pace, plain_moves
 from quorumark.round.movement import (
     Axes,
@@ -48,8 +49,10 @@ from quorumark.round.movement import (
     norm_count,
     norm_of,
 )
+from quorumark.round.units import Packing, are_possible, first_reach, follow_lift, follow_reach
 
 __all__ = ["HALVINGS", "Amplitudes", "MarkState", "PaperScale", "model_digest", "paper_amplitudes"]
+NOT_PACKED = Packing()
 WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
 HALVINGS = 3  # so often members may find the mark of a state too strong: the last time there is none
 
@@ -130,6 +133,10 @@ class Amplitudes:
 
     def digest(self) -> bytes:
         """What all members of a round must agree on."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         about = {"key": self.key, "round": self.round, "scales": self.scales}
         return digest("amplitudes", bytes.fromhex(self.layout.digest()), canonical(about))
 
@@ -151,9 +158,17 @@ class MarkState:
 
     FORMAT = "quorumark-mark-state/v3"
 
-    def __init__(self, strength: Strength, layout: ModelLayout, key: str, model: Vector, start: int = 0) -> None:
+    def __init__(
+        self,
+        strength: Strength,
+        layout: ModelLayout,
+        key: str,
+        model: Vector,
+        start: int = 0,
+        packing: Packing = NOT_PACKED,
+    ) -> None:
         """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds; after
-        those, `start` is how many there were.
+        those, `start` is how many there were. `packing` is in force for the next round.
 
         Models are kept, not copied: do not change them afterwards.
         """
@@ -171,6 +186,12 @@ class MarkState:
         self._rate = Fraction(1)  # the last update's, by the table that was in force then
         self._leak = self._path = self._step = 0  # L² in 2^-64; Σ‖D‖² and the last ‖D‖², in 2^-80
         self._pace, self._silenced = Pace(), 0
+        self.packing = packing
+        self.stood = False  # whether another sum from this model could show the mark of the last one
+        self._reach: tuple[int, ...] = ()  # what units follow from (`round.units`), once a packed round was accepted
+        self._lift: tuple[int, ...] = ()
+        self._first_reach: tuple[int, ...] | None = None
+        self._written = b""  # what `to_bytes` gave, until the next round is accepted
         self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest)
 
     # --- what it says ---
@@ -250,7 +271,29 @@ class MarkState:
                 full = norm_of(base)
                 missing = self.strength.rho * self._distance - self.strength.kept(round_no) * self._reached()
                 c = min(c, max(0, missing) // full, self._quiet_c(full, round_no)) if full else 0
-        return Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE))
+        return self.in_units(Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE)))
+
+    def spans(self, level: bytes = b"") -> list[Span]:
+        """Each tensor's place in the model, and the shift of the units of the next round, of this level."""
+        if not self.packing.packs:
+            return [(slice(0, self.layout.size), 0)]
+        if not self._reach and self._first_reach is None:
+            self._first_reach = first_reach(self.layout, self.model)
+        return self.packing.spans(self.layout, self._reach or self._first_reach or (), self._lift, level)
+
+    def in_units(self, amplitudes: Amplitudes, level: bytes = b"") -> Amplitudes:
+        """The mark as it fits into the units of the next round: rounded down to them, and not above what leaves room
+        for the updates. What is below one unit is no mark."""
+        if not self.packing.packs:
+            return amplitudes
+        most = self.packing.largest_mark(self.strength, self.key)
+        shifts = {place.start: shift for place, shift in self.spans(level)}
+        units = [1 << (shifts[carrier.place.start] + KEY_BITS[self.key]) for carrier in self._carriers]
+        rounded = tuple(
+            tuple(tuple(min(n // unit, most) * unit for n in values) for values in axes)
+            for axes, unit in zip(amplitudes.scales, units, strict=True)
+        )
+        return replace(amplitudes, scales=rounded)
 
     def _quiet_c(self, full: int, round_no: int) -> int:
         """The largest c with L² + (c·‖base‖/‖D‖)² within the limit, if the next update is as large as the last one."""
@@ -278,9 +321,12 @@ class MarkState:
         norms: Vector | None = None,
         *,
         under: str = "",
+        level: bytes = b"",
+        stood: bool = False,
     ) -> None:
         """A round's global model was accepted; `embedded` is what was added in it, None if nothing; `under` is the
-        digest of the manifest that it was summed under.
+        digest of the manifest that it was summed under, `level` that of its units. `stood`: a tensor kept its weights
+        though its opened sum was marked.
 
         `norms` is the opened sum of the members' norms, if the strength needs them; a run without the mark may leave
         them out, and then nothing counts as learnt. A round that is given up is not told: the last model stands.
@@ -296,10 +342,13 @@ class MarkState:
                 code="round.wrong-number",
             )
         checked = self._checked_norms(norms, embedded)
+        used = self.spans(level)
+        self._written = b""
         before, self.model = self.model, checked_model("model", model, self.layout)
         self.model_digest = model_digest(self.model)
         sums = [axis_sums(carrier, self.model, before) for carrier in self._carriers]
         noise, quiet = self._noise(embedded)
+        quiet = self._with_rounding(quiet, used)
         self._moved = tuple(map(moved_axes, self._carriers, sums, quiet))
         first = not self._updates and not any(any(map(any, axes)) for axes in self._ema)
         self._ema = _map(lambda e, m: m if first else (9 * e + m) // 10, self._ema, self._moved)
@@ -320,11 +369,17 @@ class MarkState:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
             self._sums = tuple(a + least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
             self._leak += -(-(norm_of(embedded.scales) ** 2 << 64) // max(1, self._step))
-        self.round, self.under, self._updates = round_no, under, self._updates + 1
+        self.round, self.under, self._updates, self.stood = round_no, under, self._updates + 1, stood
         self._rate = self.strength.rate(round_no)
         if round_no <= self.strength.warmup_rounds:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
             self._path = self._step = 0
+        if self.packing.packs:
+            self._reach = follow_reach(self.layout, self._reach, self.model, before)
+            self._lift = follow_lift(self.packing.count, self._lift, level, used, self._reach)
+        else:
+            self._reach, self._lift = (), ()
+        self._first_reach = None
         end = self.layout.carrier_size
         self._distance = isqrt(distance(self.model[:end], self.anchor[:end]))
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
@@ -344,6 +399,23 @@ class MarkState:
             for factor in (kappa**2, 2 * (kappa**2 + ONE**2) if kappa else 0)
         )
         return noise, quiet
+
+    def _with_rounding(self, quiet: list[list[list[int]]], used: list[Span]) -> list[list[list[int]]]:
+        """The same, and an rms below K units counts as still: rounding at K members makes K/2 on a dead row."""
+        if not self.packing.packs:
+            return quiet
+        shifts = {place.start: shift for place, shift in used}
+        least = [
+            [
+                carrier.size // count * (self.packing.members << shifts[carrier.place.start]) ** 2
+                for count in carrier.axes
+            ]
+            for carrier in self._carriers
+        ]
+        return [
+            [[max(q, most) for q in axis] for axis, most in zip(axes, mosts, strict=True)]
+            for axes, mosts in zip(quiet, least, strict=True)
+        ]
 
     def _silence_jumps(self, sums: list[Sums], before: Vector) -> None:
         """Takes the next round's mark from what jumped, or from everything (`quorumark.round.continuity`)."""
@@ -389,6 +461,11 @@ class MarkState:
 
     def to_bytes(self) -> bytes:
         """For a member that missed rounds. It has no secrets; `digest` settles whether it is the right one."""
+        if not self._written:
+            self._written = self._write()
+        return self._written
+
+    def _write(self) -> bytes:
         body = {
             "format": self.FORMAT,
             "layout": self.layout.digest(),
@@ -412,14 +489,22 @@ class MarkState:
             "step": self._step,
             "rate": [self._rate.numerator, self._rate.denominator],
         }
-        return canonical(body)
+        packed = {"reach": self._reach, "lift": self._lift} if self._reach else {}
+        return canonical(body | packed | ({"stood": True} if self.stood else {}))
 
     @classmethod
     def from_bytes(
-        cls, data: bytes, strength: Strength, layout: ModelLayout, key: str, model: Vector, anchor: Vector
+        cls,
+        data: bytes,
+        strength: Strength,
+        layout: ModelLayout,
+        key: str,
+        model: Vector,
+        anchor: Vector,
+        packing: Packing = NOT_PACKED,
     ) -> MarkState:
         """Reads `to_bytes` back, beside the last global model and the anchor, which must be those that it names."""
-        state = cls(strength, layout, key, model)
+        state = cls(strength, layout, key, model, packing=packing)
         state.anchor = checked_model("anchor", anchor, layout)
         state.anchor_digest = model_digest(state.anchor)
         body = parse(data, cls.FORMAT, "a mark's state")
@@ -431,21 +516,28 @@ class MarkState:
             state._leak, state._path, state._step = (body[name] for name in ("leak", "path", "step"))
             state._rate = Fraction(*body["rate"])
             state._pace, state._silenced = Pace(tuple(map(tuple, body["pace"])), tuple(body["plain"])), body["silenced"]
-            state._chain = bytes.fromhex(body["chain"])
+            state._reach = tuple(body.get("reach", ()))
+            state._lift = tuple(body.get("lift", ()))
+            state._chain, state.stood = bytes.fromhex(body["chain"]), body.get("stood") is True
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
         shape = [carrier.axes for carrier in state._carriers]
         lists = (state._moved, state._ema, state._total)
         pace = state._pace
         numbers = [state.round, state._updates, state._distance, *state._sums, *pace.plain, state._silenced]
+        numbers += [*state._reach, *state._lift]
         numbers += [state._leak, state._path, state._step, state._rate.numerator]
         numbers += [n for axis in pace.axes for n in axis]
         numbers += [n for axes in lists for tensor in axes for values in tensor for n in values]
         fits = all([tuple(map(len, tensor)) for tensor in axes] == shape for axes in lists)
         paced = [count for axes in shape for count in axes], sum(1 for _ in layout.spans("plain"))
+        tensors = sum(1 for _ in layout.spans())
+        fits = fits and len(state._reach) in (0, tensors) and len(state._lift) in (0, len(state._reach))
         fits = fits and (list(map(len, pace.axes)), len(pace.plain)) in (([], 0), paced)
         if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
             raise RecordError("this is not a mark's state of this layout")
+        if not are_possible(state._reach, state._lift):
+            raise RecordError("this is not a mark's state: its units are out of range")
         if state.to_bytes() != data:
             raise RecordError("this mark's state is of another model, anchor, layout or key")
         return state

@@ -23,12 +23,13 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark import field
-from quorumark.consortium.identity import Identity, open_message
+from quorumark.consortium.identity import Identity
 from quorumark.errors import MessageError, RoundError
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.round.group import Group, word
 from quorumark.round.memory import State, answers_from
 from quorumark.round.secagg.member import SecAggMember
+from quorumark.round.secagg.messages import opened as opened_message
 from quorumark.round.statements import Turn
 
 __all__ = [
@@ -102,7 +103,7 @@ def _own_part(identity: Identity, group: Group, round_no: int, binding: bytes) -
 
 def _cipher(identity: Identity, group: Group, round_no: int, binding: bytes, sender: int, recipient: int) -> AESGCM:
     other = recipient if group.point_of(identity.ed25519) == sender else sender
-    secret = identity.exchange(group.member(other).x25519)
+    secret = identity.exchange_lasting(group.member(other).x25519)
     about = group.id, word(round_no), binding, word(sender), word(recipient)
     return AESGCM(derive_key(secret, "sum key box", *about))
 
@@ -125,16 +126,19 @@ def holds(key: bytes, opened: Vector) -> bool:
     return bool(opened[-1] == tag(key, opened[:-1], first=True))
 
 
-def keep(member: SecAggMember, origin: bytes, turn: Turn, key: bytes) -> None:
+def keep(member: SecAggMember, origin: bytes, turn: Turn, key: bytes, level: bytes = b"") -> None:
     """For the sum of the round that this member uploads in, until it uploads in another one."""
     about = {"origin": origin.hex(), "group": member.group.id.hex(), "round": turn.round, "halvings": turn.halvings}
+    about["level"] = level.hex()
     with member.state.edit() as memory:
         memory["sum"] = {**about, "key": key.hex()}
 
 
-def check(state: State, origin: bytes, group: Group, round_no: int, halvings: int, opened: Vector) -> bool | None:
-    """Whether this is the sum of a round of `group` from the state `origin`, with its tag and a mark that was halved so
-    many times; None if this member cannot say, because it last uploaded in another round.
+def check(
+    state: State, origin: bytes, group: Group, round_no: int, halvings: int, opened: Vector, level: bytes = b""
+) -> bool | None:
+    """Whether this is the sum of a round of `group` from the state `origin`, with its tag, a mark that was halved so
+    many times, and units of this level; None if this member cannot say, because it last uploaded in another round.
 
     A true sum that follows another history is from another state. A member that uploaded and was not asked to unmask
     may know the key of an attempt that led to nothing: that the tag does not fit then says nothing.
@@ -144,9 +148,8 @@ def check(state: State, origin: bytes, group: Group, round_no: int, halvings: in
         answered = [last for last, *_ in answers_from(memory, origin, "model")]
     if (known.get("origin"), known.get("round")) != (origin.hex(), round_no):
         return None
-    fits = (known["group"], known["halvings"]) == (group.id.hex(), halvings) and holds(
-        bytes.fromhex(known["key"]), opened
-    )
+    said = known["group"], known["halvings"], known["level"]
+    fits = said == (group.id.hex(), halvings, level.hex()) and holds(bytes.fromhex(known["key"]), opened)
     return True if fits else False if known["round"] in answered else None
 
 
@@ -165,7 +168,7 @@ def vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[int, byt
     for point, message in said.items():
         if message:
             header = group.header("vouch", group.session(round_no, "model"), point)
-            if open_message(message, group, header) != binding:
+            if opened_message(group.member(point), header, message) != binding:
                 raise MessageError(
                     f"{group.name(point)} vouches for something else (step 'sums/vouch')", code="message.other-vouch"
                 )

@@ -16,10 +16,12 @@ the sign of the mark.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from math import sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quorumark import field
 from quorumark.consortium.identity import Identity
@@ -27,7 +29,7 @@ from quorumark.consortium.strength import KEY_BITS, ONE
 from quorumark.field import Stream, Vector
 from quorumark.round.amplitudes import Amplitudes
 
-__all__ = ["add_dither", "dither_stream"]
+__all__ = ["add_dither", "dither_moves", "dither_stream"]
 
 _FINE, _COARSE = 34, 15  # bits of u_1, and of u_2 and u_3: 64 in all
 _HALF = 3 << (_FINE - 1)  # 3/2 in 2^-34
@@ -42,7 +44,30 @@ def dither_stream(identity: Identity, state: bytes) -> Stream:
 def add_dither(y: Vector, amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream) -> None:
     """Adds a member's noise to its encoded, weighted model, in place. κ is in 2^-32, `weight` is its a_k."""
     field.check_output(y, (amplitudes.layout.size,))
-    carrying, scales = amplitudes.layout.carrying(), amplitudes.vector
+    carrying = amplitudes.layout.carrying()
+    for start, stop, noise in _pieces(amplitudes, kappa, weight, stream):
+        made = field.from_signed(noise)
+        if isinstance(carrying, slice):
+            field.add(y[start:stop], made, out=y[start:stop], checked=False)
+        else:
+            where = carrying[start:stop]
+            y[where] = field.add(y[where], made, checked=False)
+
+
+def dither_moves(
+    moves: NDArray[np.int64], amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
+) -> None:
+    """The same for a weighted update in integers of 2^-40, before it is rounded to units and packed."""
+    carrying = amplitudes.layout.carrying()
+    for start, stop, noise in _pieces(amplitudes, kappa, weight, stream):
+        moves[slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]] += noise
+
+
+def _pieces(
+    amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
+) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """The noise of coordinates start … stop−1, where there is a mark."""
+    scales = amplitudes.vector
     # σ of g in units of 2^-34 is 2^33. Products of float64 are the same everywhere
     factor = kappa / ONE * sqrt(weight) * 2.0 ** (KEY_BITS[amplitudes.key] - _FINE + 1)
     words = np.empty(min(_PIECE, scales.size), np.uint64)
@@ -53,12 +78,7 @@ def add_dither(y: Vector, amplitudes: Amplitudes, kappa: int, weight: Fraction, 
         stop = start + scale.size
         part = words[: scale.size]
         stream.words(part, start)
-        noise = field.from_signed(np.rint(_normal(part) * (scale.astype(np.float64) * factor)).astype(np.int64))
-        if isinstance(carrying, slice):
-            field.add(y[start:stop], noise, out=y[start:stop], checked=False)
-        else:
-            where = carrying[start:stop]
-            y[where] = field.add(y[where], noise, checked=False)
+        yield start, stop, np.rint(_normal(part) * (scale.astype(np.float64) * factor)).astype(np.int64)
 
 
 def _normal(words: Vector) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -139,10 +139,13 @@ class Group:
         return self.roster[point - 1]
 
     def point_of(self, ed25519: str) -> int:
-        for member in self.roster:
-            if member.ed25519 == ed25519:
-                return member.point
-        raise RecordError("this identity is not a member of the group")
+        if ed25519 not in self._points:
+            raise RecordError("this identity is not a member of the group")
+        return self._points[ed25519]
+
+    @cached_property
+    def _points(self) -> dict[str, int]:
+        return {member.ed25519: member.point for member in self.roster}
 
     def name(self, point: int) -> str:
         return repr(self.member(point).name)
@@ -165,5 +168,15 @@ def group_of(manifest: Manifest) -> Group:
     Its settings are in the terms that all signed, under `policy`: `attempts` (20), and `cohort`, the number of members
     who are drawn from each state (all). More attempts cost no secrecy: the quorum depends on K, t and the cohort alone.
     """
-    policy = manifest.terms.policy
-    return Group.of_manifest(manifest, attempts=policy.attempts, cohort_size=policy.cohort)
+    verify_manifest(manifest)
+    name = manifest.digest()
+    if name not in _GROUPS:
+        policy = manifest.terms.policy
+        if len(_GROUPS) >= _MOST_GROUPS:
+            _GROUPS.clear()
+        _GROUPS[name] = Group.of_manifest(manifest, attempts=policy.attempts, cohort_size=policy.cohort)
+    return _GROUPS[name]
+
+
+_GROUPS: dict[bytes, Group] = {}  # by the manifest's digest, which says all of it; its signatures are checked each time
+_MOST_GROUPS = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,24 @@ from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.round.amplitudes import Amplitudes, MarkState
+from quorumark.packing import move, unpack
+from quorumark.round.amplitudes import Amplitudes, MarkState, model_digest
 from quorumark.round.group import word
-from quorumark.round.movement import norm_places
+from quorumark.round.mark import Packed
+from quorumark.round.movement import norm_count, norm_places
+from quorumark.round.units import Packing
 
-__all__ = ["History", "Settled", "checks_sums", "research_seed"]
+__all__ = ["History", "Settled", "checks_sums", "packing_of", "research_seed"]
 
 
 def checks_sums(manifest: Manifest) -> bool:
     """Whether the members check what a server announces as a sum (policy `sums`; docs/secagg.md, "Checked sums")."""
     return manifest.terms.policy.checks_sums
+
+
+def packing_of(manifest: Manifest) -> Packing:
+    """How many numbers an element of an upload holds (policy `packing`), and for how many members."""
+    return Packing(manifest.terms.policy.packing, manifest.terms.members)
 
 
 def research_seed(seed: int, round_no: int, point: int) -> int:
@@ -37,7 +46,8 @@ def research_seed(seed: int, round_no: int, point: int) -> int:
 class Settled:
     """What a round's sum makes of a model: its successor, what was embedded in it, and the members' norms.
 
-    `held` names tensors that keep their weights, because the sum has a number there that no model may have.
+    `held` names tensors that keep their weights, because the sum has a number there that no model may have. `stood`:
+    the mark was in one of them, so that another sum from the same weights could show it.
     """
 
     weights: dict[str, Any]
@@ -45,6 +55,7 @@ class Settled:
     embedded: Amplitudes | None
     norms: Vector | None
     held: tuple[str, ...]
+    stood: bool
 
 
 class History:
@@ -70,17 +81,21 @@ class History:
             raise InputError("model", "must be the initial model that the manifest names as its anchor")
         self.manifest, self.layout, self.earlier = manifest, layout, tuple(earlier)
         start = 0 if self.warming else self.strength.warmup_rounds
-        self.mark = MarkState(self.strength, layout, terms.key, encoded, start)
+        self.mark = MarkState(self.strength, layout, terms.key, encoded, start, packing_of(manifest))
         self.buffers = (
             b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.buffers_digest`)
         )
-        self._known: Amplitudes | None = None
-        self._halvings = 0
+        self._known: dict[int, Amplitudes] = {}  # by halvings, from the present state; copies share it
 
     @property
     def state(self) -> bytes:
         genesis = digest("genesis", canonical(self.manifest.genesis.as_dict()))
         return digest("round state", genesis, self.mark.chain, self.mark.model_digest)
+
+    @property
+    def norms(self) -> int:
+        """How many norms members sum beside a model that is marked."""
+        return norm_count(self.layout) if self.strength.needs_norms else 0
 
     @property
     def round(self) -> int:
@@ -89,9 +104,9 @@ class History:
 
     def amplitudes(self, halvings: int = 0) -> Amplitudes:
         """The mark of the next round."""
-        if self._known is None or (self._known.round, self._halvings) != (self.round, halvings):
-            self._known, self._halvings = self.mark.amplitudes(self.round, halvings), halvings
-        return self._known
+        if halvings not in self._known or self._known[halvings].round != self.round:
+            self._known[halvings] = self.mark.amplitudes(self.round, halvings)
+        return self._known[halvings]
 
     def amplitudes_under(self, manifest: Manifest, halvings: int) -> Amplitudes:
         """The same under another manifest of this consortium, whose strength may be another."""
@@ -100,14 +115,43 @@ class History:
         with self._under(manifest):
             return self.mark.amplitudes(self.round, halvings)
 
+    def widened(self, amplitudes: Amplitudes, level: bytes, under: Manifest) -> Amplitudes:
+        """The mark of a round whose units are of this level."""
+        with self._under(under):
+            return self.mark.in_units(amplitudes, level)
+
     @contextlib.contextmanager
     def _under(self, manifest: Manifest) -> Iterator[None]:
-        """The strength of another manifest."""
-        own, self.mark.strength = self.mark.strength, manifest.terms.strength
+        """The strength and the packing of another manifest."""
+        own = self.mark.strength, self.mark.packing
+        self.mark.strength, self.mark.packing = manifest.terms.strength, packing_of(manifest)
         try:
             yield
-        finally:
-            self.mark.strength = own
+        finally:  # `accept` puts another one in its place
+            self.mark.strength, self.mark.packing = own
+
+    def summed_under(self, digest: str) -> Manifest:
+        """The manifest with this digest, of those that this history knows; else the one in force."""
+        return next((link for link in self.earlier if link.digest().hex() == digest), self.manifest)
+
+    @property
+    def packing(self) -> Packing:
+        """Of the next round, under the manifest in force."""
+        return packing_of(self.manifest)
+
+    @property
+    def tensors(self) -> int:
+        """For how many tensors a member of the next round may need wider units."""
+        return sum(1 for _ in self.layout.spans()) if self.packing.packs else 0
+
+    def level(self, encoded: Vector) -> bytes:
+        """The level of units that a member's own result, as E, needs in the next round."""
+        mark = self.mark
+        return mark.packing.level(self.layout, encoded, mark.model, mark.spans) if mark.packing.packs else b""
+
+    def packed(self, level: bytes) -> Packed:
+        """Where the weights of an update are in the next round's vectors, and in which units of this level."""
+        return Packed(self.mark.packing.count, self.mark.spans(level))
 
     def accept(
         self,
@@ -116,16 +160,24 @@ class History:
         embedded: Amplitudes | None,
         norms: Vector | None = None,
         under: str | None = None,
+        level: bytes = b"",
+        *,
+        stood: bool = False,
     ) -> None:
         """A round's model is the global one now; `embedded` is what was added in it, `norms` the opened sum of the
-        members' norms where they are summed, `under` the manifest if it is an earlier one. Told twice, it is the
-        same."""
+        members' norms where they are summed, `under` the manifest if it is an earlier one, `level` that of the units,
+        `stood` as in `Settled`. Told twice, it is the same."""
         if round_no != self.mark.round:
             summed = self.manifest.digest().hex() if under is None else under
-            then = next((link for link in self.earlier if link.digest().hex() == summed), self.manifest)
-            with self._under(then):  # whose rate and decay the members trained with
-                self.mark.advance(round_no, encoded, embedded, norms, under=summed)
-            self._known = None
+            with self._under(self.summed_under(summed)):  # whose rate and decay the members trained with
+                self.mark = _advanced(self.mark, round_no, encoded, embedded, norms, summed, level, stood)
+            self._known = {}
+
+    def copy(self) -> History:
+        """For another member: what one of them accepts is not accepted by the other."""
+        made = copy(self)
+        made.mark = copy(self.mark)
+        return made
 
     def binding(self, round_no: int, amplitudes: Amplitudes | None, repeats: int = 0) -> bytes:
         """What all members of a round must agree on besides the set U and its keys, which secure aggregation adds.
@@ -145,25 +197,40 @@ class History:
             return ()
         return self.earlier[digests.index(self.mark.under) if self.mark.under in digests else 0 :]
 
-    def settle(self, opened: Vector, like: Mapping[str, Any], amplitudes: Amplitudes | None, *, norms: bool) -> Settled:
+    def settle(
+        self,
+        opened: Vector,
+        like: Mapping[str, Any],
+        amplitudes: Amplitudes | None,
+        *,
+        norms: bool,
+        level: bytes = b"",
+        under: Manifest | None = None,
+    ) -> Settled:
         """What follows from an opened sum (without its tag), whatever is in it: an opened sum always has a successor.
+        It is a function of the sum and of the state, the same for server and members: the sum of the members' models
+        or, where it is packed, of their updates, in units of this `level`, `under` an earlier manifest or this one.
 
         A tensor with a weight or a norm that no model may have keeps its weights, and nothing counts as embedded in it:
         one member can do that by sending a wrong vector, and a sum that was thrown away could not be repeated without
         showing more than one sum. `like` is the model before, in its own types.
         """
-        size, layout = self.layout.size, self.layout
-        vector = codec.decode(opened[:size], layout.dtype)
+        layout = self.layout
+        with self._under(under or self.manifest):
+            size = self.mark.packing.length(layout)
+            summed, held = self._unpacked(opened[:size], level)
+            amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
+        vector = codec.decode(summed, layout.dtype)
         with np.errstate(over="ignore"):
             rounded = layout.flatten(layout.unflatten(vector, like))
         summed_norms = opened[size:].copy() if norms else None
         places = {spec.name: place for spec, place in layout.spans()}
-        held = set()
         if not _fits(rounded):
             held |= {name for name, place in places.items() if not _fits(rounded[place])}
         if summed_norms is not None and not _norms_fit(summed_norms):
             held |= {name for name, part in norm_places(layout) if not _norms_fit(summed_norms[part])}
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
+        stood = embedded is not None and embedded.without(held).scales != embedded.scales
         if held:
             before = layout.flatten(like)
             for name in held:
@@ -178,12 +245,56 @@ class History:
         encoded = codec.encode(rounded, name="the opened sum")
         for name in held:  # as it was accepted before, to the last bit
             encoded[places[name]] = self.mark.model[places[name]]
-        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)))
+        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood)
+
+    def _unpacked(self, opened: Vector, level: bytes) -> tuple[Vector, set[str]]:
+        """The sum of the models, as E, and the tensors whose parts no members could have sent."""
+        mark = self.mark
+        if not mark.packing.packs:
+            return opened, set()
+        moves, fits = unpack(opened, self.layout.size, mark.spans(level), mark.packing.count)
+        held = {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
+        if held:
+            for spec, place in self.layout.spans():
+                moves[place] *= spec.name not in held
+        return move(mark.model, moves), held
 
     def restored(self, mark: MarkState, buffers: bytes = b"") -> History:
         """The same consortium's history at another state."""
-        self.mark, self.buffers, self._known = mark, buffers, None
+        self.mark, self.buffers, self._known = mark, buffers, {}
         return self
+
+
+_ADVANCED: dict[tuple[object, ...], MarkState] = {}
+_MOST_ADVANCED, _LARGEST_ADVANCED = 2, 1 << 23  # states, and weights of a model that is kept for them
+
+
+def _advanced(
+    mark: MarkState,
+    round_no: int,
+    encoded: Vector,
+    embedded: Amplitudes | None,
+    norms: Vector | None,
+    under: str,
+    level: bytes,
+    stood: bool,
+) -> MarkState:
+    """What follows from a state and a round's sum is a function of both: members of a simulation, who share a process,
+    compute it once. The state that is given may change."""
+    small = encoded.dtype == np.uint64 and encoded.size <= _LARGEST_ADVANCED
+    named = model_digest(encoded) if small else b""
+    marks = b"" if embedded is None else embedded.digest()
+    summed = None if norms is None else np.asarray(norms).tobytes()
+    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, under, level, stood
+    if not named or key not in _ADVANCED:
+        mark.advance(round_no, encoded, embedded, norms, under=under, level=level, stood=stood)
+        if not named:
+            return mark
+        while len(_ADVANCED) >= _MOST_ADVANCED:
+            _ADVANCED.pop(next(iter(_ADVANCED)))
+        _ADVANCED[key] = copy(mark)
+        return mark
+    return copy(_ADVANCED[key])
 
 
 def _fits(values: NDArray[Any]) -> bool:

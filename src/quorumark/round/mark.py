@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -14,11 +15,22 @@ from quorumark.consortium.hiding import exposed
 from quorumark.consortium.records import Genesis, Manifest
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import InputError, RoundError
-from quorumark.field import Vector
+from quorumark.field import P, Vector
+from quorumark.packing import BITS, Span, elements
 from quorumark.round.amplitudes import Amplitudes
 from quorumark.round.movement import checked_model, distance, sum_squares
 
-__all__ = ["TooStrongError", "check_round", "check_size", "check_weights", "ideal_mark", "marked_vector", "weights"]
+__all__ = [
+    "Packed",
+    "TooStrongError",
+    "check_round",
+    "check_size",
+    "check_weights",
+    "ideal_mark",
+    "marked_vector",
+    "weight_of",
+    "weights",
+]
 
 
 def weights(manifest: Manifest, members: Iterable[int]) -> dict[int, Fraction]:
@@ -28,12 +40,24 @@ def weights(manifest: Manifest, members: Iterable[int]) -> dict[int, Fraction]:
     return {x: Fraction(n, total) for x, n in counts.items()}
 
 
+def weight_of(manifest: Manifest, members: Iterable[int], point: int) -> Fraction:
+    """The same for one member."""
+    return Fraction(manifest.terms.member(point).examples, sum(manifest.terms.member(x).examples for x in members))
+
+
 def marked_vector(
-    y: Vector, amplitudes: Amplitudes, manifest: Manifest, members: Sequence[int], point: int, share: Iterable[Vector]
+    y: Vector,
+    amplitudes: Amplitudes,
+    manifest: Manifest,
+    members: Sequence[int],
+    point: int,
+    share: Iterable[Vector],
+    packed: Packed | None = None,
 ) -> None:
     """Adds S ⊙ σ ⊙ λ_k·s_k to a member's encoded, weighted model, in place; over all of U that is S ⊙ σ ⊙ τ_raw.
 
-    `share` gives the member's share piece by piece (`ShareFile.pieces()`); what follows the key in it is not read.
+    With `packed`, y is a packed update, and S must be in its units (`MarkState.in_units`). `share` gives the member's
+    share piece by piece (`ShareFile.pieces()`); what follows the key in it is not read.
     Nobody may see y before it is masked; after an error, throw it away.
     """
     terms = manifest.terms
@@ -43,7 +67,7 @@ def marked_vector(
             code="round.too-few",
         )
     factor = shamir.lagrange(sorted(members))[sorted(members).index(point)]
-    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), share)
+    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), share, packed)
 
 
 def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesis: Genesis | None = None) -> None:
@@ -52,11 +76,31 @@ def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesi
     _add_mark(y, amplitudes, _signed_scales(amplitudes, genesis, 1), parts)
 
 
-def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int) -> Any:
-    """A function: factor·σ·S for coordinates start … stop−1."""
+@dataclass(frozen=True)
+class Packed:
+    """Where the weights of a packed update are: how many are in an element, and each tensor's place and shift."""
 
-    def piece(start: int, stop: int) -> Vector:
-        part: Vector = field.scale(factor, amplitudes.vector[start:stop], checked=False)
+    count: int
+    spans: Sequence[Span]
+
+    def pieces(self, size: int) -> Iterator[tuple[int, int, int, int]]:
+        """For the places start … stop−1 of a vector of this size: the first one's element, and what one of 2^-40 there
+        is in that element, 2^(i·h)/2^shift. What is marked is in whole units, so this is exact."""
+        length, bits = elements(size, self.count), BITS[self.count]
+        for place, shift in self.spans:
+            start = place.start
+            while start < place.stop:
+                row = start // length
+                stop = min(place.stop, (row + 1) * length)
+                yield start, stop, start - row * length, pow(2, (row * bits - shift) % 61, P)  # 2^61 = 1 mod p
+                start = stop
+
+
+def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int) -> Any:
+    """A function: factor·times·σ·S for coordinates start … stop−1."""
+
+    def piece(start: int, stop: int, times: int = 1) -> Vector:
+        part: Vector = field.scale(factor * times % P, amplitudes.vector[start:stop], checked=False)
         if genesis is None:
             return part
         return np.where(genesis.whitening(start, stop - start), field.neg(part, checked=False), part)
@@ -64,18 +108,30 @@ def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int)
     return piece
 
 
-def _add_mark(y: Vector, amplitudes: Amplitudes, scales: Any, values: Iterable[Vector]) -> None:
+def _add_mark(
+    y: Vector, amplitudes: Amplitudes, scales: Any, values: Iterable[Vector], packed: Packed | None = None
+) -> None:
     """y += scales ⊙ values on the carrying coordinates."""
     layout = amplitudes.layout
-    field.check_output(y, (layout.size,))
+    packed = packed or Packed(1, [(slice(0, layout.size), 0)])
+    field.check_output(y, (elements(layout.size, packed.count),))
     field.check(y, "y")
     carrying, total, start = layout.carrying(), layout.coordinates, 0
+    pieces = [piece for piece in packed.pieces(layout.size) if piece[0] < layout.carrier_size]
     for piece in values:
         if start == total:
             break
         stop = min(start + piece.size, total)
-        where: Any = slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]
-        y[where] = field.axpy(scales(start, stop), piece[: stop - start], y[where], checked=False)
+        for first, last, at, times in pieces:  # as coordinates: those of them that carry
+            a, b = (first, last) if isinstance(carrying, slice) else np.searchsorted(carrying, (first, last))
+            a, b = max(int(a), start), min(int(b), stop)
+            if a >= b:
+                continue
+            where: Any = (
+                slice(a - first + at, b - first + at) if isinstance(carrying, slice) else carrying[a:b] - first + at
+            )
+            added = field.axpy(scales(a, b, times), piece[a - start : b - start], y[where], checked=False)
+            y[where] = added
         start = stop
     if start != total:
         raise InputError("share", f"must have {total} elements or more", start)
@@ -107,8 +163,7 @@ def check_round(
             f"the members of a round must be of the roster, each once, but are {list(members)}",
             code="round.wrong-members",
         )
-    shares = weights(manifest, members)
-    if told_weights is not None and dict(told_weights) != shares:
+    if told_weights is not None and dict(told_weights) != weights(manifest, members):
         raise RoundError(
             f"the weights of round {round_no} are not those of the manifest's numbers of examples",
             code="round.not-agreed",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,23 @@ from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
+from quorumark.packing import pack_update, weighted_moves
 from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, PaperScale, paper_amplitudes
-from quorumark.round.dither import add_dither, dither_stream
+from quorumark.round.dither import add_dither, dither_moves, dither_stream
 from quorumark.round.group import group_of, word
-from quorumark.round.history import History, checks_sums
-from quorumark.round.mark import TooStrongError, check_round, check_size, check_weights, marked_vector, weights
+from quorumark.round.history import History, checks_sums, packing_of
+from quorumark.round.mark import (
+    Packed,
+    TooStrongError,
+    check_round,
+    check_size,
+    check_weights,
+    marked_vector,
+    weight_of,
+)
 from quorumark.round.memory import MemoryState, State, answers_from
-from quorumark.round.movement import norm_count, update_norms
+from quorumark.round.movement import norm_count, rounded_norms, update_norms
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Plan, Upload
 from quorumark.round.statements import Turn
@@ -73,7 +83,7 @@ class RoundMember:
         if mark and share is not None:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
-        self.checks = checks_sums(manifest)
+        self.checks, self.packing = checks_sums(manifest), packing_of(manifest)
         self.history_checked = True  # whether it has seen for itself that its history is what was summed
         self.turn: Turn | None = None
         self._identity = identity
@@ -102,12 +112,15 @@ class RoundMember:
         2. Under earlier manifests nothing can be opened from this state any more.
         3. It is drawn, and nothing can be opened under earlier draws.
         4. It has not answered from this state, or that sum can never be opened, or it is made again.
+        5. The model moved wherever the last sum was marked, or the operator consents: two sums from the same weights,
+           of which one is marked, show the mark.
         """
         history = self._known()
         if not turn.repeats:
             statements.check_halved(self.group, history.state, turn.halvings, turn.strong, turn.draw)
         with self.secagg.state.edit() as memory:
             closed = self._check_closed(memory, history, turn)
+            self._check_moved(memory, history)
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
             if joined.get("origin") != history.state.hex():  # who has joined a round can answer in no earlier one
                 self.secagg.check_free(deepcopy(memory), history.state, "model", turn, closed)
@@ -127,6 +140,17 @@ class RoundMember:
             statements.check_closed(group, history.state, turn.closed)
             found += [(group.id.hex(), draw) for draw in range(group.draws)]
         return frozenset(found)
+
+    def _check_moved(self, memory: dict[str, Any], history: History) -> None:
+        state = history.state
+        consented = memory["simulation"] or memory["consents"].get(state.hex())
+        if history.mark.stood and not consented and not answers_from(memory, state, "model"):
+            raise RoundError(
+                "in the last sum a tensor was out of range and kept its weights, and the mark was in it: another sum "
+                "from the same weights could show the key. A member sent wrong numbers, by mistake or on purpose: find "
+                "out who it was. Then every operator lets its member go on from here (quorumark member consent --here)",
+                code="round.stood-still",
+            )
 
     def answered(self, state: bytes) -> tuple[int, int]:
         """The last round in which it answered from a state, and its draw; 0 if it did not."""
@@ -184,7 +208,12 @@ class RoundMember:
             origin=self._known().state,
             turn=turn,
             closed=self._closed,
+            level=self._level() if purpose == "model" and self.packing.packs else b"",
         )
+
+    def _level(self) -> bytes:
+        """Of the units that its own update needs."""
+        return self._known().level(codec.encode(self._trained(), name="model"))
 
     def _amplitudes(self, purpose: str) -> Amplitudes | None:
         """The mark of the round that has begun."""
@@ -206,7 +235,8 @@ class RoundMember:
         """Of the vectors that are summed: the model, the members' norms where the mark needs them, and a tag."""
         if purpose == "scale":
             return self.scale_length()
-        return self.layout.size + (norm_count(self.layout) if self.has_norms else 0) + (1 if self.checks else 0)
+        model = self.packing.length(self.layout)
+        return model + (norm_count(self.layout) if self.has_norms else 0) + (1 if self.checks else 0)
 
     @property
     def has_norms(self) -> bool:
@@ -242,24 +272,59 @@ class RoundMember:
         before, after = self._known().mark.model, codec.encode(result, name="model")
         if plan.purpose == "scale":
             return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
+        if len(plan.level) not in (0, self._known().tensors):
+            raise MessageError("a member's level of units is for another model", code="message.malformed")
         check_weights(self.manifest, plan.members)
-        exact = weights(self.manifest, plan.members)[self.point]
-        share_of = float(exact)
-        whole = np.empty(self.length(), np.uint64)
-        y = codec.encode(result, share_of, whole[: self.layout.size], name="model")
-        if self.has_norms:
-            whole[self.layout.size : whole.size - self.checks] = update_norms(self.layout, before, after, exact)
+        exact = weight_of(self.manifest, plan.members, self.point)
+        if amplitudes is not None:
+            amplitudes = self._known().mark.in_units(amplitudes, plan.level)
         marks = amplitudes is not None and check_round(
             self.strength, self.manifest, amplitudes, plan.members, before, after
         )
-        if marks and amplitudes is not None:
-            self._add_mark(y, amplitudes, plan.members, share_of)
-            if self.strength.dither:
-                stream = dither_stream(self._identity, self._known().state)
-                add_dither(y, amplitudes, self.strength.dither, exact, stream)
+        whole = np.empty(self.length(), np.uint64)
+        y = whole[: self.packing.length(self.layout)]
+        norms = whole[y.size : whole.size - self.checks]
+        self._fill(y, norms, plan, before, after, exact, amplitudes if marks else None)
         if self.checks:
             self._add_tag(whole, plan, boxes, vouches)
         return self.secagg.upload(plan, whole, marked=marks)
+
+    def _fill(
+        self,
+        y: Vector,
+        norms: Vector,
+        plan: Plan,
+        before: Vector,
+        after: Vector,
+        exact: Fraction,
+        amplitudes: Amplitudes | None,
+    ) -> None:
+        """The vector but for its tag: the weighted model, or the weighted update in units if it is packed; the norms of
+        the update; the mark and the dither, if there are `amplitudes`."""
+        history, kappa = self._known(), self.strength.dither
+        stream = dither_stream(self._identity, history.state)
+        if self.has_norms:
+            norms[:] = update_norms(self.layout, before, after, exact)
+        if not self.packing.packs:
+            codec.encode(self._trained(), float(exact), y, name="model")
+            if amplitudes is not None:
+                self._add_mark(y, amplitudes, plan.members, float(exact))
+                if kappa:
+                    add_dither(y, amplitudes, kappa, exact, stream)
+            return
+        packed, noise = history.packed(plan.level), None
+        if self.has_norms:
+            moves = weighted_moves(after, before, float(exact))
+            np.minimum(norms, rounded_norms(self.layout, before, moves, packed.spans), out=norms)
+        if amplitudes is not None and (kappa or self._own_key is not None):
+            noise = np.zeros(self.layout.size, np.int64)
+            if kappa:
+                dither_moves(noise, amplitudes, kappa, exact, stream)
+            if self._own_key is not None:
+                noise[self.layout.carrying()] += _own_marks(amplitudes, self._own_key, float(exact))
+        pack_update(self._trained(), before, float(exact), packed.spans, packed.count, y, noise=noise)
+        if amplitudes is not None and self._own_key is None:
+            self._add_mark(y, amplitudes, plan.members, float(exact), packed)
 
     def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
         """After the vector. The key is kept for the sum of this round."""
@@ -271,19 +336,28 @@ class RoundMember:
         self.history_checked = True
         key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = checked_sums.tag(key, whole[:-1], first=self.point == plan.members[0])
-        checked_sums.keep(self.secagg, self._known().state, self._begun(), key)
+        checked_sums.keep(self.secagg, self._known().state, self._begun(), key, plan.level)
 
-    def check_sum(self, opened: Vector) -> bool | None:
+    def check_sum(self, opened: Vector, level: bytes = b"") -> bool | None:
         """Whether this is the sum of the round from the present state; None if this member cannot say."""
-        turn = self._begun()
-        return checked_sums.check(self.secagg.state, self._known().state, self.group, turn.round, turn.halvings, opened)
+        turn, state = self._begun(), self._known().state
+        return checked_sums.check(self.secagg.state, state, self.group, turn.round, turn.halvings, opened, level)
 
     def unmask(self, request: bytes) -> bytes:
         return self.secagg.unmask(request)
 
-    def accept(self, round_no: int, encoded: Vector, embedded: Amplitudes | None, norms: Vector | None = None) -> None:
+    def accept(
+        self,
+        round_no: int,
+        encoded: Vector,
+        embedded: Amplitudes | None,
+        norms: Vector | None = None,
+        level: bytes = b"",
+        *,
+        stood: bool = False,
+    ) -> None:
         """The round's sum is the global model now."""
-        self._known().accept(round_no, encoded, embedded, norms)
+        self._known().accept(round_no, encoded, embedded, norms, level=level, stood=stood)
         self._scaled, self._result = None, None
 
     def give_up(self) -> None:
@@ -307,7 +381,8 @@ class RoundMember:
     def take_scales(self, total: Vector, members: tuple[int, ...]) -> Amplitudes:
         """From the opened sum of all scales: the strength of this round."""
         key, round_no = self.manifest.terms.key, self._known().round
-        self._paper = paper_amplitudes(self.strength, self.layout, key, round_no, total, len(members))
+        found = paper_amplitudes(self.strength, self.layout, key, round_no, total, len(members))
+        self._paper = self._known().mark.in_units(found)
         return self._paper
 
     def scale_length(self) -> int:
@@ -325,7 +400,14 @@ class RoundMember:
 
     # --- what it knows ---
 
-    def _add_mark(self, y: Vector, amplitudes: Amplitudes, members: tuple[int, ...], share_of: float) -> None:
+    def _add_mark(
+        self,
+        y: Vector,
+        amplitudes: Amplitudes,
+        members: tuple[int, ...],
+        share_of: float,
+        packed: Packed | None = None,
+    ) -> None:
         if self._own_key is not None:
             _own_mark(y, amplitudes, self._own_key, share_of)
             return
@@ -335,7 +417,7 @@ class RoundMember:
                 code="round.no-share",
             )
         pieces: Iterable[Vector] = self._share.pieces() if isinstance(self._share, ShareFile) else [self._share]
-        marked_vector(y, amplitudes, self.manifest, members, self.point, pieces)
+        marked_vector(y, amplitudes, self.manifest, members, self.point, pieces, packed)
 
     def _known(self) -> History:
         if self.history is None:
@@ -371,5 +453,9 @@ def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> N
 def _own_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], weight: float) -> None:
     """The baseline's mark: a_k·S ⊙ key_k, as if the member had marked its own model."""
     carrying = amplitudes.layout.carrying()
-    marks = np.round(amplitudes.vector.astype(np.float64) * weight).astype(np.int64) * key
-    y[carrying] = field.add(np.ascontiguousarray(y[carrying]), field.from_signed(marks))
+    marks = field.from_signed(_own_marks(amplitudes, key, weight))
+    y[carrying] = field.add(np.ascontiguousarray(y[carrying]), marks)
+
+
+def _own_marks(amplitudes: Amplitudes, key: NDArray[np.int64], weight: float) -> NDArray[np.int64]:
+    return np.round(amplitudes.vector.astype(np.float64) * weight).astype(np.int64) * key

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from quorumark import codec, field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, kernels, parallel
+from quorumark.field import parts as kernels_of_parts
 from quorumark.model.layout import ModelLayout
+from quorumark.packing import Span, move
 
 __all__ = [
     "Axes",
@@ -32,6 +34,7 @@ __all__ = [
     "norm_of",
     "norm_places",
     "residual_rms",
+    "rounded_norms",
     "sum_squares",
     "update_norms",
 ]
@@ -216,6 +219,21 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
                 raise EncodingError("this member's update", rule, f"{largest:g}", carrier.place.start)
             norms += (isqrt(weight.numerator**2 * square // weight.denominator**2) for square in squares)
     return np.array(norms, np.uint64)
+
+
+def rounded_norms(layout: ModelLayout, before: Vector, moves: NDArray[np.int64], spans: Sequence[Span]) -> Vector:
+    """The same of a weighted update as it is rounded to units: `moves` in 2^-40, before rounding.
+
+    Members upload the smaller of both. Where they move alike and round alike, N would exceed ‖D‖ by what rounding took
+    off, and the row would count as learnt: the rounded norms do not. Where they round apart the other ones do not.
+    """
+    after = before.copy()
+    for place, shift in spans:
+        part = moves[place].copy()
+        if part.size:
+            kernels_of_parts.to_units(part, shift)
+            after[place] = move(before[place], part << shift)
+    return update_norms(layout, before, after, Fraction(1))
 
 
 def ideal_norms(

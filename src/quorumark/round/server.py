@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import field
 from quorumark.canonical import canonical, parse
 from quorumark.checks import DAMAGED
 from quorumark.consortium.home import read_array, read_file
@@ -50,7 +49,7 @@ from quorumark.round.past import Past
 from quorumark.round.secagg.messages import Upload, pack
 from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Said, Turn
-from quorumark.round.survey import HANDED_OUT, Ask, ask_where, candidates
+from quorumark.round.survey import HANDED_OUT, SUMMED, Ask, ask_where, candidates
 
 __all__ = ["Ask", "RoundServer"]
 
@@ -91,6 +90,7 @@ class RoundServer:
         self._settled: Settled | None = None  # what the last sum led to, until it is accepted
         self._opened: Vector | None = None  # that sum, with its tag, where sums are checked
         self._under = manifest  # it was summed under
+        self._level = b""
         self._last: dict[str, Any] = {}  # of the last accepted sum: what members check it by
         self._turn = Turn(max(1, after))
         self._past = Past(manifest, self.group, b"")
@@ -172,19 +172,31 @@ class RoundServer:
             "run": self._run,
             "round": self.round_no,
             "accepted": history.mark.round,
+            "history": history.mark.digest().hex(),
             "turn": self._turn.to_bytes(),
             "nonces": json.dumps({str(x): nonce for x, nonce in self._nonces.items()}),
         }
         if self._seed is not None:
             config["seed"] = self._seed
-        arrays: dict[str, NDArray[Any]] = {
-            "state": np.frombuffer(history.mark.to_bytes(), np.uint8),
-            "layout": np.frombuffer(self.layout.to_bytes(), np.uint8),
-        }
+        arrays: dict[str, NDArray[Any]] = {"layout": _octets(self.layout.to_bytes())}
         if self._last:
             config |= {f"sum-{name}": self._last[name] for name in HANDED_OUT}
-            arrays |= {name: self._last[name] for name in ("rest", "norms") if self._last[name] is not None}
+            arrays |= {name: self._last[name] for name in SUMMED if self._last[name] is not None}
+        if self.announces_sum:
+            config["names"] = json.dumps(list(self.like))  # training may depend on the order of the tensors
         return config, arrays
+
+    @property
+    def announces_sum(self) -> bool:
+        """Whether the model of the round goes to members as the sum that it comes from: they compute it themselves.
+        Where sums are not checked, and in the first round, it goes along as it is."""
+        return self.checks and bool(self._last)
+
+    def catch_up(self, needs: str) -> dict[str, NDArray[Any]]:
+        """For a member that `needs` the "model", because it missed rounds, or the "anchor" as well: what it must be
+        told besides the model and the offer."""
+        told: dict[str, NDArray[Any]] = {"state": _octets(self.history.mark.to_bytes())}
+        return told | ({"anchor": self._anchor} if needs == "anchor" else {})
 
     def advance(self, model: Weights) -> Turn:
         """Begins the next round: accepts the model that was made of the last sum, if there is one, and takes a turn."""
@@ -228,14 +240,15 @@ class RoundServer:
         marks = self._amplitudes if purpose == "model" else None
         binding = self.history.binding(self.round_no, marks, self._turn.repeats)
         about = self.group, self.round_no, binding, self.length(purpose), purpose
-        self._sum = SecAggServer(*about, origin=self.history.state, draw=self._turn.draw)
+        tensors = self.history.tensors if purpose == "model" else 0
+        self._sum = SecAggServer(*about, origin=self.history.state, draw=self._turn.draw, tensors=tensors)
 
     def length(self, purpose: str = "model") -> int:
         if purpose != "model":
             carriers = sum(1 for spec, _ in self.layout.spans("carrier") if spec.size)
             return carriers if self.history.strength.per == "tensor" else 1
         norms = norm_count(self.layout) if self._has_norms else 0
-        return self.layout.size + norms + (1 if self.checks else 0)
+        return self.history.packing.length(self.layout) + norms + (1 if self.checks else 0)
 
     @property
     def _has_norms(self) -> bool:
@@ -248,11 +261,11 @@ class RoundServer:
 
     def take_ready(self, point: int, message: bytes, boxes: bytes = b"", vouch: bytes = b"") -> None:
         """What a member said when it was ready; `boxes` and `vouch` where sums are checked."""
-        server = self._running()
+        server, said = self._running(), (bytes(boxes), bytes(vouch))
         if self.checks and server.plan.purpose == "model":
-            checked_sums.check_said(self.group, self.round_no, server.plan.binding, point, boxes, vouch)
+            checked_sums.check_said(self.group, self.round_no, server.plan.binding, point, *said)
         server.take_ready(point, message)
-        self._said[point] = bytes(boxes), bytes(vouch)
+        self._said[point] = said
 
     def take_strong(self, point: int, message: bytes) -> None:
         """A member says that the mark of this round is too strong for its update: it does not take part."""
@@ -276,7 +289,7 @@ class RoundServer:
         if round_no > self.round_no:  # a lie: the others would leave all rounds before that one
             return
         past = self._current_past()
-        past.answered[round_no], past.halved[round_no] = tuple(members), min(halvings, statements.HALVINGS)
+        past.answered[round_no], past.halved[round_no] = tuple(members), max(0, min(halvings, statements.HALVINGS))
         past.drawn[round_no] = max(0, min(draw, self.group.draws - 1))
 
     def take_nonce(self, point: int, nonce: str) -> None:
@@ -403,10 +416,23 @@ class RoundServer:
             self._sum, self._amplitudes = left.server, left.amplitudes
             self._turn = Turn(left.server.plan.round, left.halvings, draw=left.server.draw)
         opened = self._running().finish()
+        self._level = self._running().plan.level
         whole = opened[: len(opened) - self.checks]
-        self._settled = self.history.settle(whole, self.like, self._amplitudes, norms=self._has_norms)
         self._opened, self._under = opened, self.manifest if left is None else left.manifest
+        self._settled = self.history.settle(
+            whole, self.like, self._amplitudes, norms=self._has_norms, level=self.level, under=self._under
+        )
         return self._settled.weights
+
+    @property
+    def level(self) -> bytes:
+        """Of the units of the sum that was opened last (`round.units`)."""
+        return self._level
+
+    @property
+    def widened(self) -> dict[int, int]:
+        """Who of its members needed wider units, and for how many tensors."""
+        return {x: sum(map(bool, level)) for x, level in self._running().levels.items() if x in self.members}
 
     @property
     def settled(self) -> Settled:
@@ -470,15 +496,13 @@ class RoundServer:
                     "consortium amend --policy sums=unchecked)",
                     code="round.not-the-sum",
                 )
-            rest = _smallest(field.to_signed(field.sub(self.opened[: self.layout.size], encoded)))
-            norms = self.opened[self.layout.size : -1].copy() if self._has_norms else None
-            self._last = {"tag": int(self.opened[-1]), "rest": rest, "norms": norms}
+            self._last = {"sum": self.opened, "norms": None}  # which has the norms and the tag in it
         else:
-            self._last = {"tag": 0, "rest": None, "norms": settled.norms}
+            self._last = {"sum": None, "norms": settled.norms}
         under = self._under.digest().hex()
         self._last |= {"round": self._turn.round, "halvings": halvings, "under": under}
-        self._last["held"] = json.dumps(settled.held)
-        history.accept(history.round, encoded, settled.embedded, settled.norms, under)
+        self._last |= {"held": json.dumps(settled.held), "level": self.level.hex()}
+        history.accept(history.round, encoded, settled.embedded, settled.norms, under, self.level, stood=settled.stood)
         self.like = dict(model)
         self._settled = self._opened = self._open = None
 
@@ -531,10 +555,10 @@ class RoundServer:
         history = History(self.manifest, self.layout, self._anchor, self._earlier)
         start = encoded if history.warming else self._anchor
         state, key = arrays["state"].tobytes(), self.manifest.terms.key
-        mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, start)
+        mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, start, history.packing)
         buffers = self.layout.buffers_digest(model) if self.checks else b""
         self._last = {name: said[f"sum-{name}"] for name in HANDED_OUT}
-        self._last |= {name: arrays.get(name) for name in ("rest", "norms")}
+        self._last |= {name: arrays.get(name) for name in SUMMED}
         self.history, self.like, self.resumed = history.restored(mark, buffers), model, model
 
     def save(self, model: Weights) -> None:
@@ -610,16 +634,16 @@ class RoundServer:
             model = self.layout.encode(self.resumed)
             start = model if history.warming else self._anchor
             state, key = body["mark"].encode(), self.manifest.terms.key
-            mark = MarkState.from_bytes(state, history.strength, self.layout, key, model, start)
+            mark = MarkState.from_bytes(state, history.strength, self.layout, key, model, start, history.packing)
             self.history = history.restored(mark, self.layout.buffers_digest(self.resumed) if self.checks else b"")
             path = self._folder / f"sum-{mark.round}.npz"
             if self.accepted:
                 if not path.is_file():  # a pipe would be waited for
                     raise RecordError(f"{str(self._folder)!r} lacks the sum of its last round")
                 with path.open("rb") as file, np.load(file) as found:  # numpy does not close what it cannot read
-                    self._last = {name: found.get(name) for name in ("rest", "norms")}
-                    self._last |= {name: int(found[name]) for name in ("tag", "round", "halvings")}
-                    self._last |= {name: str(found[name]) for name in ("under", "held")}
+                    self._last = {name: found.get(name) for name in SUMMED}
+                    self._last |= {name: int(found[name]) for name in ("round", "halvings")}
+                    self._last |= {name: str(found[name]) for name in ("level", "under", "held")}
             self.round_no = max(self.round_no, int(body["round"]))
             drawn = body.get("draw", {})
             if drawn.get("state") == self.history.state.hex():
@@ -654,12 +678,6 @@ class _Open:
     halvings: int
     manifest: Manifest
     amplitudes: Amplitudes | None
-
-
-def _smallest(numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """In the smallest integers that hold them."""
-    sizes = (kind for kind in (np.int16, np.int32) if np.abs(numbers).max(initial=0) <= np.iinfo(kind).max)
-    return numbers.astype(next(sizes, np.int64))
 
 
 def _octets(content: bytes) -> NDArray[np.uint8]:

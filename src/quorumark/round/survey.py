@@ -17,8 +17,11 @@ from quorumark.errors import RoundError
 
 __all__ = ["Ask", "Where", "ask_where", "candidates"]
 
-HANDED_OUT = ("tag", "round", "halvings", "under", "held")
-"""What members are told of the sum that a model comes from, and hand out with it: `sum-tag`, …"""
+HANDED_OUT = ("round", "halvings", "level", "under", "held")
+"""What members are told of the sum that a model comes from, and hand out with it: `sum-round`, …"""
+
+SUMMED = ("sum", "norms")
+"""The arrays beside it: where sums are checked the sum itself, with its norms and tag; else the sum of the norms."""
 
 Reply = Mapping[str, Any]
 Ask = Callable[[str, dict[str, Any]], Mapping[int, dict[str, Any]]]

@@ -187,6 +187,6 @@ def _expires(token: Token) -> datetime:
     return token.expires or token.time  # `check_token` always gives the first
 
 
-def beside(path: Path, message: bytes) -> Path:
+def stamps_path(path: Path, message: bytes) -> Path:
     """Where the stamps of a file are kept: in its folder."""
     return path.parent / stamps_name(message)

@@ -57,6 +57,6 @@ def _folder(out: Path | None) -> Iterator[Path]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         yield out
-    except BaseException:  # Ctrl-C too: a consortium that is half made is of no use, and has keys in it
+    except BaseException:  # Ctrl-C too: a half-made consortium is useless, and has keys in it
         shutil.rmtree(out, ignore_errors=True)
         raise

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from quorumark.report import environment
 from quorumark.trial.results import Trial, points
-from quorumark.trial.show import about_costs, about_loss, told
+from quorumark.trial.show import about_costs, about_loss, verdict_text
 from quorumark.trial.userfile import Score
 
 __all__ = ["trial_page"]
@@ -26,8 +26,8 @@ def trial_page(trial: Trial, command: str) -> str:
             "score": points(tested.score),
             "z": _number(tested.z),
             "threshold": _number(tested.threshold),
-            "verdict": told(trial, tested),
-            "bad": not tested.passed and told(trial, tested) == tested.verdict,
+            "verdict": verdict_text(trial, tested),
+            "bad": not tested.passed and verdict_text(trial, tested) == tested.verdict,
         }
         for tested in trial.tested
     ]

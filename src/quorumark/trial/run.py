@@ -191,9 +191,9 @@ def conduct(prepared: Prepared, folder: Path, watch: Watch | None = None) -> Tri
     watch, started = watch or Watch(), time.perf_counter()
     setting, trial = prepared.setting, Trial(prepared.setting)
     with watch.busy("making the key"):
-        homes, seconds = found(prepared, folder / "members", prepared.layout, setting.strength)
+        homes, seconds = make_consortium(prepared, folder / "members", prepared.layout, setting.strength)
         # the control has a consortium of its own: no two sums of one round are ever opened in one
-        others, _ = found(prepared, folder / "control", _short(prepared), {"lr": setting.strength["lr"]})
+        others, _ = make_consortium(prepared, folder / "control", _short(prepared), {"lr": setting.strength["lr"]})
     watch.key_made(trial, seconds)
     marked, unmarked = _train(prepared, trial, homes, others, watch)
     trial.costs = Costs.of(marked.reports, unmarked.reports, setting.weights, seconds, setting.carriers)
@@ -217,7 +217,7 @@ def _short(prepared: Prepared) -> ModelLayout:
     )
 
 
-def found(
+def make_consortium(
     prepared: Prepared, members: Path, layout: ModelLayout, strength: Mapping[str, str]
 ) -> tuple[list[qm.Home], float]:
     """Homes for all members, terms and a key, as `quorumark member init`, `consortium create`, `setup dkg` do it."""

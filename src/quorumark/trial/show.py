@@ -140,11 +140,13 @@ def _tests(trial: Trial) -> Table:
         numbers = [
             "" if number is None else f"{number:.1f}".replace("-", "−") for number in (tested.z, tested.threshold)
         ]
-        table.add_row(tested.what, points(tested.score), *numbers, Text(told(trial, tested), _colour(trial, tested)))
+        table.add_row(
+            tested.what, points(tested.score), *numbers, Text(verdict_text(trial, tested), _colour(trial, tested))
+        )
     return table
 
 
-def told(trial: Trial, tested: Tested) -> str:
+def verdict_text(trial: Trial, tested: Tested) -> str:
     """The verdict, and whether it is as it should be where a mark is not there or cannot be seen."""
     return f"{tested.verdict}, as it should" if _rightly(trial, tested) else tested.verdict
 

@@ -39,7 +39,7 @@ from quorumark.verify.ledger import Ledger
 from quorumark.verify.proof import Audit, explain
 from quorumark.verify.query import Progress, agreed_blocks, difference, prepare_again
 from quorumark.verify.reference import Reference
-from quorumark.verify.rules import read_rules
+from quorumark.verify.rules import AnswerRules, read_rules
 
 __all__ = ["answer", "answer_layers", "answer_with", "seal_context", "whitened"]
 
@@ -56,6 +56,7 @@ def answer(
     audits: Sequence[Audit] = (),
     after: Certificate | None = None,
     consortium: ConsortiumFolder | None = None,
+    rules: AnswerRules | None = None,
     progress: Progress | None = None,
 ) -> Partial:
     """A member's partial, from its home. A GuardError says why the member does not answer; the ledger keeps that too.
@@ -63,6 +64,7 @@ def answer(
     `members`: for the paper's variant, the points whose answers are to be added up under masks (none: an open partial).
     `audits`: what the query leaves out, where the member took no part in opening it. What they prove goes into the
     ledger, whatever becomes of the query. `after`: for a query by layers, the certificate of the plain one before it.
+    `rules`: this member's rules, if not those in its home.
     """
     consortium = consortium or home.only_consortium()
     manifest = consortium.manifest()
@@ -81,7 +83,7 @@ def answer(
     with ledger.exclusive():  # nobody else answers here between the check and the entry
         for name, leaves in explain(consortium.chain(), audits, ledger.audits()).items():
             ledger.record_burnt(leaves, name)
-        rules = read_rules(home.rules_path)
+        rules = rules or read_rules(home.rules_path)
         try:
             if query.layers is not None:
                 _check_before(query, query.layers, after, manifest, ledger)

@@ -26,7 +26,7 @@ from quorumark.model.layout import ModelLayout
 from quorumark.model.suspect import read_suspect
 from quorumark.verify.reference import ANCHOR, GROUPS, LAYOUT, LORA, Reference, digest_of_anchor
 
-__all__ = ["MANIFEST", "OPTIONS", "agreed", "copy_public", "keep_agreed", "publish"]
+__all__ = ["MANIFEST", "OPTIONS", "agreed", "copy_public", "fits", "keep_agreed", "publish"]
 
 MANIFEST = "consortium.json"
 OPTIONS = {LAYOUT: "--layout", ANCHOR: "--anchor", GROUPS: "--groups", LORA: "--factors"}
@@ -73,10 +73,10 @@ def keep_agreed(place: ConsortiumFolder, source: Path) -> list[str]:
     for name in agreed(terms):
         if (source / name).is_file() and not (place.path / name).exists():
             try:
-                fits = _fits(name, source, terms)
+                same = fits(name, source, terms)
             except QuorumarkError:  # damaged, or something else altogether
-                fits = False
-            if fits:
+                same = False
+            if same:
                 copy_public(source / name, place.path / name)
             else:
                 strange.append(name)
@@ -98,7 +98,7 @@ def agreed(terms: Terms) -> list[str]:
     return [LAYOUT, ANCHOR, *(name for name, digest in optional.items() if digest is not None)]
 
 
-def _fits(name: str, folder: Path, terms: Terms) -> bool:
+def fits(name: str, folder: Path, terms: Terms) -> bool:
     """Whether a file is the one that the terms name."""
     path = folder / name
     if name == GROUPS:

@@ -59,7 +59,7 @@ def _case(count: int, threshold: int, height: int, mark: bool) -> Row:
         x: FederationMember(person, manifest, layout, train, x, shares[x], mark=mark)
         for x, person in enumerate(people, 1)
     }
-    run = Federation(manifest, layout, initial, members)
+    run = Federation(manifest, layout, initial, members, pair_masks=True)
     shares_of = weights(manifest, range(1, count + 1))
     times, plain_times = [], []
     for number in range(_WARM + _REPEATS):

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import codec, field
+from quorumark import codec, field, packing
 from quorumark.consortium.identity import Identity
 from quorumark.errors import MissingDependencyError
-from quorumark.field import Stream
+from quorumark.field import Stream, Vector
 from quorumark.research.bench import Row, compare
 from quorumark.round import checked_sums
 from quorumark.round.group import Group
@@ -46,6 +46,25 @@ def rows(quick: bool = False) -> Iterator[Row]:
         (f"a client, {DROPS} of {MEMBERS} drop, retry included", ours.client_with_retry, theirs.client),
         (f"the server unmasks, K={MEMBERS}", ours.server, theirs.server),
     ]
+    for count in (2, 3, 4):
+        packed = _Packed(model, count)
+        for name, mine, other in (
+            ("a client masks", packed.client, ours.client),
+            ("the server unmasks", packed.server, ours.server),
+        ):
+            yield compare(
+                mine,
+                other,
+                name=f"{name}, {count} weights in an element, K={MEMBERS}, CPU time",
+                against="one weight in an element",
+                size=size,
+                threads=field.threads(),
+                repeats=5,
+                clock=time.process_time,
+            )
+        if count == 2:
+            cases.append((f"a client masks, 2 weights in an element, K={MEMBERS}", packed.client, theirs.client))
+            cases.append((f"the server unmasks, 2 weights in an element, K={MEMBERS}", packed.server, theirs.server))
     for name, mine, other in cases:
         for label, clock in _CLOCKS.items():
             yield compare(
@@ -92,7 +111,7 @@ class _Ours:
     """A group whose first member is timed, at full size; before each call its memory is set back."""
 
     def __init__(self, model: NDArray[np.float32]) -> None:
-        self.model, size = model, model.size
+        self.model = model
         people = [Identity.generate(f"member {x}") for x in range(1, MEMBERS + 1)]
         self.group = Group.of_cards([person.card() for person in people], THRESHOLD)
         states = [MemoryState(self.group) for _ in people]
@@ -117,27 +136,34 @@ class _Ours:
             self.full.take_upload(x, self._upload(x, announced))
         for x, member in self.members.items():
             self.full.take_answer(x, member.unmask(self.full.request(x)))
-        self.vector = np.empty(size, np.uint64)
+        self.vector = np.empty(self.length, np.uint64)
 
     def _ready(self, number: int) -> SecAggServer:
-        server = SecAggServer(self.group, number, _BINDING, self.model.size)
+        server = SecAggServer(self.group, number, _BINDING, self.length)
         for x, member in self.members.items():
-            server.take_ready(x, member.ready(number, _BINDING, self.model.size))
+            server.take_ready(x, member.ready(number, _BINDING, self.length))
         return server
 
     def _upload(self, point: int, announced: bytes) -> Upload:
         member = self.members[point]
-        return member.upload(member.plan(announced), codec.encode(self.model, 1 / MEMBERS))
+        return member.upload(member.plan(announced), self.encoded(MEMBERS))
+
+    @property
+    def length(self) -> int:
+        return self.model.size
+
+    def encoded(self, members: int, out: Vector | None = None) -> Vector:
+        return codec.encode(self.model, 1 / members, out)
 
     def client(self) -> Upload:
         self.state._save(self.before)
         plan = self.me.plan(self.first)
-        return self.me.upload(plan, codec.encode(self.model, 1 / MEMBERS, out=self.vector))
+        return self.me.upload(plan, self.encoded(MEMBERS, self.vector))
 
     def client_with_retry(self) -> bytes:
         self.client()
         plan = self.me.plan(self.second)
-        upload = self.me.upload(plan, codec.encode(self.model, 1 / len(plan.members), out=self.vector))
+        upload = self.me.upload(plan, self.encoded(len(plan.members), self.vector))
         return self.me.unmask(self._request(upload))
 
     def _request(self, upload: Upload) -> bytes:
@@ -150,6 +176,28 @@ class _Ours:
     def server(self) -> object:
         self.full._stage = "unmask"
         return codec.decode(self.full.finish(), checked=False)
+
+
+class _Packed(_Ours):
+    """The same with several weights in an element: an update in units of 2^-24, from the float32 model."""
+
+    def __init__(self, model: NDArray[np.float32], count: int) -> None:
+        self.count, self.start = count, codec.encode(model * np.float32(0.99))
+        shift = {2: 16, 3: 22, 4: 27}[count]
+        self.spans: list[packing.Span] = [(slice(0, model.size), shift)]
+        super().__init__(model)
+
+    @property
+    def length(self) -> int:
+        return packing.elements(self.model.size, self.count)
+
+    def encoded(self, members: int, out: Vector | None = None) -> Vector:
+        return packing.pack_update(self.model, self.start, 1 / members, self.spans, self.count, out)
+
+    def server(self) -> object:
+        self.full._stage = "unmask"
+        moves, _ = packing.unpack(self.full.finish(), self.model.size, self.spans, self.count)
+        return codec.decode(packing.move(self.start, moves), checked=False)
 
 
 class _Flower:

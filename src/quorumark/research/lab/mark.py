@@ -30,11 +30,13 @@ from quorumark.model.layout import ModelLayout
 from quorumark.research.known import SeededKey
 from quorumark.research.lab.dither import Dither, raised
 from quorumark.round.amplitudes import Amplitudes, MarkState, PaperScale, paper_amplitudes
+from quorumark.round.forecast import expected_z
 
 __all__ = ["Mark", "decoded", "encoded", "square_sum", "weighted_sum"]
 
 _SCALE = float(1 << 40)
 _ONE = 1 << 32
+_STATISTIC = "balanced-anchor/v1"  # the default
 
 
 # --- fixed point on the device ----------------------------------------------------------------------------
@@ -189,6 +191,12 @@ class Mark:
         """What the mark has reached: ‖ΣA‖/‖θ − θ_a‖ over the carriers."""
         self._wait()
         return self.state.rho / _ONE
+
+    @property
+    def expected_z(self) -> float | None:
+        """What a verification of the last model should find; None where each member has a key of its own."""
+        self._wait()
+        return expected_z(self.state, _STATISTIC) if self._signs is not None else None
 
     def apply(
         self,

@@ -87,7 +87,8 @@ def _federation(run: ImageRun) -> tuple[Federation, Manifest, dict[int, Any]]:
     strength = strength_settings(settings.strength)
     threshold = max(2, settings.members // 2 + 1)
     size, created = layout.coordinates, "2026-01-31T12:00:00Z"
-    policy = Policy(sums="unchecked")  # what the members add up is compared, not what they check of it
+    # what the members add up is compared, not what they check of it; the lab's sum is not packed
+    policy = Policy(sums="unchecked", packing=1)
     terms = Terms("lab", threshold, roster, layout.digest(), size, anchor, created, setup="dealer", policy=policy)
     if strength is not None:
         terms = replace(terms, strength=Strength.of(strength, size))

@@ -78,6 +78,10 @@ def page(
         if configuration.plot == "members":
             parts += _flat(configuration, results)
         parts += compared.sections(configuration, results)
+        told = [row for runs in groups(configuration) for row in _told_rows(runs, results)]
+        if told:
+            parts.append("What was told in the last round, and z of that round's model:\n")
+            parts.append(table(["run", "rounds", "forecast", "measured z", "difference"], told))
         nulls = [row for runs in groups(configuration) for row in _null_rows(runs, results)]
         if nulls:
             parts.append("z of keys that the unmarked models never saw:\n")
@@ -343,6 +347,17 @@ def _null_rows(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list
     found = [results[run.id] for run in runs if run.null_keys and run.id in results]
     names = ("keys", "mean", "deviation", "excess kurtosis", "largest")
     return [[body["id"], *(str(body["null"][name]) for name in names)] for body in found if body["null"]]
+
+
+def _told_rows(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """The forecast of those results that have one; older ones do not."""
+    rows = []
+    for body in (results[run.id] for run in runs if run.id in results):
+        told = body.get("expected_z")
+        if told is not None:
+            measured = body["z"]["final"][BALANCED]
+            rows.append([body["id"], str(body["rounds"]), f"{told:.1f}", f"{measured:.1f}", f"{told - measured:+.1f}"])
+    return rows
 
 
 def _runs(results: dict[str, dict[str, Any]]) -> list[list[str]]:

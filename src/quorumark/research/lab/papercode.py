@@ -90,6 +90,8 @@ class CodeMark:
         self._total = torch.zeros(len(trainable.places), dtype=torch.float64, device=device)  # Σ A_T
         self.added: Tensor | None = None  # the last round's amplitudes over the carriers in 2^-40
 
+    expected_z = None  # of the rule and the statistic of the paper's code there is no forecast
+
     @property
     def rho(self) -> float:
         """‖ΣA‖/‖θ − θ_0‖ over the carriers, as `Mark.rho`."""

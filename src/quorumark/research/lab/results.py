@@ -121,6 +121,7 @@ def _record(run: AnyRun, released: Any, size: dict[str, int], measured: Callable
         **measured(),
         "loss": round(log[-1].loss, 4),
         "rho": None if run.mark is None else round(run.mark.rho, 5),
+        "expected_z": _forecast(run),
         "z": {
             "released": (z := scores_of(run, released)),
             "final": z if released is run.model else scores_of(run, run.model, [BALANCED]),
@@ -130,6 +131,12 @@ def _record(run: AnyRun, released: Any, size: dict[str, int], measured: Callable
         "seconds_per_round": round(statistics.median(taken), 3),
         **where_run(run),
     }
+
+
+def _forecast(run: AnyRun) -> float | None:
+    """What a verification of the last model should find, as every real round tells it, without the key."""
+    expected = None if run.mark is None else run.mark.expected_z
+    return None if expected is None else round(expected, 3)
 
 
 def attack_record(run: LanguageRun, title: str, digest: str, released: dict[str, float]) -> dict[str, Any]:

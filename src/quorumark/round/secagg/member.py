@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from quorumark.round.secagg.masks import (
 )
 from quorumark.round.secagg.messages import Plan, Upload, check_arguments, hear, own_origin, read_ready, read_upload
 from quorumark.round.statements import Turn
+from quorumark.round.units import widest
 
 __all__ = ["SecAggMember"]
 
@@ -52,8 +54,10 @@ class SecAggMember:
         self.point = group.point_of(identity.ed25519)
         self._identity = identity
         self.state = state
-        self._lasting: dict[int, bytes] = {}
         self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
+        # members of a simulation, who hide nothing from each other in one process (`simulation.Federation`): the masks
+        # that two of them would share cancel in the sum, and are not made
+        self.together: frozenset[int] = frozenset()
         with state.edit() as memory:
             if not memory["group"] and not leaving:
                 adopt(memory, group)
@@ -75,6 +79,7 @@ class SecAggMember:
         origin: bytes | None = None,
         turn: Turn | None = None,
         closed: Iterable[tuple[str, int]] = (),
+        level: bytes = b"",
     ) -> bytes:
         """Joins a round, and leaves all earlier ones for good.
 
@@ -82,14 +87,21 @@ class SecAggMember:
         that training started from, the weights, … `length` is that of the vectors. `purpose` tells several sums of one
         round apart; every one has its own keys. `origin` is the digest of the state that the round starts from, `turn`
         what the server says about earlier rounds from it; `closed` are draws of earlier groups, by id, in which nothing
-        from it can be opened any more.
+        from it can be opened any more. `level` is what this member's vector needs (`round.units`): the sum has the
+        widest one of its members.
         """
         check_round_number(round_no)
         check_arguments(binding, length, purpose)
         start, turn = origin or own_origin(self.group, round_no), turn or Turn(round_no)
         if self.point not in self.group.cohort(start, turn.draw):
             raise RoundError(f"{self._name()} is not drawn for round {round_no}", code="round.not-drawn")
-        agreed = {"binding": binding.hex(), "length": length, "origin": start.hex(), "draw": turn.draw}
+        agreed = {
+            "binding": binding.hex(),
+            "length": length,
+            "origin": start.hex(),
+            "draw": turn.draw,
+            "needs": level.hex(),
+        }
         with self.state.edit() as memory:
             if round_no > memory["round"] or (round_no == memory["round"] and purpose not in memory["purposes"]):
                 about = self.check_free(memory, start, purpose, turn, closed)
@@ -99,6 +111,8 @@ class SecAggMember:
                     memory.update(round=round_no, open=True, purposes={})
                     self._shared.clear()
                 if memory["open"]:
+                    if "repeats" in about:
+                        about["repeated-level"] = memory["sent"][purpose]["level"]
                     about |= {"halvings": turn.halvings, "secret": os.urandom(32).hex(), "attempt": 0}
                     memory["purposes"][purpose] = {**agreed, **about}
             entry = self._entry(memory, round_no, purpose)
@@ -110,7 +124,7 @@ class SecAggMember:
                 )
             key = private_key(entry).public_key().public_bytes_raw()
         header = self.group.header("ready", self.group.session(round_no, purpose, turn.draw), self.point)
-        return self._identity.write(header, key + binding + word(length))
+        return self._identity.write(header, key + binding + word(length) + level)
 
     def check_free(
         self, memory: Memory, origin: bytes, purpose: str, turn: Turn, closed: Iterable[tuple[str, int]] = ()
@@ -280,18 +294,19 @@ class SecAggMember:
                 f"take part, or {group.threshold - 1} colluders and the server see single vectors",
                 code="round.too-few",
             )
-        keys = []
+        keys, levels = [], []
         for point, data in zip(members, readies, strict=True):
-            key, binding, length = read_ready(group, round_no, purpose, point, data, entry["draw"])
+            key, binding, length, level = read_ready(group, round_no, purpose, point, data, entry["draw"])
             if (binding.hex(), length) != (entry["binding"], entry["length"]):
                 raise RoundError(
                     f"{group.name(point)} was told of another model, other weights or another length than this member",
                     code="round.told-otherwise",
                 )
             keys.append(key)
+            levels.append(level)
         if keys[members.index(self.point)] != private_key(entry).public_key().public_bytes_raw().hex():
             raise RoundError(f"the announced key of {self._name()} is not its own", code="round.wrong-key")
-        plan = self._planned(entry, round_no, purpose, attempt, members, keys)
+        plan = replace(self._planned(entry, round_no, purpose, attempt, members, keys), level=widest(levels))
         self._admit(entry, plan)
         return plan
 
@@ -315,7 +330,7 @@ class SecAggMember:
             commitment = commitment_of(ctx, point, seed)
             masks = [(self_mask(ctx, point, seed), False)]
             for other in plan.members:
-                if other != point:
+                if other != point and other not in self.together:
                     low, high = sorted((point, other))
                     masks.append((pair_mask(pairs[other], low, high), point == high))
             shares = shamir.share(seed, plan.quorum, len(self.group.roster))
@@ -330,6 +345,7 @@ class SecAggMember:
             body = hashed.digest() + digest("secagg boxes", boxes) + commitment
             message = self._identity.write(self.group.header("upload", ctx, point, plan.attempt), body)
             entry.update(attempt=plan.attempt, members=list(plan.members), keys=list(plan.keys), marked=marked)
+            entry["level"] = plan.level.hex()
             earlier = memory["sent"][plan.purpose]["rounds"] if "repeats" in entry else []
             memory["sent"][plan.purpose] = {
                 "origin": entry["origin"],
@@ -338,6 +354,7 @@ class SecAggMember:
                 "members": list(plan.members),
                 "halvings": entry["halvings"],
                 "draw": entry["draw"],
+                "level": plan.level.hex(),
             }
         return Upload(len(message).to_bytes(4, "big") + message + boxes, vector)
 
@@ -363,6 +380,7 @@ class SecAggMember:
                     code="round.wrong-attempt" if entry["attempt"] else "round.not-uploaded",
                 )
             plan = self._planned(entry, round_no, purpose, attempt, entry["members"], entry["keys"])
+            plan = replace(plan, level=bytes.fromhex(entry["level"]))
             if len(parts) != 2 * len(plan.members):
                 raise RoundError(
                     "the server's request must show one upload of every member of the announced set",
@@ -437,6 +455,11 @@ class SecAggMember:
                 f"a sum that is made again is of the same members {entry['repeats']}, not of {list(plan.members)}",
                 code="round.other-repeat",
             )
+        if plan.level.hex() != entry.get("repeated-level", plan.level.hex()):
+            raise RoundError(
+                "a sum that is made again has the units that it had: members need other ones now",
+                code="round.other-repeat",
+            )
         if last:
             before = dict(zip(entry["members"], entry["keys"], strict=True))
             now = dict(zip(plan.members, plan.keys, strict=True))
@@ -461,8 +484,7 @@ class SecAggMember:
             else:
                 known = (entry["secret"], key)
                 try:
-                    if point not in self._lasting:
-                        self._lasting[point] = self._identity.exchange(self.group.member(point).x25519)
+                    lasting = self._identity.exchange_lasting(self.group.member(point).x25519)
                     if known not in self._shared:
                         self._shared[known] = exchange(private, key)
                 except MessageError:
@@ -471,7 +493,7 @@ class SecAggMember:
                         code="message.invalid-key",
                     ) from None
                 # both the round's keys and the lasting ones: the first can be forgotten, the second say who
-                secret = self._shared[known] + self._lasting[point]
+                secret = self._shared[known] + lasting
             pairs[point] = derive_key(secret, "secagg pair", plan.ctx)
         return pairs
 

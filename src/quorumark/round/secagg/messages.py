@@ -21,6 +21,7 @@ from quorumark.errors import (
 from quorumark.field import Vector
 from quorumark.round.group import LARGEST_ROUND, Group, word
 from quorumark.round.secagg.masks import bytes_of
+from quorumark.round.units import is_level
 
 __all__ = ["Plan", "Upload", "pack", "unpack"]
 
@@ -38,13 +39,17 @@ class Plan:
     binding: bytes
     members: tuple[int, ...]
     keys: tuple[str, ...]
+    level: bytes = b""
 
     @cached_property
     def ctx(self) -> bytes:
-        """The digest of all of it, which enters every key."""
+        """The digest of all of it, which enters every key. No level is not written."""
         numbers = (self.quorum, self.round, self.attempt, self.length)
+        level = [self.level] if self.level else []
         everyone = b"".join(word(x) + bytes.fromhex(key) for x, key in zip(self.members, self.keys, strict=True))
-        return digest("secagg ctx", self.group, self.purpose.encode(), *map(word, numbers), self.binding, everyone)
+        return digest(
+            "secagg ctx", self.group, self.purpose.encode(), *map(word, numbers), self.binding, everyone, *level
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +95,15 @@ def opened(sender: Member, expected: Header, data: bytes) -> bytes:
 
 def read_ready(
     group: Group, round_no: int, purpose: str, point: int, data: bytes, draw: int = 0
-) -> tuple[str, bytes, int]:
-    """A member's key for the round, what it was told, and how long its vector is."""
+) -> tuple[str, bytes, int, bytes]:
+    """A member's key for the round, what it was told, how long its vector is, and the level that it needs, if any."""
     body = opened(group.member(point), group.header("ready", group.session(round_no, purpose, draw), point), data)
-    if len(body) != 72:
+    if len(body) < 72 or not is_level(body[72:]):
         raise MessageError(
-            f"the message of {group.name(point)} for step 'secagg/ready' must hold 72 bytes", code="message.malformed"
+            f"the message of {group.name(point)} for step 'secagg/ready' must hold 72 bytes, and a level of units",
+            code="message.malformed",
         )
-    return body[:32].hex(), body[32:64], int.from_bytes(body[64:], "big")
+    return body[:32].hex(), body[32:64], int.from_bytes(body[64:72], "big"), body[72:]
 
 
 def read_upload(group: Group, plan: Plan, point: int, data: bytes) -> tuple[bytes, bytes, bytes]:

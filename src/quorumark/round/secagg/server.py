@@ -42,6 +42,7 @@ from quorumark.round.secagg.messages import (
     read_upload,
     say,
 )
+from quorumark.round.units import is_level, widest
 
 __all__ = ["SecAggServer"]
 
@@ -66,10 +67,12 @@ class SecAggServer:
         *,
         origin: bytes | None = None,
         draw: int = 0,
+        tensors: int = 0,
     ) -> None:
-        """`origin` is the state that the round starts from, and `draw` how often its cohort was drawn anew."""
+        """`origin` is the state that the round starts from, and `draw` how often its cohort was drawn anew. `tensors`:
+        for how many of them a member may say that it needs wider units."""
         check_arguments(binding, length, purpose)
-        self.group, self.draw = group, draw
+        self.group, self.draw, self._tensors = group, draw, tensors
         self.excluded: dict[int, str] = {}
         self.disputed: dict[int, tuple[int, ...]] = {}
         self._stage = "ready"
@@ -77,6 +80,7 @@ class SecAggServer:
         self._origin = origin or own_origin(group, round_no)
         self._cohort = group.cohort(self._origin, draw)
         self._readies: dict[int, tuple[bytes, str]] = {}  # message, key
+        self._levels: dict[int, bytes] = {}  # of units that members need, if any
         self._uploads: dict[int, tuple[bytes, bytes, bytes]] = {}  # message, boxes, commitment
         self._answers: dict[int, Vector] = {}
         self._sum: Vector = np.zeros(length, np.uint64)
@@ -87,13 +91,21 @@ class SecAggServer:
         """A member's wish to take part; before the set is fixed."""
         with self._taking("ready", point, self._cohort, self._readies):
             name = self.group.name(point)
-            key, binding, length = read_ready(self.group, self._plan.round, self._plan.purpose, point, data, self.draw)
+            key, binding, length, level = read_ready(
+                self.group, self._plan.round, self._plan.purpose, point, data, self.draw
+            )
             if (binding, length) != (self._plan.binding, self._plan.length):
                 raise MessageError(
                     f"{name} starts from another model, other weights or another length", code="message.other-model"
                 )
+            if len(level) not in (0, self._tensors):
+                raise MessageError(
+                    f"{name} needs wider units for {len(level)} tensors, and the model has {self._tensors}",
+                    code="message.malformed",
+                )
             exchange(PROBE, key)  # one key that no secret can be shared with would stop all members
             self._readies[point] = data, key
+            self._levels |= {point: level} if level else {}
 
     def announce(self) -> bytes:
         """Fixes the set U: all who are ready. For all of them."""
@@ -110,7 +122,8 @@ class SecAggServer:
                 f"{len(chosen)} members are left, and at least {self.group.least} must take part", "round.too-few"
             )
         keys = tuple(self._readies[x][1] for x in chosen)
-        self._plan = replace(self._plan, attempt=self._plan.attempt + 1, members=chosen, keys=keys)
+        level = widest(self._levels.get(x, b"") for x in chosen)
+        self._plan = replace(self._plan, attempt=self._plan.attempt + 1, members=chosen, keys=keys, level=level)
         self._stage = "upload"
         self._uploads.clear()
         self._sum.fill(0)
@@ -128,6 +141,11 @@ class SecAggServer:
         """Members of U whose upload or, once they were asked, whose answer has not come."""
         came: Mapping[int, object] = self._uploads if self._stage == "upload" else self._answers
         return tuple(x for x in self._plan.members if x not in came)
+
+    @property
+    def levels(self) -> dict[int, bytes]:
+        """Who needs wider units, and how wide (`round.units`)."""
+        return dict(self._levels)
 
     @property
     def ready(self) -> tuple[int, ...]:
@@ -297,7 +315,7 @@ class SecAggServer:
         """What it takes to ask for the answers again, in another process: nothing secret."""
         plan = self._plan
         about = {**self._about(), "length": plan.length, "binding": plan.binding.hex(), "members": list(plan.members)}
-        about |= {"origin": self._origin.hex(), "draw": self.draw}
+        about |= {"origin": self._origin.hex(), "draw": self.draw, "level": plan.level.hex()}
         readies = [part for x in plan.members for part in (self._readies[x][0], self._readies[x][1].encode())]
         uploads = [part for x in plan.members for part in self._uploads[x]]
         return say("kept-sum", about, [*readies, *uploads]), self._sum
@@ -309,7 +327,9 @@ class SecAggServer:
         what = about["round"], bytes.fromhex(about["binding"]), about["length"], about["purpose"]
         server = cls(group, *what, origin=bytes.fromhex(about["origin"]), draw=about["draw"])
         members = about["members"]
-        if len(parts) != 5 * len(members) or vector.shape != (about["length"],):
+        level = bytes.fromhex(about["level"])
+        sound = is_level(level) and vector.shape == (about["length"],)
+        if len(parts) != 5 * len(members) or not sound:
             raise MessageError("a kept sum is damaged", code="message.malformed")
         readies, uploads = parts[: 2 * len(members)], parts[2 * len(members) :]
         for i, x in enumerate(members):
@@ -318,6 +338,7 @@ class SecAggServer:
             server._uploads[x] = message, boxes, commitment
         keys = tuple(server._readies[x][1] for x in members)
         server._plan = replace(server._plan, attempt=about["attempt"], members=tuple(members), keys=keys)
+        server._plan = replace(server._plan, level=level)
         server._sum, server._stage = np.ascontiguousarray(vector, np.uint64), "unmask"
         return server
 

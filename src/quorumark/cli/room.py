@@ -1,0 +1,357 @@
+"""`quorumark room …`: where members meet (docs/room.md)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quorumark.cli.bundles import Keys, bundled
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, answered
+
+if TYPE_CHECKING:
+    from quorumark.consortium.identity import Identity
+    from quorumark.room.agent import Agent
+    from quorumark.room.client import Client
+    from quorumark.room.desk import Matter
+
+app = typer.Typer(
+    help="Where members meet: a server that passes messages on, and an agent beside each member's keys.",
+    no_args_is_help=True,
+)
+CaFile = Annotated[Path | None, typer.Option("--ca", help="Roots for TLS, if not the system's (PEM).")]
+NOT_INSTALLED = "the room's server and pages"
+
+
+@app.command("serve")
+def serve_room(
+    data: Annotated[Path, typer.Option(help="The folder for everything that the room keeps.")],
+    address: Annotated[str, typer.Option(help="How members reach it, like https://room.example.")],
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8420,
+    founder: Annotated[
+        list[Path] | None, typer.Option(help="Card of somebody who may found a consortium; repeatable.")
+    ] = None,
+    anyone_may_found: Annotated[
+        bool, typer.Option("--anyone-may-found", help="Everybody who reaches the room may found a consortium.")
+    ] = False,
+    quota: Annotated[int, typer.Option(help="GiB that one consortium may keep.", min=1)] = 50,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate for TLS (PEM), with --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+) -> None:
+    """Run a room. It holds no secrets, and members believe it nothing.
+
+    Without TLS files it is for a proxy on this machine that ends TLS, or for trying it out.
+    """
+    from quorumark.canonical import parse
+    from quorumark.errors import InputError, MissingDependencyError
+    from quorumark.room.store import Limits
+
+    if bool(founder) == anyone_may_found:
+        raise InputError("--founder", "must name a card, or --anyone-may-found must be given, and not both")
+    if (tls_cert is None) != (tls_key is None):
+        raise InputError("--tls-cert and --tls-key", "must be given together")
+    keys = tuple(
+        str(parse(path.read_bytes(), "quorumark-member/v1", "a member's card").get("ed25519")) for path in founder or ()
+    )
+    limits = Limits(consortium=quota << 30, file=quota << 30, founders=None if anyone_may_found else keys)
+    try:
+        from quorumark.room.server import serve
+    except ImportError as error:
+        raise MissingDependencyError(error.name or "starlette", NOT_INSTALLED) from None
+    tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
+    serve(data, address, host, port, limits, tls, started=typer.echo)
+
+
+@app.command("join")
+@bundled
+def join_room(
+    url: Annotated[str | None, typer.Argument(help="The room's address, or your invitation; once for a home.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    found: Annotated[str | None, typer.Option(help="Found a consortium of this name in the room.")] = None,
+    invite: Annotated[int, typer.Option(help="Print so many invitations (the founder).", min=0, max=100)] = 0,
+    examples: Annotated[int | None, typer.Option(help="How many examples you have: terms must say so.", min=1)] = None,
+    approve_with: Annotated[
+        Path | None, typer.Option(help="A policy that decides without a person (docs/room.md).")
+    ] = None,
+    prompt: Annotated[bool, typer.Option("--prompt", help="Ask for decisions at this terminal as well.")] = False,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Serve your own page on 127.0.0.1.")] = True,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Run this member's agent: it takes part in the room until it is stopped, and shows you what waits for you.
+
+    It makes the key with the others once you agreed to the terms, and answers queries that you approved; nothing else
+    is done without you. Stopped and started again, it goes on.
+    """
+    from quorumark.consortium.home import HomeFolder
+    from quorumark.errors import MissingDependencyError
+    from quorumark.room.agent import Agent
+    from quorumark.room.place import Policy
+
+    member, unlock = HomeFolder(home), keys.unlock(home)
+    policy = None if approve_with is None else Policy.read(approve_with)
+    _enter(home, member.identity(unlock), url, found, examples, invite, ca)
+    agent = Agent(member, unlock, policy, note=_say, cafile=ca)
+    shown = None
+    if page:
+        try:
+            from quorumark.room.agent_page import AgentPage
+        except ImportError as error:
+            raise MissingDependencyError(error.name or "starlette", "the agent's page (or pass --no-page)") from None
+        agent.start()
+        shown = AgentPage(agent)
+        shown.start()
+        _say(f"your page: {shown.address}")
+    else:
+        agent.start()
+    try:
+        while not agent.stopped.is_set():
+            time.sleep(0.5)
+            if prompt:
+                _ask_at_terminal(agent)
+    finally:
+        if shown is not None:
+            shown.stop()
+        agent.stop()
+
+
+def _say(text: str) -> None:
+    """Texts in it come from others: one line, and nothing that moves a terminal's cursor."""
+    typer.echo("".join(c if c.isprintable() else " " for c in text))
+    sys.stdout.flush()
+
+
+def _enter(
+    home: Path,
+    identity: Identity,
+    url: str | None,
+    found: str | None,
+    examples: int | None,
+    invite: int,
+    ca: Path | None,
+) -> None:
+    """Joins or founds, and remembers where; then prints invitations."""
+    from urllib.parse import urlsplit
+
+    from quorumark.errors import InputError
+    from quorumark.room.client import Client
+    from quorumark.room.place import Place, Settings
+    from quorumark.room.requests import address_of
+
+    place = Place(home)
+    before = place.settings() if place.joined else None
+    if url is None and before is None:
+        raise InputError("URL", "must be the room's address, or your invitation, the first time")
+    address = address_of(url) if url is not None else before.address if before is not None else ""
+    parts = urlsplit(url or "")
+    named = parts.path.removeprefix("/c/") if parts.path.startswith("/c/") else ""
+    consortium = named or (before.consortium if before is not None and found is None else "")
+    client = Client(address, identity, consortium, ca)
+    if found is not None:
+        if before is not None:
+            raise InputError("--found", "is for a home that is in no room yet", before.address)
+        consortium = client.create_consortium(found)
+    elif not consortium:
+        raise InputError("URL", "must be your invitation, or --found must be given", url or "")
+    if before is not None and before.consortium != consortium:
+        raise InputError(
+            "URL", "must be of the consortium that this home is in: use another home for another", url or ""
+        )
+    if parts.fragment:
+        client.join(parts.fragment)
+    client.about()  # a stranger is refused here, and nothing is remembered
+    count = examples if examples is not None else before.examples if before is not None else 0
+    place.remember(Settings(address, consortium, count))
+    if invite:
+        for text in client.invite(invite):
+            _say(f"invitation: quorumark room join '{text}'")
+    client.close()
+
+
+def _ask_at_terminal(agent: Agent) -> None:
+    from quorumark.errors import RoomError
+
+    for matter in agent.desk.matters():
+        if matter.state != "waiting" or agent.desk.said(matter.digest)[0]:
+            continue
+        for line in _lines(matter):
+            _say(line)
+        question = "agree, and make the key?" if matter.kind == "terms" else "answer, and sign what follows?"
+        said = answered(lambda question=question: typer.confirm(question))  # type: ignore[misc]
+        try:
+            agent.desk.decide(matter.digest, matter.shown, "yes" if said else "no", "person")
+        except RoomError as error:
+            _say(str(error))
+
+
+def _lines(matter: Matter) -> list[str]:
+    return [matter.title, *(f"  {label}: {text}" for label, text in matter.facts)]
+
+
+def _client(home: Path, keys: Keys, ca: Path | None) -> tuple[Client, Identity]:
+    """A member's connection to its room, for one command."""
+    from quorumark.consortium.home import HomeFolder
+    from quorumark.room.client import Client
+    from quorumark.room.place import Place
+
+    settings = Place(home).settings()
+    identity = HomeFolder(home).identity(keys.unlock(home))
+    return Client(settings.address, identity, settings.consortium, ca), identity
+
+
+@app.command("propose")
+@bundled
+def propose_terms(
+    folder: Annotated[Path, typer.Argument(help="The folder that `consortium create` wrote.")],
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Put terms before all members: each sees them on its page, and agrees or declines."""
+    from quorumark.room.founding import propose
+
+    client, identity = _client(home, keys, ca)
+    about = propose(client, identity, folder)
+    typer.echo(f"proposed; all members compare this digest by phone:\n{about}")
+
+
+@app.command("ask")
+@bundled
+def ask_room(
+    suspect: Annotated[Path, typer.Argument(help="The model in question: a file, or a folder of shards.")],
+    purpose: Annotated[str, typer.Option(help="Why: all members read it before they approve.")],
+    align: Annotated[
+        bool, typer.Option("--align", help="First put the suspect's channels where the anchor has them.")
+    ] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="The suspect is an adapter, or a model with one added.")] = False,
+    answers: Annotated[int, typer.Option(help="How many answers to combine; t+1 by default.", min=0)] = 0,
+    keep_file: Annotated[
+        bool, typer.Option("--keep-file", help="Do not upload the suspect: members get it by other means.")
+    ] = False,
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Ask all members whether a model is the consortium's. Your agent combines their answers when enough are there."""
+    from quorumark.consortium.home import HomeFolder
+    from quorumark.room.asking import ask
+
+    client, identity = _client(home, keys, ca)
+    query = ask(
+        client,
+        HomeFolder(home),
+        identity,
+        suspect,
+        purpose,
+        align=align,
+        lora=lora,
+        answers=answers,
+        keep_file=keep_file,
+    )
+    typer.echo(f"asked; query {query.digest()}\nmembers decide on their pages, you too")
+
+
+@app.command("invite")
+@bundled
+def invite_people(
+    count: Annotated[int, typer.Argument(help="How many.", min=1, max=100)] = 1,
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Print invitations, each for one person and a week (the founder)."""
+    client, _ = _client(home, keys, ca)
+    for text in client.invite(count):
+        _say(f"quorumark room join '{text}'")
+
+
+@app.command("remove")
+@bundled
+def remove_person(
+    name: Annotated[str, typer.Argument(help="Whose place in the room ends.")],
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Take somebody's place in the room away (the founder). Their share of the key is another matter: reshare."""
+    client, _ = _client(home, keys, ca)
+    client.post("remove", name=name)
+    typer.echo(f"{name} sees nothing of the room any more; what they sent stays")
+
+
+@app.command("delete")
+@bundled
+def delete_suspect(
+    query: Annotated[str, typer.Argument(help="The query's digest, or its start.")],
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Delete a suspect's files from the room: who uploaded them may, and the founder."""
+    client, _ = _client(home, keys, ca)
+    found = [one for one in client.whole_log() if one.name.startswith(f"query/{query}") and "/file/" in one.name]
+    for sha256 in {one.sha256 for one in found if not one.gone}:
+        client.post("delete", sha256=sha256)
+    typer.echo(f"{len(found)} files deleted" if found else "there are no files of such a query")
+
+
+@app.command("link")
+@bundled
+def make_link(
+    label: Annotated[str, typer.Option(help="What you will know it by, like the court's name.")],
+    days: Annotated[int, typer.Option(help="How long it is good.", min=1, max=3650)] = 30,
+    query: Annotated[str, typer.Option(help="The start of a query's digest: the link shows that one only.")] = "",
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Make a read-only link for a judge or an auditor. Whoever has it can look, until it ends or is revoked."""
+    from quorumark.errors import InputError
+
+    client, _ = _client(home, keys, ca)
+    scope = ""
+    if query:
+        names = {one.name.split("/")[1] for one in client.whole_log() if one.name.startswith(f"query/{query}")}
+        if len(names) != 1:
+            raise InputError("--query", "must be the start of one query's digest", query)
+        scope = names.pop()
+    _say(client.link(label, scope, days))
+
+
+@app.command("unlink")
+@bundled
+def revoke_link(
+    label: Annotated[str, typer.Argument(help="The link's label.")],
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Revoke a link: what it opened is closed at once."""
+    client, _ = _client(home, keys, ca)
+    client.post("unlink", label=label)
+    typer.echo("revoked")
+
+
+@app.command("demo")
+def demo_room(
+    out: Annotated[Path | None, typer.Option(help="Keep everything in this new folder.")] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Leave the room and the agents running, to look around.")
+    ] = False,
+) -> None:
+    """A room and five agents on this machine make a key, mark a model, and prove that it is theirs."""
+    from quorumark.room.demo import run
+
+    raise typer.Exit(0 if run(out, stay=stay, say=_say) == "PASSED" else 1)

@@ -1,0 +1,148 @@
+"""Kernels for several numbers in one field element (`quorumark.packing`). Integers throughout, but for one rounding.
+
+A file of its own: numba's cache watches the file that a kernel stands in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quorumark.field.kernels import P, kernel
+
+_HALF = P // 2
+_SCALE, _ROUND = 2.0**40, 1.5 * 2.0**52
+_BLOCK = 2048  # sums that stay in the first-level cache
+
+
+@kernel
+def weigh(after: Any, before: Any, factor: float, out: Any) -> None:
+    """out = (after − before)·factor, as signed numbers, to nearest with ties to even."""
+    for i in range(out.size):
+        d = np.int64(after[i]) - np.int64(before[i])
+        if d > _HALF:
+            d -= P
+        elif d < -_HALF:
+            d += P
+        out[i] = np.int64(np.rint(d * factor))
+
+
+@kernel
+def largest(after: Any, before: Any) -> Any:
+    """The largest |after − before|."""
+    most = np.int64(0)
+    for i in range(after.size):
+        d = np.int64(after[i]) - np.int64(before[i])
+        if d > _HALF:
+            d -= P
+        elif d < -_HALF:
+            d += P
+        most = max(most, abs(d))
+    return most
+
+
+@kernel
+def largest_weight(x: Any) -> Any:
+    """The largest |x|, as signed numbers."""
+    most = np.int64(0)
+    for i in range(x.size):
+        v = np.int64(x[i])
+        most = max(most, P - v if v > _HALF else v)
+    return most
+
+
+@kernel
+def move(before: Any, moves: Any, out: Any) -> None:
+    """out = before + moves mod p, for signed moves below p in size."""
+    for i in range(out.size):
+        v = np.int64(before[i]) + moves[i]
+        if v >= P:
+            v -= P
+        elif v < 0:
+            v += P
+        out[i] = np.uint64(v)
+
+
+@kernel
+def to_units(values: Any, shift: int) -> None:
+    """values/2^shift, to nearest with ties to even, in place."""
+    if shift == 0:
+        return
+    half, rest = np.int64(1) << (shift - 1), (np.int64(1) << shift) - 1
+    for i in range(values.size):
+        v = values[i]
+        whole, left = v >> shift, v & rest
+        values[i] = whole + np.int64(left > half or (left == half and (whole & 1) == 1))
+
+
+@kernel
+def size_of(values: Any) -> Any:
+    """The largest |v|."""
+    most = np.int64(0)
+    for i in range(values.size):
+        most = max(most, abs(values[i]))
+    return most
+
+
+@kernel
+def join(parts: Any, bits: int, begin: int, out: Any) -> None:
+    """out[i] = Σ_j parts[j, begin + i]·2^(j·bits) as field elements."""
+    count = parts.shape[0]
+    for i in range(out.size):
+        total = np.int64(0)
+        for j in range(count - 1, -1, -1):
+            total = (total << bits) + parts[j, begin + i]
+        out[i] = np.uint64(total + P if total < 0 else total)
+
+
+@kernel
+def pack_update(
+    after: Any, before: Any, weight: float, noise: Any, scales: Any, bits: int, length: int, begin: int, out: Any
+) -> Any:
+    """out[i] = Σ_j 2^(j·bits)·v_j as field elements, with v_j = ((after·2^40 − before)·weight + noise)·scales[j] at
+    place j·length + begin + i, to nearest with ties to even; places beyond the end are 0. Returns the largest |v_j|.
+
+    `after` are floats, `before` is E of others, `noise` is in 2^-40, or empty. Below 2^51 a number rounds to an integer
+    where it is added to 1.5·2^52, with no call of a function: LLVM makes vectors of the inner loop.
+    """
+    most, noisy = np.int64(0), noise.size > 0
+    total = np.empty(_BLOCK, np.int64)
+    for start in range(0, out.size, _BLOCK):
+        count = min(_BLOCK, out.size - start)
+        total[:] = 0
+        for j in range(scales.size - 1, -1, -1):
+            first = j * length + begin + start
+            here, scale = max(0, min(count, after.size - first)), scales[j]
+            factor = weight * scale
+            for i in range(here):
+                b = np.int64(before[first + i])
+                b -= P if b > _HALF else 0
+                d = (np.float64(after[first + i]) * _SCALE - np.float64(b)) * factor
+                if noisy:
+                    d += noise[first + i] * scale
+                v = np.int64((d + _ROUND) - _ROUND)
+                total[i] = (total[i] << bits) + v
+                most = max(most, abs(v))
+            for i in range(here, count):
+                total[i] <<= bits
+        for i in range(count):
+            t = total[i]
+            out[start + i] = np.uint64(t + P if t < 0 else t)
+    return most
+
+
+@kernel
+def split(elements: Any, bits: int, begin: int, parts: Any) -> None:
+    """The parts of each element, from the lowest up, each as a signed remainder; the last one is what is left."""
+    count = parts.shape[0]
+    half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
+    for i in range(elements.size):
+        left = np.int64(elements[i])
+        if left > _HALF:
+            left -= P
+        for j in range(count - 1):
+            v = ((left + half) & rest) - half
+            parts[j, begin + i] = v
+            left = (left - v) >> bits
+        parts[count - 1, begin + i] = left

@@ -1,0 +1,187 @@
+"""The agent: beside a member's keys, it does the member's steps in a room, and asks the member what is the member's.
+
+    agent = Agent(home, unlock, policy)
+    agent.start(); …; agent.stop()
+
+One thread listens to the room, one works; the page (`agent_page`) and the terminal read the desk. One agent works for a
+home at a time. After a crash it goes on from what is on disk: all that it sent is kept first, and is sent again if the
+room does not have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.keystore import Unlock
+from quorumark.errors import BusyError, QuorumarkError, RoomError
+from quorumark.files import locked
+from quorumark.room.asking import Asking
+from quorumark.room.client import MOST_ENTRIES, Client
+from quorumark.room.desk import Desk, Mirror
+from quorumark.room.founding import Founding
+from quorumark.room.people import introduce, keep_people
+from quorumark.room.place import Decisions, Place, Policy
+from quorumark.verify.guard import budget
+from quorumark.verify.ledger import Ledger
+
+__all__ = ["Agent", "enter"]
+
+_LISTEN = 20  # seconds that the room holds a question for news
+_PAUSE = 2.0  # between two looks at what is on disk
+_RETRY = (0.5, 10.0)  # seconds until an unreachable room is tried again: first, and at most
+Note = Callable[[str], None]
+
+
+def enter(client: Client, place: Place, code: str = "") -> None:
+    """Joins with an invitation; who is a member already needs none."""
+    if code:
+        client.join(code)
+    client.about()  # a stranger is refused here
+    place.make()
+
+
+class Agent:
+    """One member's agent in one room."""
+
+    def __init__(
+        self,
+        home: HomeFolder,
+        unlock: Unlock,
+        policy: Policy | None = None,
+        note: Note = lambda _: None,
+        cafile: Path | None = None,
+    ) -> None:
+        self.home, self.place = home, Place(home.path)
+        self.settings = self.place.settings()
+        self.identity = home.identity(unlock)
+        self.desk = Desk(Decisions(self.place.folder() / "decisions.json"))
+        self.stopped = threading.Event()
+        self._mirror, self._note, self._cafile = Mirror(), note, cafile
+        parts = (home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
+        self._founding, self._asking = Founding(*parts), Asking(*parts)
+        self._threads: list[threading.Thread] = []
+        self._alone = contextlib.ExitStack()
+        self._again = threading.Event()
+        self._first = True  # nothing is known of the room yet
+        self._told: dict[str, str] = {}
+        self._ear = self.client()
+
+    def client(self) -> Client:
+        """A connection of its own, for one thread."""
+        return Client(self.settings.address, self.identity, self.settings.consortium, self._cafile)
+
+    def start(self) -> None:
+        """Begins to work; a BusyError if another agent works for this home."""
+        try:
+            self._alone.enter_context(locked(self.place.base / ".lock", wait=False))
+        except BusyError:
+            raise BusyError(
+                f"another agent works for {str(self.home.path)!r}: use its page, or stop it first"
+            ) from None
+        for work in (self._listen, self._work):
+            thread = threading.Thread(target=work, name=f"room-{work.__name__.strip('_')}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.desk.news.set()
+        self._ear.interrupt()
+        for thread in self._threads:
+            thread.join(timeout=60)
+        self._alone.close()
+
+    # --- listening ---
+
+    def _listen(self) -> None:
+        client, pause, after, away = self._ear, _RETRY[0], 0, True
+        while not self.stopped.is_set():
+            try:
+                if away:
+                    self._mirror.replace(client.whole_log())
+                    after = max((one.number for one in self._mirror.named("", "")), default=0)
+                    self._again.set()
+                    self.desk.trouble("room", "")
+                    away, pause = False, _RETRY[0]
+                    self.desk.news.set()
+                found = client.log(after, _LISTEN if not self.stopped.is_set() else 0)
+                if found:
+                    if len(self._mirror) + len(found) > MOST_ENTRIES:
+                        raise RoomError("the room's log has no end: it is not read", code="room.answer")
+                    self._mirror.add(found)
+                    after = max(after, *(one.number for one in found))
+                    self.desk.news.set()
+            except RoomError as error:
+                self.desk.trouble("room", str(error))
+                away = True
+                self.stopped.wait(pause)
+                pause = min(_RETRY[1], 2 * pause)
+            except Exception as error:  # noqa: BLE001 - a hostile room must not end the agent
+                self.desk.trouble("room", f"the room's answer cannot be used ({type(error).__name__})")
+                away = True
+                self.stopped.wait(_RETRY[1])
+        client.close()
+
+    # --- working ---
+
+    def _work(self) -> None:
+        client = self.client()
+        while not self.stopped.is_set():
+            self.desk.news.clear()
+            if self._again.is_set():
+                self._again.clear()
+                self._first = False
+                self._founding.sent_again()
+                self._asking.sent_again()
+            try:
+                if not self._first:
+                    introduce(client, self.identity, self._mirror, self.settings.examples)
+                    keep_people(client, self.place, self._mirror)
+                    for part in (self._founding, self._asking):
+                        part.step(client)
+                self.desk.trouble("agent", "")
+            except QuorumarkError as error:
+                self.desk.trouble("agent", str(error))
+            except Exception as error:  # noqa: BLE001 - what somebody put into the room must not end the agent
+                self.desk.trouble("agent", f"a step failed ({type(error).__name__})")
+            self._tell()
+            self.desk.news.wait(_PAUSE)
+        client.close()
+
+    def _tell(self) -> None:
+        """A line for everything that changed."""
+        for matter in self.desk.matters():
+            text = f"{matter.title} {matter.state}" + (f": {matter.status}" if matter.status else "")
+            if self._told.get(matter.digest) != text:
+                self._told[matter.digest] = text
+                self._note(text)
+        for where, text in self.desk.troubles.items():
+            if self._told.get(where) != text:
+                self._told[where] = text
+                self._note(text)
+
+    # --- what the member sees ---
+
+    def standing(self) -> list[tuple[str, str, str]]:
+        """Each consortium of this home, by its signed manifest: name, what it takes, what is used of the budget."""
+        found = []
+        for place in self.home.consortia():
+            if not place.manifest_path.exists():
+                continue
+            try:
+                manifest = place.manifest()
+                terms = manifest.terms
+                used = sum(Ledger.open(place, manifest).equations().values())
+            except QuorumarkError as error:
+                found.append((place.path.name, "cannot be read", str(error)))
+                continue
+            takes = f"{terms.threshold} of {terms.members}: {', '.join(m.name for m in terms.roster)}"
+            spent = (
+                f"{used} of {budget(terms)} equations used; epoch {manifest.epoch}; manifest {manifest.digest().hex()}"
+            )
+            found.append((terms.name, takes, spent))
+        return found

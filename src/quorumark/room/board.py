@@ -1,0 +1,275 @@
+"""What a room's pages show, from the entries. The room cannot check any of it: members' agents do.
+
+Small files are read as JSON, as far as they look like what their names say; what does not is not shown. What is served
+as the consortium's is not one member's choice: the manifest is one that every member of its roster uploaded, files
+beside the terms are those of whoever brought the terms first.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from quorumark.canonical import canonical, digest, read_json
+from quorumark.errors import QuorumarkError, RoomError
+from quorumark.room.store import Entry, Store
+
+__all__ = ["STEPS", "Board", "Proposal", "Question"]
+
+STEPS = ("commit", "reveal", "deal", "open", "confirm", "root", "echo", "health", "sign")
+"""The steps of a setup without a dealer, in order."""
+_LARGEST = 1 << 20
+
+
+@dataclass
+class Proposal:
+    """Terms, who agreed, and how far the ceremony got."""
+
+    digest: str
+    name: str = ""
+    threshold: int = 0
+    members: tuple[str, ...] = ()
+    coordinates: int = 0
+    agreed: list[str] = field(default_factory=list)
+    steps: dict[str, list[str]] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+    author: str = ""  # the key of whoever brought the terms first
+    layout: str = ""
+
+    @property
+    def progress(self) -> list[tuple[str, int, bool]]:
+        """Each step, how many members have done it, and whether all have who must."""
+        return [(step, len(who), len(who) >= len(self.members)) for step, who in self.steps.items()]
+
+    @property
+    def state(self) -> str:
+        if self.finished:
+            return "in force" if len(self.finished) >= len(self.members) else "nearly done"
+        return "key is being made" if any(self.steps.values()) else "proposed"
+
+
+@dataclass
+class Question:
+    """A query: who asks, who answered, what came of it."""
+
+    digest: str
+    asker: str
+    purpose: str = ""
+    answers: int = 0
+    files: tuple[str, ...] = ()
+    kind: str = "plain"
+    asked: str = ""
+    answered: list[str] = field(default_factory=list)
+    declined: list[str] = field(default_factory=list)
+    signed: list[str] = field(default_factory=list)
+    verdict: str = ""
+    z: str = ""
+    threshold: str = ""
+    shown: dict[str, str] = field(default_factory=dict)  # name of a page or file → SHA-256
+
+    @property
+    def state(self) -> str:
+        if self.verdict:
+            return self.verdict
+        return "being signed" if "combined.msg" in self.shown else "open"
+
+
+class Board:
+    """One consortium's notices."""
+
+    def __init__(self, store: Store, consortium: str) -> None:
+        self.consortium = consortium
+        self.name, founder = store.about(consortium)
+        self.people = store.people(consortium)
+        self.founder = next((one.name for one in self.people if one.key == founder), "")
+        self._names = {one.key: one.name for one in self.people}
+        self._store = store
+        entries = store.entries(consortium)
+        # changes with every piece of news: entries are never taken back, people neither
+        self.now = (entries[-1].number if entries else 0) + sum(1 + (not one.active) for one in self.people)
+        self.proposals = self._proposals(entries)
+        self.questions = self._questions(entries)
+        self.manifest, terms = self._manifest(entries)
+        self.in_force = next((one for one in self.proposals if one.digest == terms), None)
+        self.files = {} if self.in_force is None else self._files(entries, self.in_force)
+
+    def question(self, digest: str) -> Question:
+        for one in self.questions:
+            if one.digest == digest:
+                return one
+        raise RoomError("there is no such query here", code="room.not-found")
+
+    def _read(self, entry: Entry) -> bytes:
+        if entry.gone or entry.size > _LARGEST:
+            return b""
+        try:
+            return _small(self._store.file(self.consortium, entry.sha256))
+        except RoomError:
+            return b""
+
+    def _manifest(self, entries: Iterable[Entry]) -> tuple[Entry | None, str]:
+        """The manifest that all of its members ended with, and its terms' digest; of several the largest consortium's,
+        then the latest: some members can agree on another one among themselves."""
+        uploaded: dict[str, dict[str, Entry]] = {}
+        for entry in entries:
+            if entry.name.startswith("manifest/") and not entry.gone:
+                uploaded.setdefault(entry.sha256, {})[entry.author] = entry
+        best: tuple[int, int] = (2, 0)  # two members at least
+        found: tuple[Entry | None, str] = (None, "")
+        for by in uploaded.values():
+            last = max(by.values(), key=lambda entry: entry.number)
+            terms = _object(self._read(last)).get("terms")
+            roster = _keys(terms)
+            if roster and roster <= by.keys() and (len(roster), last.number) > best:
+                best = len(roster), last.number
+                found = last, _terms_digest(terms)
+        return found
+
+    def _files(self, entries: Iterable[Entry], proposal: Proposal) -> dict[str, str]:
+        """Layout, anchor and groups beside terms: name → SHA-256."""
+        start = f"proposal/{proposal.digest}/"
+        return {
+            entry.name.removeprefix(start): entry.sha256
+            for entry in entries
+            if entry.author == proposal.author and entry.name.startswith(start) and not entry.gone
+            if entry.name.endswith((".json", ".safetensors"))
+            if not entry.name.endswith("/layout.json") or entry.sha256 == proposal.layout
+        }
+
+    def _proposals(self, entries: Iterable[Entry]) -> list[Proposal]:
+        found: dict[str, Proposal] = {}
+        for entry in entries:
+            kind, _, rest = entry.name.partition("/")
+            about, _, what = rest.partition("/")
+            who = self._names.get(entry.author, "")
+            if kind == "proposal" and what == "terms.json" and about not in found:
+                data = self._read(entry)
+                if digest("terms", data).hex() != about:
+                    continue
+                body = _object(data)
+                roster = body.get("roster")
+                names = (
+                    [str(one.get("name")) for one in roster if isinstance(one, dict)]
+                    if isinstance(roster, list)
+                    else []
+                )
+                proposal = Proposal(about, _text(body, "name"), _integer(body, "threshold"), tuple(names))
+                proposal.author, proposal.layout = entry.author, _text(body, "layout")
+                proposal.coordinates = _integer(body, "coordinates")
+                proposal.steps = {step: [] for step in STEPS}
+                found[about] = proposal
+            about = about.removesuffix(".msg").removesuffix(".json")
+            if about not in found or who not in found[about].members:
+                continue
+            if kind == "agreed" and who not in found[about].agreed:
+                found[about].agreed.append(who)
+            elif kind == "manifest" and who not in found[about].finished:
+                found[about].finished.append(who)
+            elif kind == "setup":
+                step = found[about].steps.get(what.partition("/")[0].partition("-")[2])
+                if step is not None and who not in step:
+                    step.append(who)
+        return list(found.values())
+
+    def _questions(self, entries: Iterable[Entry]) -> list[Question]:
+        """Who asks is who said so (ask.msg), not who named a query first."""
+        found: dict[str, Question] = {}
+        askers: dict[str, str] = {}
+        for entry in entries:
+            if entry.name.startswith("query/") and entry.name.endswith("/ask.msg"):
+                askers.setdefault(entry.name.split("/")[1], entry.author)
+        for entry in entries:
+            kind, _, rest = entry.name.partition("/")
+            about, _, what = rest.partition("/")
+            who = self._names.get(entry.author, "")
+            if kind != "query":
+                continue
+            own = entry.author == askers.get(about)
+            if what == "query.json" and own:
+                body = _object(self._read(entry))
+                files = body.get("files")
+                names = (
+                    [str(one.get("name")) for one in files if isinstance(one, dict)] if isinstance(files, list) else []
+                )
+                aligned = "aligned" if body.get("alignment") not in (None, "none") else "plain"
+                asked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.time))
+                found[about] = Question(about, who, files=tuple(names), kind=aligned, asked=asked)
+                if body.get("layers") is not None:
+                    found[about].kind = "by layers"
+            if about not in found:
+                continue
+            one = found[about]
+            if what == "ask.msg" and own:
+                body = _object(_message_body(self._read(entry)))
+                one.purpose, one.answers = _text(body, "purpose"), _integer(body, "answers")
+            elif what == "partial.json":
+                one.answered.append(who)
+            elif what == "declined.msg":
+                one.declined.append(who)
+            elif what == "signed.json":
+                one.signed.append(who)
+            elif what in ("certificate.json", "report.html", "combined.msg") and own and not entry.gone:
+                one.shown[what] = entry.sha256
+                if what == "certificate.json":
+                    finding = _finding(self._read(entry))
+                    one.verdict, one.z, one.threshold = (_text(finding, n) for n in ("verdict", "z", "threshold"))
+        return list(reversed(found.values()))
+
+
+@lru_cache(maxsize=4096)
+def _small(path: Path) -> bytes:
+    """A small file: its name is its digest, so it never changes."""
+    return path.read_bytes()
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        body = read_json(data, "a notice")
+    except QuorumarkError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _terms_digest(terms: object) -> str:
+    try:
+        return digest("terms", canonical({"format": "quorumark-terms/v1", **terms})).hex()  # type: ignore[dict-item]
+    except (QuorumarkError, ValueError, TypeError):
+        return ""
+
+
+def _keys(terms: object) -> set[str]:
+    """The keys in a roster."""
+    roster = terms.get("roster") if isinstance(terms, dict) else None
+    every = roster if isinstance(roster, list) else []
+    return {str(one.get("ed25519")) if isinstance(one, dict) else "" for one in every}
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    return value[:500] if isinstance(value, str) else ""
+
+
+def _integer(body: dict[str, Any], name: str) -> int:
+    value = body.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _message_body(data: bytes) -> bytes:
+    """What an open message says: length, header, signature of 64 bytes, body."""
+    return data[4 + int.from_bytes(data[:4], "big") + 64 :]
+
+
+def _finding(data: bytes) -> dict[str, Any]:
+    """What a certificate's envelope holds."""
+    payload = _object(data).get("payload")
+    try:
+        statement = _object(base64.b64decode(payload if isinstance(payload, str) else "", validate=True))
+    except ValueError:
+        return {}
+    predicate = statement.get("predicate")
+    return predicate if isinstance(predicate, dict) else {}

@@ -1,0 +1,176 @@
+"""The room's pages for people: read-only, rendered here, without scripts but for one that shows news (docs/room.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quorumark.checks import is_hex
+from quorumark.errors import RoomError
+from quorumark.room.board import Board
+from quorumark.room.codes import STATUS
+from quorumark.room.store import Seat, Store
+
+__all__ = ["Pages", "environment"]
+
+_COOKIE = "quorumark-room"
+_STATIC = {"room.css": "text/css", "live.js": "text/javascript"}
+_REPORT = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_STREAM = 30.0  # seconds until a browser connects again: then its session is checked anew
+
+
+@cache
+def environment() -> Environment:
+    """Templates with everything escaped: names come from others."""
+    return Environment(loader=PackageLoader("quorumark.room"), autoescape=True, undefined=StrictUndefined)
+
+
+def static(name: str) -> Path:
+    return Path(__file__).parent / "static" / name
+
+
+class Pages:
+    """Pages over a store; `wait` ends when there is news of a consortium, or after so many seconds."""
+
+    def __init__(self, store: Store, address: str, wait: Callable[[str, float], Awaitable[None]]) -> None:
+        self._store, self._address, self._wait = store, address, wait
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self._shown(self._welcome)),
+            Route("/static/{name}", self._shown(self._static)),
+            Route("/open/{token}", self._shown(self._open)),
+            Route("/c/{id}", self._shown(self._overview)),
+            Route("/c/{id}/events", self._shown(self._events)),
+            Route("/c/{id}/q/{query}", self._shown(self._query)),
+            Route("/c/{id}/q/{query}/report", self._shown(self._report)),
+            Route("/c/{id}/q/{query}/certificate.json", self._shown(self._certificate)),
+            Route("/c/{id}/consortium.json", self._shown(self._manifest)),
+            Route("/c/{id}/public/{name}", self._shown(self._public)),
+        ]
+
+    def _shown(self, page: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A page, or a page that says why not."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await page(request)
+            except RoomError as error:
+                return self._render("refused.html", STATUS[error.code], text=str(error))
+
+        return endpoint
+
+    def _render(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        return HTMLResponse(environment().get_template(template).render(address=self._address, **values), status)
+
+    def _seat(self, request: Request, query: str = "") -> Seat:
+        """Who looks, if they may look at this."""
+        seat = self._store.seat(request.cookies.get(_COOKIE, ""), int(time.time()))
+        if seat.consortium != request.path_params["id"] or (seat.scope and seat.scope != query):
+            raise RoomError("your link is for another page: open it again", code="room.not-allowed")
+        return seat
+
+    async def _welcome(self, _: Request) -> Response:
+        return self._render("welcome.html")
+
+    async def _static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in _STATIC:
+            raise RoomError("there is nothing at this address", code="room.not-found")
+        return FileResponse(static(name), media_type=_STATIC[name], headers={"cache-control": "max-age=3600"})
+
+    async def _open(self, request: Request) -> Response:
+        token = self._store.open_session(request.path_params["token"], int(time.time()))
+        seat = self._store.seat(token, int(time.time()))
+        place = f"/c/{seat.consortium}"
+        answer = RedirectResponse(place + (f"/q/{seat.scope}" if seat.scope else ""), 303)
+        secure = self._address.startswith("https://")
+        # Lax: the browser may come from the agent's page or from a mail; pages change nothing
+        answer.set_cookie(_COOKIE, token, path=place, httponly=True, secure=secure, samesite="lax")
+        return answer
+
+    async def _overview(self, request: Request) -> Response:
+        seat = self._seat(request)
+        board = Board(self._store, seat.consortium)
+        return self._render("overview.html", board=board, seat=seat, place=f"/c/{seat.consortium}")
+
+    async def _query(self, request: Request) -> Response:
+        seat = self._seat(request, request.path_params["query"])
+        board = Board(self._store, seat.consortium)
+        question = board.question(request.path_params["query"])
+        return self._render(
+            "query.html", board=board, seat=seat, one=question, terms=board.in_force, place=f"/c/{seat.consortium}"
+        )
+
+    async def _report(self, request: Request) -> Response:
+        """A member's page, in a sandbox: no scripts, no cookies, nothing from elsewhere."""
+        answer = self._notice(request, "report.html")
+        answer.headers["content-security-policy"] = _REPORT
+        answer.headers["content-type"] = "text/html; charset=utf-8"
+        return answer
+
+    async def _certificate(self, request: Request) -> Response:
+        return self._notice(request, "certificate.json")
+
+    def _notice(self, request: Request, what: str) -> Response:
+        query = request.path_params["query"]
+        seat = self._seat(request, query)
+        shown = Board(self._store, seat.consortium).question(query).shown
+        if what not in shown:
+            raise RoomError("it is not there yet: wait until all have signed", code="room.not-found")
+        return self._send(seat.consortium, shown[what])
+
+    async def _manifest(self, request: Request) -> Response:
+        seat = self._seat_anywhere(request)
+        manifest = Board(self._store, seat.consortium).manifest
+        if manifest is None:
+            raise RoomError("there is no manifest yet", code="room.not-found")
+        return self._send(seat.consortium, manifest.sha256)
+
+    async def _public(self, request: Request) -> Response:
+        """Layout, anchor and groups: what anybody needs who checks a certificate."""
+        seat = self._seat_anywhere(request)
+        files = Board(self._store, seat.consortium).files
+        name = request.path_params["name"]
+        if name not in files:
+            raise RoomError("there is no such file here", code="room.not-found")
+        return self._send(seat.consortium, files[name])
+
+    def _seat_anywhere(self, request: Request) -> Seat:
+        """Public files go with every link."""
+        seat = self._store.seat(request.cookies.get(_COOKIE, ""), int(time.time()))
+        if seat.consortium != request.path_params["id"]:
+            raise RoomError("your link is for another consortium", code="room.not-allowed")
+        return seat
+
+    def _send(self, consortium: str, sha256: str) -> FileResponse:
+        if not is_hex(sha256, 32):
+            raise RoomError("there is no such file here", code="room.not-found")
+        return FileResponse(self._store.file(consortium, sha256), media_type="application/octet-stream")
+
+    async def _events(self, request: Request) -> Response:
+        """Server-sent events: a number for every piece of news; the script loads the page anew then."""
+        seat = self._seat_anywhere(request)
+
+        async def stream() -> AsyncIterator[str]:
+            until = time.monotonic() + _STREAM
+            last = -1
+            while (left := until - time.monotonic()) > 0 and not await request.is_disconnected():
+                number = Board(self._store, seat.consortium).now
+                if number != last:
+                    last = number
+                    yield f"data: {json.dumps(number)}\n\n"
+                await self._wait(seat.consortium, min(left, 5.0))
+                await asyncio.sleep(0.2)  # a burst of entries is one piece of news
+
+        return StreamingResponse(stream(), media_type="text/event-stream")

@@ -1,0 +1,171 @@
+"""Several numbers in one field element, against an oracle in Python ints."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from quorumark import codec, field, packing
+from quorumark.errors import EncodingError, InputError
+from quorumark.field import P
+from quorumark.packing import BITS, Span
+
+COUNTS = (1, 2, 3, 4)
+
+
+def rounded(value: int, shift: int) -> int:
+    """value/2^shift to nearest, ties to even: Python's own rounding of a fraction."""
+    return round(Fraction(value, 1 << shift))
+
+
+def oracle_pack(moves: list[int], spans: list[Span], count: int) -> list[int]:
+    units = [rounded(moves[i], shift) for place, shift in spans for i in range(place.start, place.stop)]
+    length = -(-len(units) // count)
+    units += [0] * (count * length - len(units))
+    return [sum(units[i * length + m] << (i * BITS[count]) for i in range(count)) % P for m in range(length)]
+
+
+def oracle_unpack(packed: list[int], size: int, count: int) -> list[int]:
+    """In units: signed remainders from the lowest part up."""
+    bits, rows = BITS[count], [[] for _ in range(count)]  # type: ignore[var-annotated]
+    for element in packed:
+        left = element - P if element > P // 2 else element
+        for i in range(count - 1):
+            part = (left + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+            rows[i].append(part)
+            left = (left - part) >> bits
+        rows[-1].append(left)
+    return [part for row in rows for part in row][:size]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, list[Span], list[list[int]]]:
+    """Numbers of several members, in spans with shifts of their own, whose sums stay in range."""
+    count, members = draw(st.sampled_from(COUNTS)), draw(st.integers(1, 5))
+    sizes = draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+    spans, start = [], 0
+    for size in sizes:
+        spans.append((slice(start, start + size), draw(st.integers(0, 12 if count > 1 else 0))))
+        start += size
+    most = ((1 << (BITS[count] - 1)) - 1) // members - 1
+    shifts = _shifts(spans)
+    numbers = [[draw(st.integers(-(most << shift), most << shift)) for shift in shifts] for _ in range(members)]
+    return count, spans, numbers
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_sums_of_packed_vectors_are_the_packed_sums(case: tuple[int, list[Span], list[list[int]]]) -> None:
+    count, spans, numbers = case
+    size, total = len(numbers[0]), None
+    for moves in numbers:
+        packed = packing.pack(np.array(moves, np.int64), spans, count)
+        assert packed.tolist() == oracle_pack(moves, spans, count)
+        masked = field.add(packed, np.full_like(packed, P - 1))  # and a mask, which goes again
+        total = masked if total is None else field.add(total, masked)
+    assert total is not None
+    opened = field.add(total, np.full_like(total, len(numbers)))
+    found, fits = packing.unpack(opened, size, spans, count)
+    expected = [
+        sum(rounded(moves[i], shift) for moves in numbers) << shift
+        for place, shift in spans
+        for i in range(place.start, place.stop)
+    ]
+    assert found.tolist() == expected
+    assert all(fits)
+    units = oracle_unpack(opened.tolist(), size, count)
+    assert units == [v >> s for v, s in zip(expected, _shifts(spans), strict=True)]
+
+
+def _shifts(spans: list[Span]) -> list[int]:
+    return [shift for place, shift in spans for _ in range(place.stop - place.start)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(COUNTS), st.lists(st.integers(0, P - 1), min_size=1, max_size=9), st.integers(0, 5))
+def test_whatever_was_opened_is_read_as_the_oracle_reads_it(count: int, elements: list[int], less: int) -> None:
+    size = max(1, count * len(elements) - min(less, count - 1))
+    spans = [(slice(0, size), 0)]
+    found, (fits,) = packing.unpack(np.array(elements, np.uint64), size, spans, count)
+    expected = oracle_unpack(elements, size, count)
+    assert found.tolist() == expected
+    assert fits == all(abs(v) < 1 << (BITS[count] - 1) for v in expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_largest_number_fits_and_one_unit_more_is_refused(count: int) -> None:
+    most = (1 << (BITS[count] - 1)) - 1
+    spans = [(slice(0, 4), 0), (slice(4, 8), 3)]
+    for sign in (1, -1):
+        moves = np.array([sign * most] * 4 + [sign * most << 3] * 4, np.int64)
+        assert packing.unpack(packing.pack(moves.copy(), spans, count), 8, spans, count)[0].tolist() == moves.tolist()
+        for place, unit in ((1, 1), (6, 8)):
+            moves[place] += sign * unit
+            with pytest.raises(EncodingError) as refused:
+                packing.pack(moves.copy(), spans, count)
+            assert refused.value.index == place
+            moves[place] -= sign * unit
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_part_that_is_over_by_one_unit_wraps_and_moves_its_neighbour_by_one(count: int) -> None:
+    """What a member that overflows a part on purpose gets: another number in its own part, and one unit next to it."""
+    half = 1 << (BITS[count] - 1)
+    low = np.zeros(count, np.int64)
+    packed = np.array([half], np.uint64)  # the lowest part, one more than it may be
+    found, _ = packing.unpack(packed, count, [(slice(0, count), 0)], count)
+    low[0], low[1] = -half, 1
+    assert found.tolist() == low.tolist()
+
+
+def test_weighted_moves_are_rounded_once() -> None:
+    rng = np.random.default_rng(1)
+    before, after = (rng.integers(-(1 << 50), 1 << 50, 1000) for _ in range(2))
+    for weight in (1.0, 0.3, 1 / 7):
+        found = packing.weighted_moves(field.from_signed(after), field.from_signed(before), weight)
+        exact = [Fraction(int(a) - int(b)) * Fraction(weight) for a, b in zip(after, before, strict=True)]
+        assert max(abs(f - e) for f, e in zip(found.tolist(), exact, strict=True)) <= Fraction(1, 2) + Fraction(1, 4)
+    assert packing.largest_move(field.from_signed(after), field.from_signed(before)) == int(
+        np.abs(after - before).max()
+    )
+    assert packing.largest_weight(field.from_signed(before)) == int(np.abs(before).max())
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.booleans(), st.sampled_from([np.float32, np.float64]), st.floats(0.01, 1))
+def test_an_update_is_packed_in_one_pass_as_in_several(
+    case: tuple[int, list[Span], list[list[int]]], noisy: bool, kind: type, weight: float
+) -> None:
+    count, spans, (first, *_) = case
+    count, size = max(2, count), len(first)
+    rng = np.random.default_rng(size)
+    before = codec.encode(rng.standard_normal(size).astype(np.float32))
+    noise = np.array([n // 4 % (1 << 20) for n in first], np.int64)
+    # no more than half of the range, so that noise has room
+    limits = np.array([2.0 ** (BITS[count] - 3 + shift - 40) for shift in _shifts(spans)])
+    after: NDArray[Any] = (
+        codec.decode(before, np.float64) + np.clip(rng.standard_normal(size), -limits, limits)
+    ).astype(kind)
+    shifts = [(place, max(shift, 8)) for place, shift in spans]
+    moved = np.array([int(m) for m in field.to_signed(field.sub(codec.encode(after), before))])
+    exact = np.rint(moved * weight + (noise if noisy else 0)).astype(np.int64)
+    found = packing.pack_update(after, before, weight, shifts, count, noise=noise if noisy else None)
+    several = packing.pack(exact, shifts, count)
+    a, b = (packing.unpack(x, size, [(p, 0) for p, _ in shifts], count)[0] for x in (found, several))
+    assert np.abs(a - b).max() <= 1  # rounded twice there
+    assert (a != b).mean() <= 0.5
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(InputError):
+        packing.elements(3, 5)
+    with pytest.raises(InputError):
+        packing.unpack(np.zeros(3, np.uint64), 8, [(slice(0, 8), 0)], 2)
+    with pytest.raises(InputError):
+        packing.unpack(np.full(4, P, np.uint64), 8, [(slice(0, 8), 0)], 2)

@@ -1,0 +1,140 @@
+"""A real browser without a window, driven over its own protocol through two pipes: no package is needed for it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
+
+
+class Browser:
+    """One tab."""
+
+    def __init__(self, profile: Path) -> None:
+        theirs_in, self._write = os.pipe()
+        self._read, theirs_out = os.pipe()
+        # the protocol is on the descriptors 3 and 4
+        command = f"exec {CHROMIUM} --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+        command += f" --hide-scrollbars --disable-extensions --user-data-dir={profile} --remote-debugging-pipe"
+        command += f" about:blank 3<&{theirs_in} 4>&{theirs_out}"
+        self._process = subprocess.Popen(
+            ["/bin/bash", "-c", command],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._buffer, self._number, self._session = b"", 0, ""
+        self.errors: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._write)
+        os.close(self._read)
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        number = self._number
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        until = time.monotonic() + 60
+        while True:
+            for found in self._messages(until):
+                if found.get("id") == number:
+                    assert "error" not in found, found
+                    return dict(found["result"])
+                self._hear(found)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """What a page complains about: a refused script, a resource from elsewhere, an error."""
+        about = message.get("params", {})
+        if message.get("method") == "Log.entryAdded" and about["entry"]["level"] == "error":
+            if about["entry"].get("url", "").endswith("/favicon.ico"):
+                return  # browsers ask for it by themselves
+            self.errors.append(f"{about['entry']['text']} {about['entry'].get('url', '')}")
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(about["exceptionDetails"]["text"])
+
+    def _messages(self, until: float) -> Iterator[dict[str, Any]]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], max(0, until - time.monotonic()))
+            assert ready, "the browser does not answer"
+            piece = os.read(self._read, 1 << 16)
+            assert piece, "the browser has ended"
+            self._buffer += piece
+        *whole, self._buffer = self._buffer.split(b"\0")
+        yield from [json.loads(one) for one in whole]
+
+    # --- what a person does ---
+
+    def go(self, address: str) -> None:
+        self._call("Page.navigate", url=address)
+        self.wait("document.readyState === 'complete'")
+
+    def run(self, script: str) -> Any:
+        found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        return found["result"].get("value")
+
+    def wait(self, script: str, seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < until, f"{script} at {self.run('location.href')}: {self.text()[:500]}"
+            time.sleep(0.1)
+
+    def text(self) -> str:
+        return str(self.run("document.body.innerText"))
+
+    def press(self, label: str) -> None:
+        """Presses a button or follows a link, as the keyboard would: focus, then Enter."""
+        script = f"[...document.querySelectorAll('button, a')].find(e => e.textContent.trim() === {json.dumps(label)})"
+        self.wait(f"!!({script})")
+        self.run(f"({script}).focus()")
+        before = self.run("performance.timeOrigin")
+        for kind in ("keyDown", "keyUp"):
+            self._call(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r" if kind == "keyDown" else "",
+                windowsVirtualKeyCode=13,
+            )  # fmt: skip
+        self.wait(f"performance.timeOrigin !== {before} && document.readyState === 'complete'")
+
+    def size(self, width: int, height: int = 900, dark: bool = False) -> None:
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
+
+    def without_scripts(self, off: bool = True) -> None:
+        self._call("Emulation.setScriptExecutionDisabled", value=off)
+
+    def picture(self, path: Path) -> None:
+        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+
+@contextlib.contextmanager
+def browser(profile: Path) -> Iterator[Browser]:
+    made = Browser(profile)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,93 @@
+"""Runs in NVIDIA FLARE's simulator, in a process of their own: python -m tests.kit.flare_runs OPTIONS, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quorumark.model.layout import read_safetensors
+from quorumark.node.journal import allow_repeats
+from tests.kit.flowers import Consortium, Model
+
+SEED = 3
+STRENGTH = {"rule": "rho", "rho": "0.3", "c_max": "0.25", "lr": "cosine:40", "dither": "0"}
+SCRIPT = Path(__file__).with_name("flare_script.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def training_job(name: str = "training", die: str = "") -> Any:
+    """A job as a user has it: a script, and the controller that is replaced."""
+    from nvflare.job_config.api import FedJob
+    from nvflare.job_config.script_runner import FrameworkType, ScriptRunner
+
+    job = FedJob(name, min_clients=2)
+    words = f"--die {die}" if die else ""
+    job.to_clients(ScriptRunner(str(SCRIPT), words, framework=FrameworkType.NUMPY), tasks=["train"])
+    return job
+
+
+def simulate(
+    world: Consortium, rounds: int, plan: list[Any] | None = None, die: str = "", **options: Any
+) -> tuple[dict[str, Any], Model]:
+    """A watermarked run of the world's members in the simulator: its summary and the last model."""
+    for x in range(1, world.count + 1):
+        home, unlock = world.home(x)
+        allow_repeats(home.only_consortium(), home.identity(unlock))
+    asked = {"kind": "train", "rounds": rounds, "plan": plan or [], "die": die, "options": options}
+    run_apart(world, asked)
+    out = world.folder / "out"
+    model = {name: np.array(tensor) for name, tensor in read_safetensors(out / "model.safetensors").items()}
+    return json.loads((out / "summary.json").read_text()), model
+
+
+def make_key(world: Consortium) -> dict[str, Any]:
+    """The key ceremony in the simulator."""
+    (world.folder / "terms.json").write_bytes(world.terms.to_bytes())
+    run_apart(world, {"kind": "key"})
+    return dict(json.loads((world.folder / "made" / "summary.json").read_text()))
+
+
+def run_apart(world: Consortium, asked: dict[str, Any]) -> None:
+    whole = {**asked, "folder": str(world.folder), "sites": world.count}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HOME": str(world.folder)}
+    command = [sys.executable, "-m", "tests.kit.flare_runs", json.dumps(whole)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    (world.folder / "said.txt").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+
+
+def _main(asked: dict[str, Any]) -> int:
+    from nvflare.apis.job_def import ALL_SITES
+    from nvflare.recipe.sim_env import SimEnv
+
+    from quorumark.nvflare import QuorumarkExecutor, key_ceremony, watermarked
+    from tests.kit import flare_parts as parts
+
+    folder, workspace = Path(asked["folder"]), Path(asked["folder"]) / "workspace"
+    if asked["kind"] == "key":
+        recipe = key_ceremony(folder / "terms.json", homes=folder, folder=str(folder / "made"))
+        recipe.run(SimEnv(num_clients=asked["sites"], workspace_root=str(workspace), log_config="concise"))
+        return 0
+    job = training_job(die=asked["die"])
+    options = {"seed": SEED, "folder": str(folder / "out"), "num_rounds": asked["rounds"], **asked["options"]}
+    watermarked(job, folder / "consortium.json", homes=folder, **options)
+    if asked["plan"]:  # the same job, with machines that fail
+        app = job._deploy_map[ALL_SITES].app_config
+        for tasks, filters in app.task_data_filters:
+            assert tasks == {"train"}
+            filters[:] = [parts.FailingJoin(one.homes, asked["plan"]) for one in filters]
+        for entry in app.executors:
+            if isinstance(entry.executor, QuorumarkExecutor):
+                entry.executor = parts.FailingExecutor(entry.executor.homes, "", asked["plan"])
+        job.set_app_packages(["quorumark", "tests"])
+    return int(job.simulator_run(str(workspace), n_clients=asked["sites"], log_config="concise") or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(_main(json.loads(sys.argv[1])))

@@ -1,0 +1,107 @@
+"""What a job becomes: its own script and executor, our controller and filters, and no copy of this package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nvflare", reason="the extra 'nvflare' is not installed")
+
+from nvflare.app_common.workflows.cyclic import Cyclic
+from nvflare.app_common.workflows.fedavg import FedAvg
+from nvflare.client.config import ExchangeFormat
+
+from quorumark.errors import InputError
+from quorumark.nvflare import key_ceremony, verification, watermarked
+from quorumark.nvflare.controller import QuorumarkController
+from tests.kit.flare_runs import SCRIPT, training_job
+from tests.kit.flowers import Consortium
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
+    return Consortium.make(tmp_path_factory.mktemp("world"))
+
+
+def exported(job: Any, folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The job's folder, its meta, and the configs of server and sites."""
+    job.export_job(str(folder))
+    place = folder / str(job.name)
+    config = place / "app" / "config"
+    read = (place / "meta.json", config / "config_fed_server.json", config / "config_fed_client.json")
+    meta, server, client = (json.loads(path.read_text()) for path in read)
+    return place, meta, server, client
+
+
+def test_a_watermarked_job_has_one_controller_and_three_parts_at_the_sites(world: Consortium, tmp_path: Path) -> None:
+    job = training_job()
+    job.to_server(FedAvg(num_clients=5, num_rounds=7, task_name="train", persistor_id="kept"))
+    assert watermarked(job, world.path, patience=3.0) is job
+    place, meta, server, client = exported(job, tmp_path)
+    assert meta["min_clients"] == 4  # T of K = 5, t = 3
+    (workflow,) = server["workflows"]
+    assert workflow["path"] == "quorumark.nvflare.controller.QuorumarkController"
+    said = {"consortium": str(world.path), "num_rounds": 7, "persistor_id": "kept", "patience": 3.0}
+    assert workflow["args"] == said
+    assert server["server"]["task_request_interval"] == 0.5
+    executors = {tuple(one["tasks"]): one["executor"]["path"].rpartition(".")[2] for one in client["executors"]}
+    assert executors == {("train",): "ClientAPIExecutor", ("quorumark",): "QuorumarkExecutor"}
+    for name, filters in (("task_data_filters", ["JoinRound"]), ("task_result_filters", ["KeepResult"])):
+        (entry,) = client[name]
+        assert entry["tasks"] == ["train"]
+        assert [one["path"].rpartition(".")[2] for one in entry["filters"]] == filters
+    brought = [path.relative_to(place / "app" / "custom") for path in (place / "app" / "custom").rglob("*.py")]
+    assert not [path for path in brought if path.parts[0] == "quorumark"]
+    assert "flare_script.py" in {path.name for path in brought}
+
+
+def test_recipes_of_their_own_bring_no_code(world: Consortium, tmp_path: Path) -> None:
+    (tmp_path / "terms.json").write_bytes(world.terms.to_bytes())
+    ceremony, query = key_ceremony(tmp_path / "terms.json"), verification(world.path, "suspect.safetensors", align=True)
+    for recipe, fewest in ((ceremony, 5), (query, 3)):
+        place, meta, server, _ = exported(recipe._job, tmp_path)
+        assert meta["min_clients"] == fewest
+        assert not (place / "app" / "custom").exists()
+        made = QuorumarkController(**server["workflows"][0]["args"])  # what FLARE does at the server
+        assert Path(made.consortium).is_absolute()
+    assert made.queries == [{"suspect": str(Path.cwd() / "suspect.safetensors"), "align": True}]
+
+
+@pytest.mark.parametrize("option", ["aggregation_weights", "exclude_vars", "stop_cond"])
+def test_what_needs_single_results_is_refused_by_name(world: Consortium, option: str) -> None:
+    values: dict[str, Any] = {"aggregation_weights": {"site-1": 2.0}, "exclude_vars": "a.*", "stop_cond": "loss <= 1"}
+    job = training_job()
+    job.to_server(FedAvg(num_clients=5, num_rounds=7, **{option: values[option]}))
+    with pytest.raises(InputError) as caught:
+        watermarked(job, world.path)
+    assert caught.value.argument == option
+
+
+def test_a_recipe_that_exchanges_tensors_is_refused(world: Consortium) -> None:
+    pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    import torch
+    from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
+
+    made = {"min_clients": 5, "model": torch.nn.Linear(2, 2), "train_script": str(SCRIPT)}
+    with pytest.raises(InputError) as caught:
+        watermarked(FedAvgRecipe(**made, server_expected_format=ExchangeFormat.PYTORCH), world.path)
+    assert caught.value.argument == "server_expected_format"
+    assert watermarked(FedAvgRecipe(**made), world.path) is not None
+
+
+def test_other_controllers_and_missing_rounds_are_refused(world: Consortium) -> None:
+    job = training_job()
+    job.to_server(Cyclic(num_clients=5, num_rounds=2))
+    with pytest.raises(InputError) as caught:
+        watermarked(job, world.path)
+    assert caught.value.argument == "recipe"
+    with pytest.raises(InputError) as caught:
+        watermarked(training_job(), world.path)
+    assert caught.value.argument == "num_rounds"
+    with pytest.raises(InputError):
+        watermarked("job.py", world.path)

@@ -1,0 +1,118 @@
+"""What the room's pages serve as the consortium's is not for one member to choose."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quorumark.canonical import canonical, digest
+from quorumark.consortium.identity import Identity
+from quorumark.room.board import Board
+from quorumark.room.store import Store
+
+NOW = 1_767_225_600
+PEOPLE = [Identity.generate(name) for name in ("Avon", "Birch", "Mallory")]
+AVON, BIRCH, MALLORY = (one.ed25519 for one in PEOPLE)
+Q = "cd" * 32
+
+
+class Shelf:
+    """A room with three members, who put things there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(folder)
+        self.consortium = self.store.create_consortium(AVON, PEOPLE[0].card().to_bytes(), "hospitals", NOW)
+        codes = self.store.invite(self.consortium, AVON, 2, NOW)
+        for one, code in zip(PEOPLE[1:], codes, strict=True):
+            self.store.join(self.consortium, one.ed25519, one.card().to_bytes(), code, NOW)
+
+    def put(self, author: str, name: str, data: bytes) -> str:
+        sha256 = hashlib.sha256(data).hexdigest()
+        part = self.store.begin_part(self.consortium, author, sha256, len(data), 0, NOW)
+        if part is not None:
+            assert self.store.write_part(part, sha256, len(data), 0, data)
+            self.store.finish(self.consortium, author, sha256, len(data))
+        self.store.add_entry(self.consortium, author, name, sha256, NOW)
+        return sha256
+
+    @property
+    def board(self) -> Board:
+        return Board(self.store, self.consortium)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "room")
+
+
+def terms_of(*people: Identity, layout: bytes = b"layout", threshold: int = 2) -> dict[str, Any]:
+    roster = [{"name": one.name, "ed25519": one.ed25519} for one in people]
+    return {"name": "x", "threshold": threshold, "roster": roster, "layout": hashlib.sha256(layout).hexdigest()}
+
+
+def written(terms: dict[str, Any]) -> tuple[str, bytes]:
+    data = canonical({"format": "quorumark-terms/v1", **terms})
+    return digest("terms", data).hex(), data
+
+
+def test_the_manifest_is_one_that_all_of_its_members_uploaded(shelf: Shelf) -> None:
+    terms = terms_of(*PEOPLE)
+    about, data = written(terms)
+    right = canonical({"terms": terms, "epoch": 0})
+    shelf.put(AVON, f"proposal/{about}/terms.json", data)
+    shelf.put(MALLORY, "manifest/alone.json", canonical({"terms": terms_of(PEOPLE[2]), "epoch": 7}))
+    for author in (AVON, BIRCH):
+        shelf.put(author, f"manifest/{about}.json", right)
+        assert shelf.board.manifest is None  # not all yet
+    shelf.put(MALLORY, f"manifest/{about}.json", right)
+    for number, false in enumerate(
+        [
+            canonical({"terms": terms, "epoch": 1}),  # all members' roster, by one of them
+            canonical({"terms": terms_of(PEOPLE[2]), "epoch": 0}),  # a consortium of its own
+            canonical({"terms": {"roster": []}}),
+            b"{",
+        ]
+    ):
+        shelf.put(MALLORY, f"manifest/{number}.json", false)
+    assert shelf.board.manifest is not None
+    assert shelf.board.manifest.sha256 == hashlib.sha256(right).hexdigest()
+    assert shelf.board.in_force is not None
+    assert shelf.board.in_force.digest == about
+
+
+def test_files_beside_the_terms_are_of_whoever_brought_the_terms(shelf: Shelf) -> None:
+    terms = terms_of(*PEOPLE[:2])
+    about, data = written(terms)
+    shelf.put(MALLORY, f"proposal/{about}/terms.json", data.replace(b'"threshold":2', b'"threshold":1'))
+    shelf.put(AVON, f"proposal/{about}/terms.json", data)
+    kept = {name: shelf.put(AVON, f"proposal/{about}/{name}", name[:6].encode()) for name in ("layout.json",)}
+    kept["anchor.safetensors"] = shelf.put(AVON, f"proposal/{about}/anchor.safetensors", b"anchor")
+    other, others = written(terms_of(*PEOPLE, threshold=3))
+    for start, body in ((about, b"false"), (other, b"false")):
+        for name in ("layout.json", "anchor.safetensors"):
+            shelf.put(MALLORY, f"proposal/{start}/{name}", body)
+    shelf.put(MALLORY, f"proposal/{other}/terms.json", others)
+    shelf.put(MALLORY, f"manifest/{other}.json", b"{}")
+    for author in (AVON, BIRCH):
+        shelf.put(author, f"manifest/{about}.json", canonical({"terms": terms, "epoch": 0}))
+    board = shelf.board
+    assert board.in_force is not None
+    assert (board.in_force.threshold, board.in_force.members) == (2, ("Avon", "Birch"))
+    assert {name: sha for name, sha in board.files.items() if name != "terms.json"} == kept
+    assert board.in_force.state == "in force"
+
+
+def test_who_asks_is_who_said_so(shelf: Shelf) -> None:
+    shelf.put(MALLORY, f"query/{Q}/query.json", canonical({"files": [{"name": "mine"}]}))
+    shelf.put(MALLORY, f"query/{Q}/report.html", b"a false report")
+    assert not shelf.board.questions
+    shelf.put(AVON, f"query/{Q}/query.json", canonical({"files": [{"name": "suspect"}]}))
+    word = canonical({"purpose": "a reseller", "answers": 2})
+    shelf.put(AVON, f"query/{Q}/ask.msg", (2).to_bytes(4, "big") + b"{}" + bytes(64) + word)
+    report = shelf.put(AVON, f"query/{Q}/report.html", b"a report")
+    (one,) = shelf.board.questions
+    assert (one.asker, one.purpose, one.files) == ("Avon", "a reseller", ("suspect",))
+    assert one.shown == {"report.html": report}

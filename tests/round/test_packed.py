@@ -1,0 +1,470 @@
+"""Packed rounds: several weights in one element, exactly, with the mark in them (docs/secagg.md, "Packed sums")."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from quorumark import codec, field, packing
+from quorumark.canonical import canonical
+from quorumark.consortium.policy import Policy
+from quorumark.errors import InputError, RecordError
+from quorumark.model.layout import ModelLayout
+from quorumark.packing import BITS
+from quorumark.round import units
+from quorumark.round.amplitudes import MarkState
+from quorumark.round.mark import weights
+from quorumark.round.movement import norm_count
+from quorumark.round.units import Packing, is_level, widest
+from quorumark.simulation import Federation, Losses, RoundReport
+from tests.kit.federation import Model, World, initial, train, vector
+from tests.kit.refusals import stopped
+
+PACKED = ("2", "3", "4")
+PLAIN = {"rho": "0.05", "c_max": "0.03", "dither": "0"}
+
+
+def world(packing_: str, **changes: Any) -> World:
+    return World(policy={"packing": packing_}, **changes)
+
+
+def results(run: Federation, points: tuple[int, ...]) -> dict[int, NDArray[np.uint64]]:
+    """E of what members will train in the next round, by another way."""
+    found = {}
+    for x in points:
+        seed = run._seed_for(x)
+        assert seed is not None
+        found[x] = run.layout.encode(train(run.model, 0.01 * x, seed))
+    return found
+
+
+def moves_of(run: Federation) -> Callable[[], list[int]]:
+    """A function that gives the last opened sum, unpacked, in 2^-40; for a server before its round."""
+    seen: list[list[int]] = []
+    honest = run.server.finish
+
+    def spy() -> Any:
+        history, server = run.history, run.server
+        count = history.packing.count
+        made = honest()
+        length = packing.elements(run.layout.size, count)
+        spans = history.mark.spans(server.level)
+        seen.append(packing.unpack(server.opened[:length], run.layout.size, spans, count)[0].tolist())
+        return made
+
+    run.server.finish = spy  # type: ignore[method-assign]
+    return lambda: seen[-1]
+
+
+# --- exact ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(PACKED),
+    st.integers(0, 5),
+    st.sampled_from(["train", "upload", "unmask"]),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_a_sum_is_fedavg_within_half_a_unit_for_each_member_and_the_mark_is_exact(
+    count: str, lost: int, stage: str, checked: bool, earlier: int
+) -> None:
+    """For every set that takes part: |Σ a_k·Δ_k − the sum| ≤ K/2 units, and with the mark it is that sum plus S·τ, to
+    the last unit."""
+    made = World(
+        policy={"packing": count, "sums": "checked" if checked else "unchecked"},
+        strength={"rule": "relative", "c": "0.03", "dither": "0"},
+    )
+    losses = Losses({(earlier + 1, stage): {lost}})
+    taking = tuple(x for x in range(1, 6) if x != lost or stage == "unmask")
+    marked, plain = made.federation(losses=losses), made.federation(losses=losses, mark=False)
+    for _ in range(earlier):
+        marked.round()
+    # from one state: the run without the mark goes on from where the marked one is
+    history, anchor = marked.history, made.layout.encode(initial())
+    start, spans, amplitudes = history.mark.model, history.mark.spans(), history.amplitudes()
+    plain.server.history.mark = MarkState.from_bytes(
+        history.mark.to_bytes(), history.strength, made.layout, "rademacher", start, anchor, history.packing
+    )
+    plain.server.like, plain.round_no, plain.server.round_no = dict(marked.server.like), earlier, earlier
+    trained, shares = results(marked, taking), weights(made.manifest, taking)
+    with_mark, without = moves_of(marked), moves_of(plain)
+    for report in (marked.round(), plain.round()):
+        assert not report.given_up, report.given_up
+        assert (report.members, report.widened) == (taking, {})
+    exact = [Fraction(0)] * made.layout.size
+    for x, after in trained.items():
+        moved = field.to_signed(field.sub(after, start))
+        exact = [e + shares[x] * int(m) for e, m in zip(exact, moved, strict=True)]
+    key = np.zeros(made.layout.size, np.int64)
+    key[: made.layout.coordinates] = np.where(
+        made.manifest.genesis.whitening(0, made.layout.coordinates), -made.key(), made.key()
+    )
+    mark = np.zeros(made.layout.size, np.int64)
+    mark[: made.layout.coordinates] = amplitudes.vector.astype(np.int64)
+    assert amplitudes.marks == (earlier >= 2)
+    mark *= key
+    for place, shift in spans:
+        for i in range(place.start, place.stop):
+            assert abs(without()[i] - exact[i]) <= Fraction(len(taking), 2) * (1 << shift) + 1
+            assert with_mark()[i] - without()[i] == mark[i]
+
+
+# --- updates that are larger than expected ----------------------------------------------------------------
+
+
+class Scaled:
+    """Training whose steps are `sizes[round]` times as large, for members in `only` (all if None); and other faults."""
+
+    def __init__(self, sizes: dict[int, float], only: set[int] | None = None, tensors: tuple[str, ...] = ()) -> None:
+        self.sizes, self.only, self.tensors = sizes, only, tensors
+
+    def __call__(self, model: Model, data: float, seed: int, round_no: int) -> Model:
+        mine = self.only is None or round(data / 0.01) in self.only
+        factor = np.float32(self.sizes.get(round_no, self.sizes.get(0, 1.0)) if mine else 1.0)
+        made = train(model, data, seed)
+        chosen = self.tensors or tuple(name for name in model if name != "steps")
+        return {k: model[k] + factor * (v - model[k]) if k in chosen else v for k, v in made.items()}
+
+
+def runs(count: str, training: Any, rounds: int, **options: Any) -> tuple[Federation, list[RoundReport]]:
+    """Rounds that must all be finished, each with the average of the members' models, within the units and the mark."""
+    made = world(count, strength=PLAIN)
+    run, reports = made.federation(members=made.members(training, **options)), []
+    for _ in range(rounds):
+        expected, mark, largest = _average(made, run, training), run.history.mark, run.history.amplitudes()
+        spans_at, before = mark.packing.spans, (mark._reach or units.first_reach(run.layout, mark.model), mark._lift)
+        reports.append(run.round())
+        assert not reports[-1].given_up, reports[-1].given_up
+        found = vector(run).astype(np.float64)
+        level = run.server._running().plan.level
+        for place, shift in spans_at(run.layout, *before, level):
+            off = np.abs(found[place] - expected[place]).max()
+            unit, most = 2.0 ** (shift - 40), np.abs(expected[place]).max()
+            assert off <= 2.5 * unit + largest.vector.max() / 2**40 + 2.0**-23 * most
+    return run, reports
+
+
+def _average(made: World, run: Federation, training: Any) -> NDArray[np.float64]:
+    out = np.zeros(made.layout.size)
+    for x, share in weights(made.manifest, range(1, 6)).items():
+        seed = run._seed_for(x)
+        trained = training(run.model, 0.01 * x, seed, run.history.round)
+        out += float(share) * made.layout.flatten(trained).astype(np.float64)
+    return out
+
+
+def unit_of(run: Federation, name: str) -> float:
+    """Of the next round, as it begins."""
+    places = {
+        spec.name: shift for (spec, _), (_, shift) in zip(run.layout.spans(), run.history.mark.spans(), strict=True)
+    }
+    return float(2.0 ** (places[name] - 40))
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_warm_up_and_a_step_of_ten_cost_no_round(count: str) -> None:
+    rates = {1: 0.01, 2: 0.05, 3: 0.2, 4: 1.0, 5: 1.0, 6: 10.0, 7: 10.0}
+    run, reports = runs(count, Scaled(rates), 7)
+    assert all(report.members == (1, 2, 3, 4, 5) for report in reports)
+    # units follow: they are a thousandth of the last move or less
+    assert unit_of(run, "a.weight") < 0.01 * 0.5
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_one_member_with_updates_a_hundred_times_as_large(count: str) -> None:
+    """Without the mark, which is too strong then for the others' updates."""
+    run, reports = runs(count, Scaled({0: 100.0, 1: 1.0}, only={3}), 6, mark=False)
+    assert all(report.members == (1, 2, 3, 4, 5) for report in reports)
+    assert {x for report in reports for x in report.widened} <= {3}
+    assert reports[1].widened or count == "2"
+    assert not reports[5].widened  # what members need is known by then
+    assert run.history.mark.round == 6
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_running_statistics_that_jump_widen_their_own_units_only(count: str) -> None:
+    """`a.bias` stands for them: it is no carrier."""
+    run, reports = runs(count, Scaled({4: 5000.0}, tensors=("a.bias",)), 12)
+    assert reports[3].widened == dict.fromkeys(range(1, 6), 1)
+    assert reports[3].marked
+    assert not any(report.widened for report in reports[4:])
+    assert unit_of(run, "a.bias") < 0.01 * (0.1 if count == "4" else 0.01)  # and they come back
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_a_tensor_that_stood_still_for_twenty_rounds_moves_again(count: str) -> None:
+    run, reports = runs(count, Scaled(dict.fromkeys(range(1, 22), 0.0), tensors=("b.weight",)), 24)
+    assert set(reports[21].widened.values()) <= {1}
+    places = {spec.name: place for spec, place in run.layout.spans()}
+    start, place = run.layout.encode(initial()), places["b.weight"]
+    assert packing.largest_move(run.history.mark.model[place], start[place]) > 1 << 30
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_a_member_whose_update_is_no_number_is_left_out(count: str) -> None:
+    class Broken(Scaled):
+        def __call__(self, model: Model, data: float, seed: int, round_no: int) -> Model:
+            made = train(model, data, seed)
+            if round_no == 2 and round(data / 0.01) == 4:
+                made["a.weight"][3, 3] = np.nan
+            return made
+
+    made = world(count)
+    run = made.federation(members=made.members(Broken({})))
+    run.round()
+    report = run.round()
+    assert not report.given_up
+    assert report.members == (1, 2, 3, 5)
+    assert report.excluded_codes == {4: "round.not-encodable"}
+    assert np.isfinite(vector(run)).all()
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_an_update_beyond_the_widest_units_leaves_its_member_out(count: str) -> None:
+    made = world(count)
+    huge = Scaled({2: 1.0e7}, only={2})
+    run = made.federation(members=made.members(huge))
+    run.round()
+    report = run.round()
+    assert not report.given_up
+    assert 2 not in report.members
+    assert report.excluded_codes[2] in ("round.does-not-fit", "round.not-encodable")
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_the_largest_update_of_a_level_needs_it_and_one_unit_more_needs_the_next(count: str) -> None:
+    made = world(count)
+    run = made.federation()
+    history = run.history
+    start, own = history.mark.model, history.packing.own_limit
+    tensors = history.tensors
+    for number in range(3):
+        level = bytes([number] * tensors) if number else b""
+        place, shift = history.mark.spans(level)[1]
+        for more in (0, 1):
+            moved = field.to_signed(start.copy())
+            moved[place.start + 5] += (own + more) << shift
+            found = history.level(field.from_signed(moved))
+            needed = number + more
+            assert found == (bytes([0, needed, *[0] * (tensors - 2)]) if needed else b"")
+
+
+# --- units ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([2, 3, 4]),
+    st.integers(3, 500),
+    st.integers(1, 1 << 57),
+    st.integers(0, 60),
+    st.integers(0, 7),
+    st.sampled_from(["rademacher", "gaussian"]),
+)
+def test_updates_mark_dither_and_rounding_stay_within_a_part(
+    count: int, members: int, reach: int, lift: int, level: int, key: str
+) -> None:
+    """R + K/2 + mark + dither < 2^(h−1), and R units are at least what the reach promises, up to the widest units."""
+    from quorumark.consortium.strength import ONE, Strength
+
+    layout = ModelLayout.of({"w": np.zeros((2, 2), np.float32)})
+    packs = Packing(count, members)
+    strength = Strength.of({"rule": "relative", "c": "0.03", "dither": "3"}, 4)
+    most = packs.largest_mark(strength, key)
+    largest_key = 16 if key == "gaussian" else 1
+    dither = 3 * 3 * most * members**0.5
+    half = 1 << (BITS[count] - 1)
+    assert packs.own_limit + members / 2 + most * largest_key + dither + 1 <= half
+    assert strength.dither == 3 * ONE
+    ((_, shift),) = packs.spans(layout, [reach], (lift,), bytes([level]) if level else b"")
+    widest_units = shift == 59 - BITS[count]
+    assert widest_units or packs.own_limit << shift >= reach << (units._MARGIN[count] - 1)
+    ((_, wider),) = packs.spans(layout, [reach], (lift,), bytes([min(7, level + 1)]))
+    assert wider >= shift
+
+
+def test_what_a_level_of_a_round_is() -> None:
+    assert widest([]) == b""
+    assert widest([b"", b"\1\0\3", b"\0\2\1"]) == b"\1\2\3"
+    assert all(map(is_level, (b"", b"\0\7")))
+    assert not any(map(is_level, (b"\0\0", b"\x08", "1", 3, None)))
+    with stopped("message.malformed"):
+        widest([b"\1", b"\1\1"])
+
+
+def test_the_lift_learns_what_members_need_and_forgets_it() -> None:
+    """A reach of 2^30 has units of 2^19 with 15 bits; 2^21 were used because a member needed them. Where the reach has
+    grown to that meanwhile, nothing is lifted."""
+    used = [(slice(0, 1), 21)] * 3
+    lift = units.follow_lift(4, (), b"\1\0\1", used, (1 << 30, 1 << 30, 1 << 32))
+    assert lift == (4, 0, 0)
+    assert units.follow_lift(4, (), b"\7\7\7", [(slice(0, 1), 40)] * 3, (1 << 30,) * 3) == (10, 10, 10)
+    for _ in range(4):
+        lift = units.follow_lift(4, lift, b"", used, (1 << 30,) * 3)
+    assert lift == ()
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_who_lies_about_its_level_is_left_out_or_blurs_one_round(count: str) -> None:
+    """A level for another number of tensors excludes its sender. A level that nothing needs makes the units of that
+    round wider: the model stays where it is, give or take, and the next rounds go on."""
+    made = world(count, strength=PLAIN)
+    run = made.federation()
+    for _ in range(3):
+        assert not run.round().given_up
+    tensors = run.history.tensors
+    liar = run.members[2]
+    honest = liar._known().level
+    for said, members in ((b"\1", (1, 3, 4, 5)), (bytes([7] * tensors), (1, 2, 3, 4, 5))):
+        run.history.level = lambda encoded, said=said: said if _is_of(liar, encoded) else honest(encoded)  # type: ignore
+        before = vector(run)
+        report = run.round()
+        assert not report.given_up
+        assert report.members == members
+        assert np.abs(vector(run) - before).max() < 1
+    del run.history.level
+    for _ in range(40):
+        report = run.round()
+        assert not report.given_up
+    assert report.marked
+    assert np.isfinite(vector(run)).all()
+
+
+def _is_of(member: Any, encoded: Any) -> bool:
+    return member._result is not None and np.array_equal(codec.encode(member._result), encoded)
+
+
+# --- terms ------------------------------------------------------------------------------------------------
+
+
+def test_packing_is_agreed_on_and_refused_where_it_cannot_work() -> None:
+    assert Policy.of({"packing": "3"}).packing == 3
+    assert Policy(packing=2).as_dict()["packing"] == "2"
+    assert Policy().packing == 1
+    assert "packing" not in Policy.of({"packing": "1"}).as_dict()
+    for wrong in ("0", "5", "two", ""):
+        with pytest.raises(InputError, match="packing"):
+            Policy.of({"packing": wrong})
+    for count in (3, 4):
+        with pytest.raises(InputError, match="Gaussian"):
+            Policy(packing=count).check_possible(5, 3, 100, "gaussian")
+    Policy(packing=2).check_possible(5, 3, 100, "gaussian")
+    with pytest.raises(InputError, match="packing"):
+        Policy(packing=4).check_possible(4096, 3, 100)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------
+
+
+def resnet18() -> ModelLayout:
+    """The tensors of a ResNet-18 for images of 32×32 and 100 classes: 11.2 million weights."""
+    shapes = {"conv1.weight": (64, 3, 3, 3), "bn1": (64,), "fc.weight": (100, 512), "fc.bias": (100,)}
+    width = 64
+    for stage, wide in enumerate((64, 128, 256, 512)):
+        for block in range(2):
+            name = f"layer{stage}.{block}"
+            shapes |= {f"{name}.conv1.weight": (wide, width, 3, 3), f"{name}.conv2.weight": (wide, wide, 3, 3)}
+            if width != wide:
+                shapes[f"{name}.down.weight"] = (wide, width, 1, 1)
+            shapes |= {
+                f"{name}.norm{i}.{what}": (wide,) for i in range(2) for what in ("weight", "bias", "mean", "var")
+            }
+            width = wide
+    return ModelLayout.of({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 8.05), (2, 4.05), (3, 2.75), (4, 2.05)])
+def test_bytes_a_weight_up_and_down(count: int, most: float) -> None:
+    """At 11.2 million weights and 32 members: the packed elements, the norms, the tag, the head of an upload with its
+    boxes and a level for each tensor; down: the sum, the layout, and what a turn says."""
+    layout, members = resnet18(), 32
+    assert 11.1e6 < layout.size < 11.3e6
+    vector_bytes = 8 * (Packing(count, members).length(layout) + norm_count(layout) + 1)
+    head = 4 + 400 + 56 * members + sum(1 for _ in layout.spans())
+    boxes = 2 * 48 * members + 200 * members  # of the round's key, both ways, and vouchers
+    assert (vector_bytes + head + boxes) / layout.size <= most
+    assert (vector_bytes + len(layout.to_bytes()) + boxes + 4096) / layout.size <= most
+
+
+# --- what a member may do ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_a_member_that_overflows_its_parts_changes_what_it_could_change_anyway(count: str) -> None:
+    """It sends parts outside their range. In the sum that is another number in its own parts and one unit beside them,
+    or a tensor that keeps its weights: the members' own parts of all other elements are as they were."""
+    made = world(count, strength=PLAIN)
+    honest, forged = made.federation(), made.federation()
+    bits = BITS[int(count)]
+    run = forged.members[2]
+    true_fill = run._fill
+
+    def fill(y: Any, *others: Any) -> None:
+        true_fill(y, *others)
+        y[0] = field.add(y[:1], np.array([1 << (bits - 1)], np.uint64))[0]  # its lowest part, by half of the range
+        y[1] = field.add(y[1:2], np.array([(1 << 59) + (1 << 58)], np.uint64))[0]  # the highest one, out of it
+
+    run._fill = fill  # type: ignore[method-assign,assignment]
+    opened = [moves_of(honest), moves_of(forged)]
+    reports = [honest.round(), forged.round()]
+    assert not any(report.given_up for report in reports)
+    length = packing.elements(made.layout.size, int(count))
+    a, b = (np.array(found()).reshape(-1) for found in opened)
+    differs = np.flatnonzero(a != b)
+    assert {int(i) % length for i in differs} <= {0, 1}
+    assert reports[1].held
+    assert np.isfinite(vector(forged)).all()
+    assert np.abs(vector(forged)).max() < codec.LIMIT
+
+
+def test_a_state_with_units_out_of_range_is_refused() -> None:
+    """A late joiner takes the state from the server: a lift of 10^11 would have it compute numbers of as many bits."""
+    made = world("2", strength=PLAIN)
+    run = made.federation()
+    for _ in range(2):
+        run.round()
+    mark = run.history.mark
+    about = mark.strength, made.layout, made.manifest.terms.key, mark.model, mark.anchor
+    body = json.loads(mark.to_bytes())
+    assert MarkState.from_bytes(mark.to_bytes(), *about).to_bytes() == mark.to_bytes()
+    for name, wrong in (("lift", 10**11), ("reach", 1 << 61)):
+        changed = {**body, name: [wrong] * len(body["reach"])}
+        with pytest.raises(RecordError):
+            MarkState.from_bytes(canonical(changed), *about)
+
+
+# --- models of other types --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["float16", "float64"])
+def test_models_of_other_types_round_to_them(kind: str) -> None:
+    model = {
+        "a.weight": np.random.default_rng(1).standard_normal((6, 8)).astype(kind),
+        "b.weight": np.random.default_rng(2).standard_normal((5, 6)).astype(np.float32),
+        "count": np.array(3, np.int64),
+    }
+    made = world("2", model_of=model)
+    run = made.federation(members=made.members(lambda m, data, seed: _step(m, data, seed)))
+    for _ in range(4):
+        assert not run.round().given_up
+    assert run.model["a.weight"].dtype == np.dtype(kind)
+    assert run.model["count"] == 3
+    assert not np.array_equal(run.model["a.weight"], model["a.weight"])
+
+
+def _step(model: Model, data: float, seed: int) -> Model:
+    rng = np.random.default_rng(seed)
+    return {
+        k: (v + (data * rng.standard_normal(v.shape)).astype(v.dtype)) if v.dtype.kind == "f" else v
+        for k, v in model.items()
+    }
