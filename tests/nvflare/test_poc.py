@@ -35,6 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 GUARD = {"path": "quorumark.nvflare.NoPlainWeights", "args": {}}
 PERCENTILE = {"path": "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy", "args": {}}
+ROUNDS = 5
+"""z = 15 ± 1 is expected after five, with a key that is another one in every run; after three it was 7, of 6 at least."""
 NAMES = tuple(f"member-{x}" for x in range(1, 6))
 
 
@@ -98,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         deployment.start_all()
         with deployment.session() as session:
             queries = [{"sites": ["site-1", "site-2"]}, {}]
-            _, status = deployment.run(session, watermarked_job(folder, 3, queries=queries))
+            _, status = deployment.run(session, watermarked_job(folder, ROUNDS, queries=queries))
             assert status == "FINISHED:COMPLETED", (folder / "flare" / "localhost.log").read_text()[-3000:]
             listener.stop()
             server = [public, deployment.kits / "localhost"]
@@ -127,10 +129,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_the_model_is_the_one_of_the_federation_in_one_process(run: Run) -> None:
     found = read_safetensors(run.folder / "flare" / "out" / "model.safetensors")
     model = {name: np.array(tensor) for name, tensor in found.items()}
-    lost = Losses({(r, "train"): [5] for r in (1, 2, 3)})
-    assert same(model, run.world.in_process(3, SEED, lost).model)
-    assert [r["members"] for r in run.summary["rounds"]] == [[1, 2, 3, 4]] * 3
-    assert [r["marked"] for r in run.summary["rounds"]] == [False, False, True]
+    lost = Losses({(r, "train"): [5] for r in range(1, ROUNDS + 1)})
+    assert same(model, run.world.in_process(ROUNDS, SEED, lost).model)
+    assert [r["members"] for r in run.summary["rounds"]] == [[1, 2, 3, 4]] * ROUNDS
+    assert [r["marked"] for r in run.summary["rounds"]] == [False, False, True, True, True]
 
 
 def test_the_site_whose_policy_would_damage_its_part_is_named(run: Run) -> None:
@@ -147,7 +149,7 @@ def test_the_members_made_the_key_and_prove_the_model(run: Run) -> None:
     assert "2 members answered, and 3 must" in two["refused"]
     certificate = Certificate.from_bytes((run.folder / "flare" / "out" / everybody["certificate"]).read_bytes())
     assert everybody["verdict"] == "PASSED"
-    assert float(certificate.finding.z) > 6
+    assert float(certificate.finding.z) > 9
     assert len(certificate.signers(manifest)) == 5
 
 
@@ -158,7 +160,7 @@ def test_a_job_that_wants_plain_models_gets_them_only_where_no_policy_forbids_it
 
 @pytest.fixture(scope="module")
 def secrets(run: Run) -> Secrets:
-    return Secrets(run.folder, run.folder / "kept", NAMES, dict.fromkeys(NAMES, 3) | {"member-5": 0})
+    return Secrets(run.folder, run.folder / "kept", NAMES, dict.fromkeys(NAMES, ROUNDS) | {"member-5": 0})
 
 
 def test_the_server_never_held_a_share_a_seed_or_an_update(run: Run, secrets: Secrets) -> None:
