@@ -204,7 +204,7 @@ class Federation(Simulation):
         members = {}
         for home, own in zip(homes, data, strict=True):
             identity = home.folder.identity(home.unlock)
-            share = home.consortium().share(home.unlock)
+            share = home.consortium().share(home.unlock) if manifest.terms.has_key else None
             member = FederationMember(identity, manifest, layout, train, own, share, mark=mark)
             members[member.point] = member
         plan = losses if isinstance(losses, Losses) or losses is None else Losses(losses)

@@ -23,6 +23,7 @@ Refusal: TypeAlias = Literal[
     "round.hides-too-little",
     "round.joined-otherwise",
     "round.manifest-left",
+    "round.marked-elsewhere",
     "round.memory-anew",
     "round.no-answers",
     "round.no-common-model",

@@ -36,7 +36,10 @@ def create(
     ] = None,
     setup: Annotated[
         str,
-        typer.Option(help="dkg (nobody ever knows the key), dealer, or paper (the published protocol, which leaks)."),
+        typer.Option(
+            help="dkg (nobody ever knows the key), dealer, paper (the published protocol, which leaks), or sums: no "
+            "key and no mark; secure aggregation alone."
+        ),
     ] = "dkg",
     key: Annotated[str, typer.Option(help="rademacher or gaussian.")] = "rademacher",
     max_coordinates: Annotated[int | None, typer.Option(help="Carry on a public sample of this many.")] = None,
@@ -93,6 +96,7 @@ def create(
         Terms,
         anchor_of,
     )
+    from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
     from quorumark.files import write_shared
     from quorumark.model.layout import DEFAULT_EXCLUDE, ModelLayout
@@ -122,7 +126,7 @@ def create(
         "buffers": layout.buffers_digest(model).hex(),
     }
     coupled = None if groups is None else read_as(groups, "a model's groups", Groups.from_bytes)
-    if not coupled and not without_alignment:
+    if setup != "sums" and not coupled and not without_alignment:
         given = "none" if coupled is None else f"{groups} without a group"
         raise InputError("--groups", "must name what `quorumark groups` wrote, or pass --without-alignment", given)
     adapted = None if base is None else read_suspect(base)
@@ -135,7 +139,14 @@ def create(
         agreed["groups"] = coupled.digest()
     if factors is not None:
         agreed["lora"] = factors.digest()
-    chosen, expected = _planned(layout.coordinates, rounds, target_z, _pairs("--strength", strength))
+    if setup == "sums" and (rounds is not None or target_z is not None or strength or coupled or factors):
+        rule = "must come without --rounds, --target-z, --strength, --groups and --base, which are for a mark"
+        raise InputError("--setup sums", rule)
+    chosen, expected = (
+        _planned(layout.coordinates, rounds, target_z, _pairs("--strength", strength))
+        if setup != "sums"
+        else (Strength.of({}, layout.coordinates), ["no key: secure aggregation alone"])
+    )
     digests |= {
         "policy": Policy.of(agreed),
         "strength": chosen,
@@ -153,6 +164,10 @@ def create(
         from quorumark.setup.paper import check_paper_terms
 
         check_paper_terms(terms)
+    elif setup == "sums":
+        from quorumark.setup.sums import check_sums_terms
+
+        check_sums_terms(terms)
     write_shared(out / "layout.json", layout.to_bytes())
     if coupled is not None:
         write_shared(out / "groups.json", coupled.to_bytes())
@@ -165,7 +180,8 @@ def create(
         f"{name}: {threshold} of {terms.members} members, {terms.coordinates:,} coordinates\n"
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
-    typer.echo("\n".join([*_coverage(coupled, layout if adapted is None else base_layout(adapted)), *expected]))
+    covered = _coverage(coupled, layout if adapted is None else base_layout(adapted)) if terms.has_key else []
+    typer.echo("\n".join([*covered, *expected]))
     if room is not None:
         Place(room).hand_over(terms.digest().hex(), out)
         typer.echo("your agent proposes it to all who are in the room")

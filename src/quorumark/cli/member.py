@@ -94,20 +94,28 @@ def consent(
     from_last: Annotated[
         bool, typer.Option("--here", help="To another sum from the last model, not to a second run from the first.")
     ] = False,
+    unmarked: Annotated[
+        bool,
+        typer.Option("--unmarked", help="To sums without a key, though another consortium here marks such models."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     *,
     here: Here,
     keys: Keys,
 ) -> None:
     """Let this member answer once more from a model for which it has answered: a second run from the initial model, or
-    another sum from the last one, where the first can never be opened."""
+    another sum from the last one, where the first can never be opened. With --unmarked: let it sum models without a
+    key that another of its consortia marks."""
+    from quorumark.errors import InputError
     from quorumark.node.journal import Journal
 
+    if from_last and unmarked:
+        raise InputError("--unmarked", "must not come with --here: they are two consents")
     journal = Journal(here.folder, here.member.identity(keys.unlock(here.home)))
-    typer.echo(journal.consent_text(here=from_last))
+    typer.echo(journal.consent_text(here=from_last, unmarked=unmarked))
     if not yes and not typer.confirm("Consent?"):
         raise typer.Exit(1)
-    journal.give_consent(here=from_last)
+    journal.give_consent(here=from_last, unmarked=unmarked)
     typer.echo("noted")
 
 

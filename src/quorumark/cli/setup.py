@@ -10,7 +10,9 @@ import typer
 from quorumark.cli.bundles import Here, Keys, Waiting, bundled
 from quorumark.cli.options import DEFAULT_HOME, HomeOption, keep_agreed_files, report
 
-app = typer.Typer(help="Make the key: without a dealer (dkg), or with one; check it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Make the key: without a dealer (dkg), or with one; check it. Or agree on sums alone.", no_args_is_help=True
+)
 Folder = Annotated[Path, typer.Option(help="The folder that all members exchange files through.")]
 TermsFile = Annotated[Path, typer.Option("--terms", help="terms.json, as agreed.")]
 
@@ -39,6 +41,8 @@ def dkg(
     from quorumark.setup.paper import leak
 
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
+    if not agreed.has_key:
+        raise InputError("--terms", "must ask for a key: for sums alone run quorumark setup sums", agreed.setup)
     if protocol not in ("leak-free", "paper"):
         raise InputError("--protocol", "must be leak-free or paper", protocol)
     if (protocol == "paper") != (agreed.setup == "paper"):
@@ -52,6 +56,21 @@ def dkg(
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
     member, opened = HomeFolder(home), keys.unlock(home)
     progress = waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo))
+    keep_agreed_files(progress, member, terms)
+    report(progress, home)
+
+
+@app.command("sums")
+@bundled
+def sums(terms: TermsFile, folder: Folder, home: HomeOption = DEFAULT_HOME, *, keys: Keys, waiting: Waiting) -> None:
+    """Agree on sums alone, without a key: each member runs this once, signs the terms, and it says who is awaited."""
+    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.records import Terms
+    from quorumark.setup.sums import sign_terms
+
+    agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
+    member, opened = HomeFolder(home), keys.unlock(home)
+    progress = waiting.until_finished(lambda: sign_terms(member, opened, agreed, folder))
     keep_agreed_files(progress, member, terms)
     report(progress, home)
 

@@ -417,6 +417,11 @@ class ConsortiumFolder:
 
     def check_share(self) -> Path:
         """Where the current share lies; it must be there."""
+        if not self.terms().has_key:
+            raise KeystoreError(
+                f"the members of {self.terms().name!r} agreed on sums alone (setup 'sums'): there is no key, and "
+                "nobody has a share of one"
+            )
         path = self.share_path()
         if not path.exists():
             raise KeystoreError(

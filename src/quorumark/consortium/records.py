@@ -44,7 +44,8 @@ __all__ = [
 
 
 KEY_KINDS = ("rademacher", "gaussian")
-SETUP_KINDS = ("dealer", "dkg", "paper")
+SETUP_KINDS = ("dealer", "dkg", "paper", "sums")
+"""`sums`: there is no key, and nothing is marked: secure aggregation alone."""
 ARCHIVE_KEY = 3
 """Field elements in the key of one archived leaf: 183 random bits."""
 
@@ -195,15 +196,21 @@ class Terms:
         (`derive_groups`). Without them no suspect can be aligned later, so that anyone who renumbers channels hides the
         mark; that must be said with `without_alignment`. `rounds` is how long you will train: the strength is chosen so
         that a verification finds `target_z` then, but for what `strength` sets; a `PlanWarning` says where that may not
-        be reached (`quorumark.consortium.plan`). The others are fields of the terms.
+        be reached (`quorumark.consortium.plan`). The others are fields of the terms. `setup="sums"`: there is no key,
+        and none of this about a mark; members sum securely, and that is all.
         """
-        if not groups and not without_alignment:
+        has_key = settings.get("setup") != "sums"
+        if has_key and not groups and not without_alignment:
             raise InputError(
                 "groups",
                 "must be the model's groups (quorumark.derive_groups), or without_alignment must be True",
             )
         layout = layout or ModelLayout.of(model)
-        strength = _planned(layout.coordinates, rounds, target_z, strength)
+        chosen = (
+            _planned(layout.coordinates, rounds, target_z, strength)
+            if has_key
+            else Strength.of(strength or {}, layout.coordinates)
+        )
         rules = dict(policy or {}) | ({} if groups is None else {"groups": groups.digest()})
         about = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -211,12 +218,17 @@ class Terms:
         }
         return cls(
             name, threshold, roster_of(members), layout.digest(), layout.coordinates, anchor_of(layout, model),
-            policy=Policy.of(rules), strength=strength, **{**about, **settings},
+            policy=Policy.of(rules), strength=chosen, **{**about, **settings},
         )  # fmt: skip
 
     @property
     def members(self) -> int:
         return len(self.roster)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the members share a key; without one their sums are not marked, and no model can be verified."""
+        return self.setup != "sums"
 
     def member(self, point: int) -> Member:
         """The member at a point."""
@@ -386,7 +398,8 @@ class Manifest:
     signatures: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(len(self.roots) == self.terms.members, "roots", f"must be {self.terms.members}, one for each member")
+        shares = self.terms.members if self.terms.has_key else 0
+        require(len(self.roots) == shares, "roots", f"must be {shares}, one for each member's share")
         require(all(is_hex(root, 32) for root in self.roots), "roots", "must be 32 bytes in hex each")
         require(is_count(self.epoch), "epoch", "must be an integer, at least 0")
         dealt = self.terms.setup == "dealer"

@@ -3,6 +3,10 @@
     app = ClientApp(mods=[quorumark_mod])                                          # client_app.py
     strategy = watermarked(FedAvg(…), consortium="consortium/consortium.json")     # server_app.py
 
+or, for members who agreed on sums alone, without a key
+
+    strategy = secure(FedAvg(…), consortium="consortium/consortium.json")          # server_app.py
+
 and for the key ceremony and verification over Flower
 
     serve_queries(app)                                                             # client_app.py
@@ -18,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quorumark.flower.client import quorumark_mod, serve_queries, watermark_mod
     from quorumark.flower.queries import make_key, verify_model
-    from quorumark.flower.server import Watermarked, watermarked
+    from quorumark.flower.server import Watermarked, secure, watermarked
 
 __all__ = [
     "Watermarked",
     "make_key",
     "quorumark_mod",
+    "secure",
     "serve_queries",
     "verify_model",
     "watermark_mod",
@@ -33,7 +38,7 @@ __all__ = [
 _IN = {
     "client": ("quorumark_mod", "serve_queries", "watermark_mod"),
     "queries": ("make_key", "verify_model"),
-    "server": ("Watermarked", "watermarked"),
+    "server": ("Watermarked", "secure", "watermarked"),
 }
 
 

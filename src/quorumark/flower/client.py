@@ -67,7 +67,7 @@ def watermark_mod(member: Callable[[Any], Stages] | None = None) -> Mod:
             if config is None:
                 raise RoundError(
                     "this node trains for a watermarked strategy only, since another one would see its model: wrap the "
-                    "strategy with quorumark.flower.watermarked, or take the mod out of the app",
+                    "strategy with quorumark.flower.watermarked (or secure), or take the mod out of the app",
                     code="node.not-watermarked",
                 )
             node, stage = find(context), str(config.get("stage"))

@@ -21,7 +21,7 @@ from quorumark.node.start import Start
 from quorumark.round.server import RoundServer
 from quorumark.simulation import RoundReport
 
-__all__ = ["Watermarked", "watermarked"]
+__all__ = ["Watermarked", "secure", "watermarked"]
 
 _LINEAR = ("FedAvg", "FedProx", "FedAvgM", "FedOpt", "FedAdam", "FedYogi", "FedAdagrad")
 _REASONS = {
@@ -71,17 +71,15 @@ def watermarked(
     for your own strategy: that what it makes of the replies depends on their weighted average alone. `seed` is for
     research.
     """
-    _check_strategy(strategy, linear)
-    if patience is not None and not patience >= 1:
-        raise InputError("patience", "must be at least 1", str(patience))
     for kind in type(strategy).__mro__:
         if kind.__name__ in _ADAPTIVE and kind.__module__.startswith("flwr."):
             text = "quorumark: %s divides every weight's step by its own size, and may leave little of the mark"
             _log()(WARNING, text + ": measure z before you rely on it (docs/flower.md)", kind.__name__)
-    return Watermarked(
+    made = _wrapped(
         strategy,
-        Path(consortium),
-        layout,
+        consortium,
+        linear,
+        layout=layout,
         folder=folder,
         after=after,
         seed=seed,
@@ -89,6 +87,61 @@ def watermarked(
         patience=patience,
         go_on=go_on,
     )
+    if not made.manifest.terms.has_key:
+        rule = "must be the manifest of members with a key; for sums alone write secure(strategy, …)"
+        raise InputError("consortium", rule, f"{str(consortium)!r}, whose setup is 'sums'")
+    return made
+
+
+def secure(
+    strategy: Any,
+    consortium: str | os.PathLike[str],
+    *,
+    layout: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    after: int = 0,
+    seed: int | None = None,
+    stage_timeout: float = 120.0,
+    patience: float | None = None,
+    linear: bool = False,
+    go_on: bool = False,
+) -> Watermarked:
+    """The same strategy, with secure aggregation alone: no key, no mark. The server sees the sum and nothing else.
+
+    `consortium` is the file of the manifest that the members signed (`quorumark setup sums`). All else is as in
+    `watermarked`. FedAvg's model is the weighted average, exact to K·2^-41 before it is rounded to the model's types.
+    """
+    made = _wrapped(
+        strategy,
+        consortium,
+        linear,
+        layout=layout,
+        folder=folder,
+        after=after,
+        seed=seed,
+        stage_timeout=stage_timeout,
+        patience=patience,
+        go_on=go_on,
+    )
+    if made.manifest.terms.has_key:
+        rule = "must be a manifest without a key (quorumark setup sums); with a key write watermarked(strategy, …)"
+        raise InputError("consortium", rule, f"{str(consortium)!r}, whose setup is {made.manifest.terms.setup!r}")
+    return made
+
+
+def _wrapped(
+    strategy: Any,
+    consortium: str | os.PathLike[str],
+    linear: bool,
+    *,
+    layout: str | os.PathLike[str] | None,
+    patience: float | None,
+    **options: Any,
+) -> Watermarked:
+    _check_strategy(strategy, linear)
+    if patience is not None and not patience >= 1:
+        raise InputError("patience", "must be at least 1", str(patience))
+    return Watermarked(strategy, Path(consortium), layout, patience=patience, **options)
 
 
 def _check_strategy(strategy: Any, linear: bool) -> None:

@@ -10,7 +10,8 @@ for the consortium, whatever its manifests.
     layout.json            where each weight is in the vector
     sum.npz                what the others check that model by, if this member hands it out
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
-    marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made
+    marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made; of a
+                           consortium without a key, of the models from which any sum was made
 
 None of it is in a backup.
 """
@@ -36,7 +37,7 @@ from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
 from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo
-from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.errors import InputError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
@@ -58,6 +59,7 @@ Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
 _MARKED = "marked.txt"
+_UNMARKED = "unmarked"  # among the consents, which are by state: one for all sums without a key
 _DAMAGED = (
     "a member's notes of rounds are damaged: remove rounds/notes.json in the consortium's folder, and the member takes "
     "part again as one that missed rounds"
@@ -168,6 +170,8 @@ class Journal:
 
     def check_share(self, unlock: Unlock) -> None:
         """Whether it is there and of this epoch; its root is checked before it is used."""
+        if not self.manifest.terms.has_key:
+            return
         path = self.consortium.share_path()
         if not path.exists():
             raise KeystoreError(
@@ -187,7 +191,7 @@ class Journal:
         """This member with its history, as it was when it joined the round. Without `unlock` it has no share: it can
         say whether it takes part, but not upload."""
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
-        share = None if unlock is None else self.consortium.share(unlock)
+        share = None if unlock is None or not self.manifest.terms.has_key else self.consortium.share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
         side.history, side.history_checked = self.history(layout), self.notes.verified
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
@@ -239,23 +243,45 @@ class Journal:
     # --- models with a mark ---
 
     def note_marked(self, side: RoundMember) -> None:
-        """Before it uploads: from a model with a mark no other key may be summed."""
-        if side.history is not None and side.is_marked:
+        """Before it uploads: from a model with a mark no other key may be summed, nor a key where a sum had none."""
+        if side.history is not None and (side.is_marked or not self.manifest.terms.has_key):
             name = side.history.mark.model_digest.hex()
             known = self._marked_path.read_text().split() if self._marked_path.exists() else []
             if name not in known:
                 write_private(self._marked_path, "\n".join([*known, name, ""]).encode())
 
     def check_other_keys(self, encoded: Vector) -> None:
-        """Two keys in sums from one model show where they differ: half of the signs of both."""
+        """Two keys in sums from one model show where they differ: half of the signs of both. A sum with a key and one
+        without show all of them."""
+        if not self.manifest.terms.has_key:
+            return  # which `check_unmarked` has looked at
         name = model_digest(encoded).hex()
         for path in self.consortium.path.parent.glob(f"*/rounds/{_MARKED}"):
             if path != self._marked_path and name in path.read_text().split():
                 raise RoundError(
-                    f"{self.name} has trained this model with the mark of another consortium ({path.parts[-3][:16]}…): "
-                    "sums from it with two keys would show both. Go on with that consortium, or start from another "
-                    "model",
+                    f"{self.name} has trained this model in another consortium ({path.parts[-3][:16]}…), with its mark "
+                    "or without any: sums from it with another key would show the keys. Go on with that consortium, or "
+                    "start from another model",
                     code="round.other-consortium",
+                )
+
+    def check_unmarked(self, layout: ModelLayout) -> None:
+        """Before it sums without a key: a marked and an unmarked sum from one model differ by the mark, and show every
+        sign of the key. So no model of the kind that another consortium of this home marks, unless the operator
+        consents."""
+        if self.manifest.terms.has_key:
+            return
+        with self.memory().edit() as memory:
+            if memory["consents"].get(_UNMARKED):
+                return
+        for place in map(ConsortiumFolder, sorted(self.consortium.path.parent.iterdir())):
+            if place.path != self.consortium.path and place.manifest_path.exists() and _marks_such(place, layout):
+                raise RoundError(
+                    f"{self.name} marks such models in the consortium {place.terms().name!r} "
+                    f"({place.path.name[:16]}…), and this run would sum them without a mark: a marked and an unmarked "
+                    "sum from one model show the key. Train it there, or, if the two never train the same weights, let "
+                    "this member's operator consent (quorumark member consent --unmarked)",
+                    code="round.marked-elsewhere",
                 )
 
     # --- consent ---
@@ -266,8 +292,16 @@ class Journal:
         anchor = read_array(self._anchor_path, "an anchor")
         return History(self.manifest, layout, anchor, self.chain[:-1]).state
 
-    def consent_text(self, *, here: bool) -> str:
-        """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`)."""
+    def consent_text(self, *, here: bool = False, unmarked: bool = False) -> str:
+        """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`); or
+        sums without a key of models that another consortium of this home marks (`unmarked`)."""
+        if unmarked:
+            self._check_keyless()
+            return (
+                f"{self.name} also belongs to a consortium that marks models of this kind. If both ever train the same "
+                "weights, a server that sees both sums reads that consortium's whole key from their difference: "
+                "consent only if they never do."
+            )
         with self.memory().edit() as memory:
             marked = bool(memory["marked"])
         if here:
@@ -284,8 +318,17 @@ class Journal:
             "all where training repeats itself."
         )
 
-    def give_consent(self, *, here: bool) -> None:
-        """The operator's: this member may answer once more from a state."""
+    def _check_keyless(self) -> None:
+        if self.manifest.terms.has_key:
+            raise InputError("--unmarked", "must be for a consortium without a key", repr(self.manifest.terms.name))
+
+    def give_consent(self, *, here: bool = False, unmarked: bool = False) -> None:
+        """The operator's: this member may answer once more from a state; or take part in `unmarked` sums."""
+        if unmarked:
+            self._check_keyless()
+            with self.memory().edit() as memory:
+                memory["consents"][_UNMARKED] = True
+            return
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         state = self.history(layout).state if here else self.state_of_anchor()
         with self.memory().edit() as memory:
@@ -352,6 +395,7 @@ class Journal:
             raise MessageError(
                 "the server's message names one round in 'round' and another in 'turn'", code="message.malformed"
             )
+        self.check_unmarked(layout)
         derived = self._derived(config, arrays, layout, given)
         if derived is None:
             anchor = self._anchor(arrays)
@@ -486,11 +530,11 @@ class Journal:
         """
         under = self.manifest_of(str(_text(config, "sum-under", str)))
         halvings, level = read_count(config, "sum-halvings"), _level(config, own.layout)
-        amplitudes = own.amplitudes_under(under, halvings)
+        amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
         number, name = own.round, under.digest().hex()
         if not self.checks:
-            embedded = own.widened(amplitudes, level, under).without(_held(config))
-            embedded_or_none = embedded if embedded.marks else None
+            embedded = None if amplitudes is None else own.widened(amplitudes, level, under).without(_held(config))
+            embedded_or_none = embedded if embedded is not None and embedded.marks else None
             own.accept(number, own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level)
             return given, False
         length = packing_of(under).length(own.layout) + own.norms + 1
@@ -635,6 +679,18 @@ def _check_history(own: History, config: Mapping[str, Any], name: str) -> None:
             f"{own.mark.round} was accepted, with another model or strength; start a new run",
             code="round.other-history",
         )
+
+
+def _marks_such(place: ConsortiumFolder, layout: ModelLayout) -> bool:
+    """Whether a consortium has a key for models with these tensors, whichever of them carry."""
+    terms = place.terms()
+    if not terms.has_key or terms.layout == layout.digest():
+        return terms.has_key
+    for path in (place.path / "layout.json", place.path / "rounds" / "layout.json"):
+        if path.is_file():
+            known = ModelLayout.from_bytes(read_file(path, "a layout"))
+            return {(s.name, s.shape) for s in known.tensors} == {(s.name, s.shape) for s in layout.tensors}
+    return False
 
 
 def _keep(path: Path, vector: Vector) -> None:

@@ -395,7 +395,8 @@ class MemberNode:
         consortium = self._home.only_consortium(self._which)
         if not consortium.manifest_path.exists():
             raise RecordError(
-                f"{self._home.card().name!r} has no manifest yet: make a key first (make_key, or quorumark setup dkg)"
+                f"{self._home.card().name!r} has no manifest yet: make a key first (make_key, or quorumark "
+                "setup dkg), or agree on sums alone (quorumark setup sums)"
             )
         journal = Journal(consortium, self._identity())
         manifest = journal.manifest

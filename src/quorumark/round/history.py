@@ -95,7 +95,7 @@ class History:
     @property
     def norms(self) -> int:
         """How many norms members sum beside a model that is marked."""
-        return norm_count(self.layout) if self.strength.needs_norms else 0
+        return norm_count(self.layout) if self.strength.needs_norms and self.manifest.terms.has_key else 0
 
     @property
     def round(self) -> int:

@@ -56,8 +56,8 @@ class RoundMember:
     """One organisation's side of a round.
 
     `share` is its `ShareFile`, which is checked against the manifest, or (for research) the vector. `mark=False` is for
-    a run without the mark, in which all must agree. `own_key`, signs of its own, makes it a member of the baseline in
-    which everybody has a key.
+    a run without the mark, in which all must agree; where the terms have no key, every run is one. `own_key`, signs of
+    its own, makes it a member of the baseline in which everybody has a key.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class RoundMember:
         memory: State | None = None,
         own_key: NDArray[np.int64] | None = None,
     ) -> None:
+        mark = mark and manifest.terms.has_key
         self.manifest, self.layout = manifest, layout
         self.group = group_of(manifest)
         self.marks = mark

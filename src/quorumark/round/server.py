@@ -62,7 +62,7 @@ class RoundServer:
     """One run. With a `folder`, a run whose server died goes on where it was.
 
     `after`: the last round that these members may have joined, under whatever run; numbers never repeat. `earlier`: the
-    manifests before this one. `marks=False` is for a run without the mark.
+    manifests before this one. `marks=False` is for a run without the mark, as all runs of members without a key are.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RoundServer:
         marks: bool = True,
     ) -> None:
         self.manifest, self.layout, self.group = manifest, layout, group_of(manifest)
-        self.like, self.round_no, self.marks = dict(model), after, marks
+        self.like, self.round_no, self.marks = dict(model), after, marks and manifest.terms.has_key
         self.checks = checks_sums(manifest)
         self.resumed: dict[str, Any] | None = None
         self.notes: dict[str, Any] = {}  # the caller's own, kept with the run

@@ -48,6 +48,7 @@ from quorumark.setup.check import CheckMember
 from quorumark.setup.dkg import DkgMember, KeyCeremony, check_terms, openers, relay_sum
 from quorumark.setup.paper import PaperMember, check_paper_terms
 from quorumark.setup.reshare import ReshareMember
+from quorumark.setup.sums import STEP, sign_terms
 from quorumark.setup.waiting import Progress
 
 __all__ = ["check", "discard", "expected_messages", "reshare", "set_up"]
@@ -78,8 +79,10 @@ def set_up(
     """Does what can be done now of a setup without a dealer. Call it again when others have written.
 
     `note` hears of each step as it is done. After a fault that only a new ceremony mends, every further call says so,
-    until `discard` is called.
+    until `discard` is called. Where the terms have no key, all members sign them, and that is all.
     """
+    if not terms.has_key:
+        return sign_terms(home, unlock, terms, folder)
     check_paper_terms(terms) if terms.setup == "paper" else check_terms(terms)
     terms.point_of(home.card().ed25519)  # nothing is made for terms of others
     consortium = home.consortium(terms)
@@ -103,6 +106,8 @@ def set_up(
 def expected_messages(terms: Terms, point: int) -> dict[str, int]:
     """All messages that the member at `point` takes in a setup without a dealer, by their names in the folder, and the
     most bytes that each may have: what terms allow, and nothing that a relay could add."""
+    if not terms.has_key:
+        return {f"{STEP}/{x}.msg": _LARGEST_WRAPPING for x in range(1, terms.members + 1) if x != point}
     kind = PaperMember if terms.setup == "paper" else DkgMember
     found = {}
     for number, step in enumerate(kind.STEPS, 1):

@@ -83,6 +83,11 @@ def prepare(
     block (docs/layers.md), after the plain query did not pass.
     """
     manifest, layout = reference.manifest, reference.layout
+    if not manifest.terms.has_key:
+        raise RecordError(
+            f"the members of {manifest.terms.name!r} agreed on sums alone (setup 'sums'): their models carry no mark, "
+            "and there is nothing to verify. Name the manifest of a consortium with a key"
+        )
     opened = suspect if isinstance(suspect, Suspect) else read_suspect(suspect)
     omit = omitted(burnt, manifest.terms.leaf, manifest.terms.coordinates)
     read = (_read_factors if lora else _read_weights)(reference, opened, align, progress)
