@@ -13,10 +13,11 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from flwr.serverapp import strategy as strategies
 
+import quorumark as qm
 from quorumark import field, shamir
 from quorumark.consortium.records import Manifest, Terms, anchor_of
 from quorumark.errors import InputError, KeystoreError, QuorumarkError, RecordError
-from quorumark.flower import secure, watermarked
+from quorumark.flower import make_key, secure, watermarked
 from quorumark.node.journal import Journal
 from quorumark.node.member import MemberNode
 from quorumark.round.server import RoundServer
@@ -359,3 +360,22 @@ def test_a_signature_of_something_else_is_refused(tmp_path: Path) -> None:
         sign_terms(*world.home(1), world.terms, signed.parent)
     home, unlock = world.home(5)
     assert sign_terms(home, unlock, world.terms, signed.parent).manifest is not None
+
+
+def test_members_sign_over_flower(tmp_path: Path) -> None:
+    """As a key is made: by members who pinned the terms."""
+    world = Consortium.agree(tmp_path, setup="sums", policy={"sums": "checked"})
+    app = app_for(world.folder, pinned=world.terms.digest().hex())
+    world.keep(make_key(LocalGrid(app, 5), world.terms))
+    wrapped, _ = run(world, LocalGrid(app_for(world.folder), 5, run_id=8), 1)
+    assert wrapped.reports[0].members == (1, 2, 3, 4, 5)
+
+
+def test_a_federation_in_one_process_needs_no_key(tmp_path: Path) -> None:
+    """The same models as over Flower, bit for bit."""
+    world = made(tmp_path)
+    _, model = run(world, LocalGrid(app_for(world.folder), 5), 3)
+    homes = [qm.Home(tmp_path / f"member-{x}", key_file=tmp_path / f"member-{x}.key") for x in range(1, 6)]
+    federation = qm.Federation.of_homes(homes, world.model, train, [0.01] * 5, seed=SEED)
+    assert not any(report.given_up or report.marked for report in federation.rounds(3))
+    assert same(model, federation.model)
