@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 GUARD = {"path": "quorumark.nvflare.NoPlainWeights", "args": {}}
 PERCENTILE = {"path": "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy", "args": {}}
 ROUNDS = 5
-"""z = 15 ± 1 is expected after five, with a key that is another one in every run; after three it was 7, of 6 at least."""
+"""The key differs in every run: z = 15 ± 1 is expected after five rounds, and 7 ± 1 after three, where 6 is needed."""
 NAMES = tuple(f"member-{x}" for x in range(1, 6))
 
 

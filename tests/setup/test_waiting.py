@@ -49,7 +49,13 @@ class Members:
 
     def _start(self, *command: str) -> subprocess.Popen[str]:
         made = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment,
+            # a shell starts its background jobs without Ctrl-C, and children would inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self.running.append(made)
         return made

@@ -204,7 +204,7 @@ class Ledger:
         `approved_by`: "person" or "rules".
         """
         if approved_by not in ("person", "rules"):
-            raise InputError("approved_by", "must be person or policy", repr(approved_by))
+            raise InputError("approved_by", "must be person or rules", repr(approved_by))
         if vector_digest(x) != query.x:
             raise InputError("x", "must be the vector that the query names")
         with self.exclusive():
