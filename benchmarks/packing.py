@@ -4,8 +4,8 @@
 
 `digits` is the demo's network on its members' data, which the Flower example has, too; `skewed` the same network where
 each digit is split among the members by a Dirichlet distribution of 0.3; `text` a language model in miniature, the one
-that `quorumark try --template text` starts with, whose accuracy is the share of letters that it guesses. A key is dealt,
-so that z can be computed from it without a ceremony. The file keeps the rows of cases that were not run again.
+that `quorumark try --template text` starts with, whose accuracy is the share of letters that it guesses. A key is
+dealt, so that z can be computed from it without a ceremony. The file keeps the rows of cases that were not run again.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def run(name: str, packing: int, seed: int, rounds: int) -> dict[str, Any]:
 
 def _commit() -> str:
     """Of the code that runs, with a + if it has been changed since."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], capture_output=True, check=True)
-    return found.stdout.decode().strip()
+    ask = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(ask, capture_output=True, check=True, text=True).stdout.strip()  # noqa: S603
 
 
 def main() -> None:
