@@ -510,3 +510,37 @@ def _step(model: Model, data: float, seed: int) -> Model:
         k: (v + (data * rng.standard_normal(v.shape)).astype(v.dtype)) if v.dtype.kind == "f" else v
         for k, v in model.items()
     }
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_a_network_with_running_statistics_half_precision_and_tied_weights(count: str) -> None:
+    """PyTorch's own tensors: BatchNorm's statistics move, its counter stays, a bfloat16 layer rounds to its type, and
+    tied weights stay one."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 6, dtype=torch.bfloat16)
+    )
+    net.add_module("tied", torch.nn.Linear(6, 8, bias=False))
+    net.tied.weight = net[0].weight
+    made = world(count, model_of=net.state_dict())
+
+    def step(model: Any, data: float, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed & (1 << 62) - 1)
+        moved = {
+            name: v + (data * torch.randn(v.shape, generator=generator)).to(v.dtype) if v.is_floating_point() else v + 1
+            for name, v in model.items()
+        }
+        return {**moved, "tied.weight": moved["0.weight"]}
+
+    run = made.federation(members=made.members(step))
+    reports = [run.round() for _ in range(4)]
+    assert not any(report.given_up or report.held for report in reports)
+    assert reports[-1].marked
+    model, start = run.model, net.state_dict()
+    assert model["2.weight"].dtype == torch.bfloat16
+    assert model["1.num_batches_tracked"] == 0
+    assert torch.equal(model["tied.weight"], model["0.weight"])
+    for name in ("0.weight", "1.running_mean", "1.running_var", "2.weight"):
+        assert model[name].isfinite().all()
+        assert not torch.equal(model[name], start[name])
