@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -45,21 +46,26 @@ def test_it_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_a_wheel_has_the_templates_and_nothing_of_the_plain_apps(root: Path, tmp_path: Path) -> None:
-    words = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(root)]
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+    source, wheels, where = (tmp_path / name for name in ("source", "wheels", "installed"))
+    leave = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for folder in ("src", "examples"):  # a build leaves files behind
+        shutil.copytree(root / folder, source / folder, symlinks=True, ignore=leave)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    words = ["wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(source)]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    (wheel,) = tmp_path.glob("quorumark-*.whl")
+    (wheel,) = wheels.glob("quorumark-*.whl")
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
-        packed.extractall(tmp_path / "installed")
+        packed.extractall(where)
     wanted = {f"quorumark/templates/{engine}/{name}" for engine, files in FILES.items() for name in files}
     assert {name for name in names if name.startswith("quorumark/templates/")} == wanted
     assert {"quorumark/py.typed", "quorumark/trial/templates/images.py", "quorumark/room/templates/base.html"} <= names
     # -I: nothing of this clone comes before what was unpacked
-    command = ["-I", "-c", "import sys; sys.path.insert(0, sys.argv.pop(1)); from quorumark.cli import main; main()"]
-    where = str(tmp_path / "installed")
+    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); from quorumark.cli import main; main()"
     for engine in FILES:
-        app = tmp_path / engine
-        done = subprocess.run([sys.executable, *command, where, "new", engine, str(app)], capture_output=True, text=True)
+        command = [sys.executable, "-I", "-c", start, str(where), "new", engine, str(tmp_path / engine)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert _written(app) == _example(root, engine)
+        assert _written(tmp_path / engine) == _example(root, engine)

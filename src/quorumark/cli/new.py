@@ -10,6 +10,7 @@ import typer
 # what an app consists of; examples/ has more beside it: the plain app, and a README that links into the docs
 FILES = {
     "flower": (
+        ".gitignore",  # Flower packs the app's folder, and leaves out what this names: the members' homes
         "pyproject.toml",
         "prepare",
         "quickstart/__init__.py",
@@ -17,7 +18,7 @@ FILES = {
         "quickstart/server_app.py",
         "quickstart/task.py",
     ),
-    "nvflare": ("prepare", "job.py", "client.py", "net.py"),
+    "nvflare": (".gitignore", "prepare", "job.py", "client.py", "net.py"),
 }
 NEXT = {
     "flower": (
