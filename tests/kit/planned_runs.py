@@ -32,11 +32,12 @@ class Planned:
     rounds: int | None = 30
     seeds: int = 3
     strength: Mapping[str, str] = field(default_factory=dict)
+    compare: bool = False  # with the same runs without a mark
 
 
 DECAYED = Recipe(make=mlp, optimiser="sgd", learning_rate=0.05, decay=5e-3, epochs=2)
 ROWS = [
-    Planned("README's CNN, Adam", Recipe(make=cnn), seeds=5),
+    Planned("README's CNN, Adam", Recipe(make=cnn), seeds=5, compare=True),
     Planned("the same with FedProx (μ = 0.1)", Recipe(make=cnn, pull=0.1)),
     Planned("the same, members with two classes each", Recipe(make=cnn, split="classes")),
     Planned("the same, SGD at rate 0.02", Recipe(make=cnn, optimiser="sgd", learning_rate=0.02)),
@@ -58,6 +59,7 @@ def measured(row: Planned) -> dict[str, Any]:
     size = sum(tensor.numel() for tensor in row.recipe.make().state_dict().values() if tensor.dim() > 1)
     plan = Plan.propose(size, row.rounds, strength=row.strength)
     runs = [marked_run(row.recipe, plan.rounds, plan.strength, seed) for seed in range(row.seeds)]
+    plain = [marked_run(row.recipe, plan.rounds, None, seed) for seed in range(row.seeds if row.compare else 0)]
     return {
         "name": row.name,
         "carriers": size,
@@ -70,6 +72,7 @@ def measured(row: Planned) -> dict[str, Any]:
         "z": [round(run.z, 2) for run in runs],
         "seen": [round(run.seen, 3) for run in runs],
         "accuracy": [round(run.accuracy, 4) for run in runs],
+        "plain_accuracy": [round(run.accuracy, 4) for run in plain],
     }
 
 

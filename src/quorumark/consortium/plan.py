@@ -36,7 +36,7 @@ SPARED = 2  # rounds before the mark begins
 _LEAST = {3: 0.06, 4: 0.1, 8: 0.105, 10: 0.14, 13: 0.142, 15: 0.165, 20: 0.31, 30: 0.42, 45: 0.455, 60: 0.46}
 _LIKELY = {3: 0.18, 4: 0.3, 5: 0.37, 8: 0.48, 10: 0.52, 15: 0.6, 20: 0.68, 30: 0.8, 45: 0.92, 60: 1.0}
 # z/(ρ*·√d) of the same runs; the least is one whose steps soon became small, so that L was used up far below ρ*
-_LEAST_SHARE, _LIKELY_SHARE = 0.47, 0.85
+_LEAST_SHARE, _LIKELY_SHARE = 0.44, 0.85
 _FELT = 0.75  # ‖S‖/(c·‖D‖): amplitudes are the least of rows, columns and taps
 _LONGEST = 60  # what longer runs reach beyond this was not measured, and is not counted on
 
