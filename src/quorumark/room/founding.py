@@ -6,7 +6,6 @@ only messages that the terms make it expect, from their authors, and no more byt
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.consortium.hiding import check_roster
-from quorumark.consortium.home import ConsortiumFolder, HomeFolder
+from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.identity import Header, Identity, is_signed_by, open_message
-from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Terms
 from quorumark.errors import BusyError, CeremonyError, MessageError, QuorumarkError, RoomError
 from quorumark.files import write_exchanged, write_shared
 from quorumark.room.client import Client, Notice
-from quorumark.room.desk import Desk, Matter, Mirror
-from quorumark.room.place import Place, Policy
+from quorumark.room.desk import Matter
+from quorumark.room.seat import Seat, sha256_of
 from quorumark.setup.exchange import expected_messages, set_up
 from quorumark.setup.waiting import Progress
 from quorumark.verify.public import agreed, fits, keep_agreed
@@ -64,18 +62,10 @@ def propose(client: Client, identity: Identity, folder: Path) -> str:
 class Founding:
     """One member's setups in a room."""
 
-    def __init__(
-        self,
-        home: HomeFolder,
-        unlock: Unlock,
-        identity: Identity,
-        place: Place,
-        desk: Desk,
-        mirror: Mirror,
-        policy: Policy,
-    ) -> None:
-        self._home, self._unlock, self._identity = home, unlock, identity
-        self._place, self._desk, self._mirror, self._policy = place, desk, mirror, policy
+    def __init__(self, seat: Seat) -> None:
+        self._home, self._unlock, self._identity = seat.home, seat.unlock, seat.identity
+        self._place, self._desk, self._mirror, self._policy = seat.place, seat.desk, seat.mirror, seat.policy
+        self._seat = seat
         self._terms: dict[str, Terms] = {}
         self._progress: dict[str, Progress] = {}
         self._fetched: dict[Path, str] = {}
@@ -125,7 +115,9 @@ class Founding:
 
     def _fetch_terms(self, client: Client, about: str, word: Notice) -> Terms:
         author, folder = word.author, self._place.folder("proposals", about)
-        terms = Terms.from_bytes(client.small(self._there(author, f"proposal/{about}/terms.json"), _LARGEST_TERMS))
+        terms = Terms.from_bytes(
+            client.small(self._seat.there(author, f"proposal/{about}/terms.json", "room.not-proposed"), _LARGEST_TERMS)
+        )
         if terms.digest().hex() != about:
             raise RoomError("the room's terms have another digest than their name says", code="room.other-terms")
         open_message(client.small(word, _WORD), terms, _word("proposal", terms, terms.point_of(author)))
@@ -133,7 +125,7 @@ class Founding:
         check_roster(terms)
         write_shared(folder / "terms.json", terms.to_bytes())
         for name in agreed(terms):
-            notice, target = self._there(author, f"proposal/{about}/{name}"), folder / name
+            notice, target = self._seat.there(author, f"proposal/{about}/{name}", "room.not-proposed"), folder / name
             if not target.exists():
                 if name == ANCHOR:
                     most = (
@@ -148,12 +140,6 @@ class Founding:
                 target.unlink()
                 raise RoomError(f"{name} in the room is not what the terms name", code="room.other-terms")
         return terms
-
-    def _there(self, author: str, name: str) -> Notice:
-        notice = self._mirror.find(author, name)
-        if notice is None:
-            raise RoomError(f"{name!r} is not in the room yet", code="room.not-proposed")
-        return notice
 
     def _own(self, terms: Terms) -> str:
         return terms.member(terms.point_of(self._identity.ed25519)).name
@@ -231,7 +217,7 @@ class Founding:
                 continue
             path = folder / notice.name.removeprefix(start)
             where = f"own {notice.name}"
-            if path.exists() and _sha256(path) == notice.sha256:
+            if path.exists() and sha256_of(path) == notice.sha256:
                 self._desk.trouble(where, "")
             elif is_signed_by(client.small(notice, _LARGEST_RECORD), self._identity.ed25519):
                 raise RoomError(
@@ -252,7 +238,7 @@ class Founding:
             path = folder / name
             if notice is None or self._fetched.get(path) == notice.sha256:
                 continue
-            if not path.exists() or _sha256(path) != notice.sha256:
+            if not path.exists() or sha256_of(path) != notice.sha256:
                 try:
                     data = client.small(notice, most)
                 except RoomError as error:
@@ -308,11 +294,6 @@ class Founding:
         left = f"; {', '.join(strange)} was not what the terms name" if strange else ""
         count = f"any {terms.threshold} of {terms.members} can prove ownership"
         self._desk.move(about, "done", f"the key is made, and your share is sealed in your home; {count}{left}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def facts_of(terms: Terms, own: str) -> tuple[tuple[str, str], ...]:
