@@ -20,6 +20,7 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
+from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.founding import Founding
@@ -64,6 +65,7 @@ class Agent:
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
         self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
         self._founding, self._asking = Founding(self._seat), Asking(self._seat)
+        self._changing = Changing(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -137,12 +139,13 @@ class Agent:
                 self._again.clear()
                 self._first = False
                 self._founding.sent_again()
+                self._changing.sent_again()
                 self._seat.sent.clear()  # what was sent may be lost there
             try:
                 if not self._first:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
-                    for part in (self._founding, self._asking):
+                    for part in (self._founding, self._changing, self._asking):
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:

@@ -13,6 +13,7 @@ from quorumark.files import write_private
 from quorumark.room.client import Client
 from quorumark.room.combining import Combining
 from quorumark.room.desk import Matter
+from quorumark.room.heads import Heads
 from quorumark.room.question import LARGEST_PARTIAL, Asked, header
 from quorumark.room.seat import Seat
 from quorumark.verify.answer import answer
@@ -29,8 +30,8 @@ _DAY = 24 * 60 * 60
 class Answering:
     """One member's answers."""
 
-    def __init__(self, seat: Seat, combining: Combining) -> None:
-        self._seat, self._combining = seat, combining
+    def __init__(self, seat: Seat, combining: Combining, heads: Heads) -> None:
+        self._seat, self._combining, self._heads = seat, combining, heads
 
     # --- who decides ---
 
@@ -91,9 +92,12 @@ class Answering:
                 )
             write_private(kept, there.to_bytes())
 
-    def answer(self, client: Client, asked: Asked, by: str) -> None:
+    def answer(self, client: Client, asked: Asked, by: str, compared: bool) -> None:
+        """Once enough ledgers were compared (`compared`)."""
         seat, path = self._seat, asked.kept(self._seat.place, "partial.json")
         if not path.exists():
+            if not compared:
+                return
             made = answer(
                 seat.home,
                 seat.unlock,
@@ -106,6 +110,7 @@ class Answering:
                 rules=self._rules() if by == "policy" else None,
             )
             write_private(path, made.to_bytes())
+        self._heads.say(client, asked, answered=True)  # first: whoever sees the answer can know what it did
         seat.send(client, path, f"{asked.start}/partial.json")
 
     def decline(self, client: Client, asked: Asked) -> None:

@@ -2,7 +2,9 @@
 
     asker                                       each member
     query.json, file/N, ask.msg          →      computes the query again from the suspect, shows it, waits for a person
+    head.json                            ↔      head.json: everybody's ledger, compared before anybody answers (`heads`)
                                          ←      partial.json, or declined.msg
+    opened.json (by layers)              ←      the examiner's word about the sealed answers
     combined.msg (t+1 answers, or as many as were asked for)
                                          ←      signed.json, once everything in it follows from the partials
     certificate.json, report.html
@@ -22,7 +24,7 @@ from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_count, is_text, require, take
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import Identity, open_message
-from quorumark.consortium.records import Manifest
+from quorumark.consortium.records import Card, Manifest
 from quorumark.errors import (
     EvidenceError,
     GuardError,
@@ -33,25 +35,28 @@ from quorumark.errors import (
     RoomError,
     SignatureError,
 )
-from quorumark.report.texts import about_cost, sentences
+from quorumark.report.texts import about_cost, about_layers, sentences
 from quorumark.room.answering import Answering
 from quorumark.room.client import Client, Notice
 from quorumark.room.combining import Combining
 from quorumark.room.desk import Matter
+from quorumark.room.heads import Heads, say_head
 from quorumark.room.place import Place
-from quorumark.room.question import LARGEST_QUERY, LARGEST_WORD, Asked, header
+from quorumark.room.question import LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
 from quorumark.room.seat import Seat, sha256_of
 from quorumark.verify.answer import check_answerable
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.public import copy_public
-from quorumark.verify.query import Prepared, difference, prepare, prepare_again
+from quorumark.verify.query import AskLayers, Prepared, difference, prepare, prepare_again
 from quorumark.verify.reference import Reference
 from quorumark.verify.rules import read_rules
 
 __all__ = ["Asking", "ask"]
 
+_LEDGERS = "room.ledger-head"  # looked at again: people mend it
 _ASK = "quorumark-room-ask/v1"
 _ASKED = re.compile("query/([0-9a-f]{64})/ask.msg")
 
@@ -67,9 +72,14 @@ def ask(
     lora: bool = False,
     answers: int = 0,
     keep_file: bool = False,
+    after: Certificate | None = None,
+    examiner: Card | None = None,
     consortium: ConsortiumFolder | None = None,
 ) -> Query:
-    """Puts a question into the room, with the suspect's files unless they are to stay here."""
+    """Puts a question into the room, with the suspect's files unless they are to stay here.
+
+    By layers with `after`, the certificate of the plain query that did not pass, and the examiner's card.
+    """
     ours = consortium or home.only_consortium()
     reference = Reference.read(ours.manifest_path)
     terms = reference.manifest.terms
@@ -77,7 +87,9 @@ def ask(
     require(terms.threshold <= wanted <= terms.members, "--answers", f"must be {terms.threshold} to {terms.members}")
     require(is_text(purpose, 500) and bool(purpose), "--purpose", "must say why in 1 to 500 printable characters")
     burnt = Ledger.open(ours, reference.manifest).burnt()
-    query = prepare(reference, suspect, align=align, lora=lora, burnt=burnt).query
+    require((after is None) == (examiner is None), "--layers", "takes --after and --examiner")
+    layers = None if after is None or examiner is None else AskLayers.of(after, examiner)
+    query = prepare(reference, suspect, align=align, lora=lora, burnt=burnt, layers=layers).query
     start = f"query/{query.digest()}"
     for index, file in enumerate(query.files):
         path = suspect / file.name if suspect.is_dir() else suspect
@@ -85,10 +97,13 @@ def ask(
             copy_public(path, Place(home.path).folder("suspects", query.digest()) / file.name)
         else:
             client.upload(path, f"{start}/file/{index}")
+    if after is not None:
+        client.upload(after.to_bytes(), f"{start}/after.json")
     client.upload(query.to_bytes(), f"{start}/query.json")
     word = canonical({"format": _ASK, "purpose": purpose, "answers": wanted})
     point = terms.point_of(identity.ed25519)
     client.upload(identity.write(header("ask", query, point), word), f"{start}/ask.msg")
+    say_head(client, home, identity, ours, reference.manifest, query)
     return query
 
 
@@ -98,7 +113,8 @@ class Asking:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._combining = Combining(seat)
-        self._answering = Answering(seat, self._combining)
+        self._heads = Heads(seat)
+        self._answering = Answering(seat, self._combining, self._heads)
         self._asked: dict[str, Asked] = {}
         self._refused: dict[str, frozenset[str]] = {}
         self._references: dict[str, Reference] = {}
@@ -142,7 +158,9 @@ class Asking:
                 check_answerable(self._seat.home, asked.reference, prepared, after=asked.after, consortium=asked.ours)
         except (EvidenceError, GuardError) as error:  # nobody is asked about what would be refused anyway
             self._refused[about] = there
-            self._seat.desk.put(replace(matter, state="refused", status=str(error), code=error.code))
+            self._seat.desk.put(
+                replace(matter, state="refused", status=str(error), code=error.code or "room.other-query")
+            )
             return
         self._asked[about] = asked
         self._seat.desk.put(matter)
@@ -187,11 +205,10 @@ class Asking:
         said = take(parse(body, _ASK, "a question"), ["purpose", "answers"], "a question")
         require(is_text(said["purpose"], 500), "a question's purpose", "must be printable")
         require(is_count(said["answers"], terms.threshold), "a question's answers", "must be at least the threshold")
+        after = None
         if query.layers is not None:
-            raise RoomError(
-                "queries by layers do not go through a room yet: answer with quorumark verify partial",
-                code="room.other-query",
-            )
+            there = self._seat.there(word.author, f"query/{name}/after.json")
+            after = Certificate.from_bytes(client.small(there, LARGEST_CERTIFICATE))
         # 3. The suspect's bytes are the ones that the query names, and the query is what follows from them.
         suspect = self._fetch_suspect(client, query, word.author)
         reference = self._reference(ours, manifest)
@@ -199,7 +216,7 @@ class Asking:
         if prepared.query != query:
             text = f"the query does not describe this suspect: {difference(prepared.query, query)}"
             raise RoomError(text, code="room.other-query")
-        asked = Asked(query, word.author, said["purpose"], said["answers"], ours, manifest, reference, suspect)
+        asked = Asked(query, word.author, said["purpose"], said["answers"], ours, manifest, reference, suspect, after)
         return asked, prepared
 
     def _reference(self, ours: ConsortiumFolder, manifest: Manifest) -> Reference:
@@ -252,6 +269,7 @@ class Asking:
             ("suspect", files + more),
             ("found in it", f"{100 * query.covered / query.carriers:.1f} % of the carrying weights"),
             ("kind of query", f"{asked.kind}; equations: {query.equations}; leaves left out: {len(query.burnt)}"),
+            *self._by_layers(query),
             ("cost", about_cost(query, terms, used, failed, budget(terms, reached))),
             ("answered before", f"{len(book.answered())} queries here; this suspect: {before}"),
             ("it takes", f"{terms.threshold} of {terms.members} members; {asked.answers} answers are asked for"),
@@ -259,26 +277,33 @@ class Asking:
             ("consortium", f"{terms.name}, manifest {query.manifest}"),
         )
 
+    def _by_layers(self, query: Query) -> tuple[tuple[str, str], ...]:
+        if query.layers is None:
+            return ()
+        examiner = query.layers.examiner
+        return ("by layers", " ".join(about_layers(query))), ("the examiner's key", examiner.ed25519)
+
     # --- what follows ---
 
     def _go_on(self, client: Client, about: str, asked: Asked) -> None:
         matter = self._seat.desk.find(about)
-        if matter is None or matter.state in ("refused", "done"):
+        if matter is None or matter.state == "done" or (matter.state == "refused" and matter.code != _LEDGERS):
             return
         try:
             self._answering.check_not_set_back(client, asked)
+            compared = self._compare(client, asked)
             matter = self._renewed(about, asked, matter)
             self._answering.decide(about, asked, matter)
             said, by = self._seat.desk.said(about)
             if said == "yes":
-                self._answering.answer(client, asked, by)
+                self._answering.answer(client, asked, by, len(compared) + 1 >= asked.terms.threshold)
                 self._answering.sign(client, asked)
             elif said == "no":
                 self._answering.decline(client, asked)
             if asked.asker == self._seat.key:
                 self._combining.combine(client, asked)
                 self._combining.finish(client, asked)
-            self._show(client, about, asked, said)
+            self._show(client, about, asked, said, compared)
         except (GuardError, EvidenceError) as error:
             self._seat.desk.move(about, "refused", str(error), error.code)
         except RoomError as error:
@@ -290,6 +315,12 @@ class Asking:
         else:
             self._seat.desk.trouble(about, "")
 
+    def _compare(self, client: Client, asked: Asked) -> list[str]:
+        """Says this member's head, and compares the others' before it answers; whose were compared."""
+        self._heads.say(client, asked)
+        answered = asked.kept(self._seat.place, "partial.json").exists()
+        return [] if answered else self._heads.compare(client, asked)
+
     def _renewed(self, about: str, asked: Asked, matter: Matter) -> Matter:
         """The same with what an answer costs now, as long as nobody has decided."""
         if not self._seat.desk.said(about)[0] and (facts := self._facts(asked)) != matter.facts:
@@ -297,22 +328,29 @@ class Asking:
             self._seat.desk.put(matter)
         return matter
 
-    def _show(self, client: Client, about: str, asked: Asked, said: str) -> None:
+    def _show(self, client: Client, about: str, asked: Asked, said: str, compared: list[str]) -> None:
         final = self._combining.certificate(client, asked)
         if final is not None:
             finding = final.finding
             z, least = (f"{float(number):.2f}" for number in (finding.z, finding.threshold))
             text = f"{finding.verdict}: z = {z}, threshold {least}; {finding.corroboration}"
+            if finding.layers is not None:
+                text += f"; by layers Q = {finding.layers.q}, threshold {finding.layers.threshold}"
             self._seat.desk.move(about, "done", text, verdict=finding.verdict)
             return
-        names = [asked.terms.member(p.point).name for p in self._combining.partials(client, asked)]
-        count = f"{len(names)} of {asked.answers} answers ({', '.join(names) or 'nobody yet'})"
+        answered = [asked.terms.member(p.point).name for p in self._combining.partials(client, asked)]
+        count = f"{len(answered)} of {asked.answers} answers ({', '.join(answered) or 'nobody yet'})"
+        if asked.query.layers is not None and len(answered) >= asked.answers:
+            count += f"; {asked.query.layers.examiner.name} must open them (quorumark room examine)"
         if said == "no":
             self._seat.desk.move(about, "declined", f"you declined; {count}")
         elif said == "yes":
-            signed = (
-                "; you signed what follows from them" if asked.kept(self._seat.place, "signed.json").exists() else ""
-            )
-            self._seat.desk.move(about, "working", f"you approved; {count}{signed}")
+            place, more = self._seat.place, ""
+            if not asked.kept(place, "partial.json").exists():
+                others, names = asked.terms.threshold - 1, ", ".join(compared) or "nobody yet"
+                more = f"; your answer waits until the ledgers of {others} others were compared ({names})"
+            elif asked.kept(place, "signed.json").exists():
+                more = "; you signed what follows from them"
+            self._seat.desk.move(about, "working", f"you approved; {count}{more}")
         else:
             self._seat.desk.move(about, "waiting", count)

@@ -17,6 +17,7 @@ from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.check import check_certificate
 from quorumark.verify.combine import check_signed, combine
 from quorumark.verify.evidence import Partial
+from quorumark.verify.layered import Opened
 from quorumark.verify.ledger import Ledger
 
 __all__ = ["Combining"]
@@ -69,16 +70,40 @@ class Combining:
         seat, path = self._seat, asked.kept(self._seat.place, "combined.msg")
         if not path.exists():
             partials = self.partials(client, asked)
+            opened = self._opened(client, asked, partials)
+            if opened is not None:
+                partials = [partial for partial in partials if partial.digest() in opened.partials]
             every = len(partials) + len(self._declined(client, asked)) >= asked.terms.members
             enough = len(partials) >= asked.answers or (every and len(partials) >= asked.terms.threshold)
-            if not enough:
+            if not enough or (asked.query.layers is not None and opened is None):
                 return
             audits = Ledger.open(asked.ours, asked.manifest).audits()
-            certificate = Certificate.of(combine(asked.manifest, asked.query, partials, audits=audits))
+            finding = combine(asked.manifest, asked.query, partials, audits=audits, opened=opened)
+            certificate = Certificate.of(finding)
             point = asked.terms.point_of(seat.key)
             message = seat.identity.write(header("combined", asked.query, point), certificate.to_bytes())
             write_private(path, message)
         seat.send(client, path, f"{asked.start}/combined.msg")
+
+    def _opened(self, client: Client, asked: Asked, partials: list[Partial]) -> Opened | None:
+        """For a query by layers: the examiner's word, with the most answers of those that are about answers in the
+        room. Who put it there does not matter: the examiner signed it."""
+        layers, best = asked.query.layers, None
+        there = {partial.digest() for partial in partials}
+        for notice in self._seat.mirror.named(f"{asked.start}/", "opened.json") if layers is not None else ():
+            try:
+                word = Opened.from_bytes(self._seat.cached(client, notice, LARGEST_PARTIAL))
+                require(layers is not None and word.query == asked.query.digest(), "a word", "must be about the query")
+                if layers is not None:
+                    word.verify(layers.examiner)
+            except QuorumarkError as error:
+                if error.code == "room.unreachable":
+                    raise
+                self._seat.desk.trouble(notice.name + notice.author, f"an examiner's word is not used: {error}")
+                continue
+            if set(word.partials) <= there and (best is None or len(word.partials) > len(best.partials)):
+                best = word
+        return best
 
     def combined(self, client: Client, asked: Asked) -> Certificate | None:
         """What the asker says follows from the answers; its word is checked, not its truth."""
