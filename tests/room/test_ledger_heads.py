@@ -17,7 +17,7 @@ from quorumark.room import heads
 from quorumark.room.desk import Matter
 from quorumark.room.heads import accept_ledger
 from quorumark.verify.evidence import Query
-from quorumark.verify.heads import Head, Seen
+from quorumark.verify.heads import Head
 from tests.kit.rooms import Group, Host, about, answered, identity, put_question, room_on, until
 
 pytest.importorskip("starlette")
@@ -272,8 +272,3 @@ def test_a_home_that_was_set_back_is_noticed_and_people_can_mend_it(scene: Scene
         scene.say(index, later)
     for index in (AVON, BIRCH, CEDAR):
         scene.until(index, later, "done")
-
-
-def test_seen_needs_what_it_says() -> None:
-    with pytest.raises(Exception, match="last line"):
-        Seen(1, 1, "")

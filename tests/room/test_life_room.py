@@ -189,6 +189,17 @@ def test_a_member_leaves_another_comes_and_who_left_gets_nothing(scene: Scene) -
             former.post(what, **({} if what == "ticket" else {"name": "note/1", "sha256": "ab" * 32}))
         assert caught.value.code == "room.not-a-member"
     assert scene.certified(12, AVON, BIRCH, ELM) == "PASSED"
+    # started anew, an agent takes part in nothing that is over, and knows the verdicts of before
+    birch = group.agent(BIRCH)
+    before_it = sorted(scene.host.names("call/"))
+    birch.stop()
+    group.agents.remove(birch)
+    group.start(BIRCH)
+    desk = group.agent(BIRCH).desk
+    until(lambda: sum(m.state == "done" for m in desk.matters() if m.kind == "call") == 3, "its calls are over")
+    until(lambda: [m.verdict for m in desk.matters() if m.kind == "query"] == ["PASSED", "PASSED"], "both verdicts")
+    assert sorted(scene.host.names("call/")) == before_it
+    assert not ours(group, BIRCH).under_way()
 
 
 def refused(client: Client) -> str:

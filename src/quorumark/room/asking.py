@@ -46,6 +46,7 @@ from quorumark.room.question import LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_
 from quorumark.room.seat import Seat, sha256_of
 from quorumark.verify.answer import check_answerable
 from quorumark.verify.certificate import Certificate
+from quorumark.verify.combine import check_signed
 from quorumark.verify.evidence import Query
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
@@ -107,6 +108,14 @@ def ask(
     return query
 
 
+class _EarlierError(RoomError):
+    """A query under a manifest that is not in force any more."""
+
+    def __init__(self, query: Query, manifest: Manifest) -> None:
+        super().__init__("the query is about an earlier manifest: ask again", code="room.other-query")
+        self.query, self.manifest = query, manifest
+
+
 class Asking:
     """One member's queries in a room."""
 
@@ -143,6 +152,10 @@ class Asking:
         try:
             asked, prepared = self._check(client, name, word)
             facts = self._facts(asked)
+        except _EarlierError as error:
+            self._refused[about] = there
+            self._seat.desk.put(self._earlier(client, about, word.author, error))
+            return
         except RoomError as error:
             if error.code == "room.unreachable":
                 raise
@@ -165,6 +178,26 @@ class Asking:
         self._asked[about] = asked
         self._seat.desk.put(matter)
         self._seat.desk.move(about, "waiting")
+
+    def _earlier(self, client: Client, about: str, asker: str, error: _EarlierError) -> Matter:
+        """A query under a manifest that is not in force any more: over, with a certificate or without."""
+        name = error.query.digest()
+        files = ", ".join(file.name for file in error.query.files[:3])
+        matter = Matter("query", about, f"Is {files!r} ours?", (("query", name),), "refused", str(error), error.code)
+        notice = self._seat.mirror.find(asker, f"query/{name}/certificate.json")
+        if notice is None:
+            return matter
+        try:
+            certificate = Certificate.from_bytes(self._seat.cached(client, notice, LARGEST_CERTIFICATE))
+            require(certificate.finding.query == error.query, "a certificate", "must be about the query")
+            check_signed(certificate, error.manifest)
+        except QuorumarkError as problem:
+            if problem.code == "room.unreachable":
+                raise
+            return matter
+        verdict = certificate.finding.verdict
+        text = f"{verdict}, under the manifest {error.query.manifest[:16]}… before the one in force"
+        return replace(matter, state="done", status=text, code="", verdict=verdict)
 
     def _ledgers(self) -> frozenset[str]:
         """Changes when the guard could say something else."""
@@ -197,7 +230,7 @@ class Asking:
             raise RoomError("the query is about a consortium that is not in this home", code="room.other-query")
         manifest = ours.manifest()
         if manifest.digest().hex() != query.manifest:
-            raise RoomError("the query is about an earlier manifest: ask again", code="room.other-query")
+            raise _EarlierError(query, next(one for one in ours.chain() if one.digest().hex() == query.manifest))
         # 2. A member of it asks, in words that it signed for this query.
         terms = manifest.terms
         point = terms.point_of(word.author)

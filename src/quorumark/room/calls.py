@@ -26,7 +26,7 @@ from quorumark.room.place import Place
 from quorumark.setup.amend import needs_new_shares
 from quorumark.setup.recover import request
 
-__all__ = ["Call", "call_header", "put_call"]
+__all__ = ["Call", "call_header", "put_call", "read_call"]
 
 KINDS = ("refresh", "reshare", "sign", "recover")
 _WITH_TERMS = ("reshare", "sign")
@@ -82,6 +82,11 @@ class Call:
 
 def call_header(call: Call, sender: int) -> Header:
     return Header(call.manifest, call.digest(), "room/call", sender)
+
+
+def read_call(message: bytes) -> Call:
+    """What a message says, before its signature can be checked: it names the manifest that says who may sign."""
+    return Call.from_bytes(message[4 + int.from_bytes(message[:4], "big") + 64 :])
 
 
 def put_call(

@@ -29,7 +29,7 @@ from quorumark.errors import (
     SignatureError,
 )
 from quorumark.files import write_exchanged
-from quorumark.room.calls import Call, call_header
+from quorumark.room.calls import Call, call_header, read_call
 from quorumark.room.carrying import Carrier, sender_of
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Matter
@@ -38,6 +38,7 @@ from quorumark.room.manifests import fetch_chain, publish_chain
 from quorumark.room.seat import Seat
 from quorumark.setup import amend, exchange, recover
 from quorumark.setup.chain import show_chain
+from quorumark.setup.reshare import ReshareMember
 from quorumark.setup.waiting import Progress
 from quorumark.verify.public import keep_agreed
 
@@ -129,7 +130,7 @@ class Changing:
 
     def _check(self, client: Client, about: str, word: Notice) -> _Called | None:
         """1. The call has the digest in its name. None: this member has no part in it."""
-        call = _read_call(client.small(word, _LARGEST_WORD))
+        call = read_call(client.small(word, _LARGEST_WORD))
         if call.digest() != about:
             raise RoomError("the room's call has another digest than its name says", code="room.other-call")
         # 2. It is about the manifest in force here; a member who is new has the chain from the room.
@@ -208,6 +209,9 @@ class Changing:
         if said != "yes" and not own:
             return
         carrier = self._carrier(about, called)
+        if self._is_over(called, carrier):
+            desk.move(about, "done", "another manifest came into force since: this call is over")
+            return
         try:
             self._prepare(client, called, carrier)
             progress = carrier.visit(self._act(called, carrier))
@@ -237,6 +241,19 @@ class Changing:
             point = terms.point_of(self._seat.key)
             self._carriers[about] = Carrier(self._seat, f"call/{about}/", folder, point)
         return self._carriers[about]
+
+    def _is_over(self, called: _Called, carrier: Carrier) -> bool:
+        """Whether the manifest in force came from something else: a ceremony must not begin anew in an old folder."""
+        if called.ours is None:
+            return False
+        now = called.ours.manifest()
+        if now.digest() == called.before.digest():
+            return False
+        here = now.predecessor == called.call.manifest and called.call.kind != "recover"
+        if called.new_shares:  # this member signed the successor in this ceremony
+            step = f"{ReshareMember.STEPS.index('sign') + 1}-sign"
+            return not (here and (carrier.folder / step / f"{called.terms.point_of(self._seat.key)}.msg").exists())
+        return not (here and now.terms.digest() == called.terms.digest())
 
     def _prepare(self, client: Client, called: _Called, carrier: Carrier) -> None:
         ours = called.ours
@@ -317,11 +334,6 @@ class Changing:
             if isinstance(person, dict) and person.get("key") in gone and person.get("active") is True:
                 named = [m.name for m in called.before.terms.roster if m.ed25519 == person.get("key")]
                 client.post("remove", name=named[0])
-
-
-def _read_call(message: bytes) -> Call:
-    """What a message says, before its signature can be checked: it names the manifest that says who may sign."""
-    return Call.from_bytes(message[4 + int.from_bytes(message[:4], "big") + 64 :])
 
 
 def _facts(called: _Called) -> tuple[tuple[str, str], ...]:
