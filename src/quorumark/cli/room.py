@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quorumark.cli.bundles import Here, Keys, bundled
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, answered
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Roots, answered
 
 if TYPE_CHECKING:
     from quorumark.consortium.identity import Identity
@@ -182,6 +182,7 @@ def _ask_at_terminal(agent: Agent) -> None:
         for line in _lines(matter):
             _say(line)
         questions = {"terms": "agree, and make the key?", "call": "agree, and do this with the others?"}
+        questions["audit"] = "open these pieces of your share, for good?"
         question = questions.get(matter.kind, "answer, and sign what follows?")
         said = answered(lambda question=question: typer.confirm(question))  # type: ignore[misc]
         try:
@@ -308,6 +309,66 @@ def call_members(
         client, here.member, unlock, here.folder, purpose, terms=agreed, new_shares=new_shares, helpers=helpers
     )
     typer.echo(f"called; {call.digest()}\nmembers decide on their pages, you too")
+
+
+@app.command("audit")
+@bundled
+def audit_certificate(
+    certificate: Annotated[Path, typer.Argument(help="The certificate that is audited.")],
+    purpose: Annotated[str, typer.Option(help="Why: all members read it before they open anything.")],
+    seed: Annotated[
+        str | None, typer.Option(help="32 bytes in hex, of a public coin; by default fresh random ones.")
+    ] = None,
+    source: Annotated[str, typer.Option(help="Who drew the seed, or which public coin it is from.")] = "challenger",
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Ask members to open a few pieces of their shares, for somebody who trusts none of them (a spot audit).
+
+    Each decides on its page: what is opened is public, and burnt. `verify audit check` then shows what it proves.
+    """
+    from quorumark.cli.options import read_certificate
+    from quorumark.consortium.home import HomeFolder
+    from quorumark.errors import InputError
+    from quorumark.room.auditing import bring_audit
+
+    try:
+        raw = None if seed is None else bytes.fromhex(seed)
+    except ValueError:
+        raise InputError("--seed", "must be 32 bytes in hex", repr(seed)) from None
+    client, identity = _client(home, keys, ca)
+    found = read_certificate(certificate)
+    made = bring_audit(client, HomeFolder(home), identity, found, purpose, raw, source)
+    typer.echo(
+        f"brought; audit {made.digest()}\n{len(made.leaves)} leaves are to be opened; members decide on their pages"
+    )
+
+
+@app.command("stamps")
+@bundled
+def share_stamps(
+    file: Annotated[Path, typer.Argument(help="The manifest, or a certificate that its members have signed.")],
+    roots: Roots = None,
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Put the time stamps beside a file into the room; with --tsa-roots, take those of the others that hold.
+
+    Time stamps are made with `quorumark stamp`.
+    """
+    from quorumark.room.stamping import put_stamps, take_stamps
+    from quorumark.stamps.tokens import read_roots
+
+    client, _ = _client(home, keys, ca)
+    if roots:
+        for one in take_stamps(client, file, read_roots(roots)):
+            typer.echo(f"existed by {one.when}, says {one.authority!r}; renew before {one.until}")
+        return
+    typer.echo(f"{put_stamps(client, file)} stamps are in the room")
 
 
 @app.command("examine")

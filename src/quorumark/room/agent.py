@@ -20,6 +20,7 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
+from quorumark.room.auditing import Auditing
 from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.desk import Desk, Mirror
@@ -65,7 +66,7 @@ class Agent:
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
         self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
         self._founding, self._asking = Founding(self._seat), Asking(self._seat)
-        self._changing = Changing(self._seat)
+        self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -145,7 +146,7 @@ class Agent:
                 if not self._first:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
-                    for part in (self._founding, self._changing, self._asking):
+                    for part in (self._founding, self._changing, self._auditing, self._asking):
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:

@@ -31,6 +31,7 @@ STATUS = {
     "room.other-query": 409,
     "room.ledger-head": 409,
     "room.other-call": 409,
+    "room.other-audit": 409,
     "room.not-shown": 409,
     "room.elsewhere": 403,
 }
