@@ -131,8 +131,8 @@ class Changing:
     def _check(self, client: Client, about: str, word: Notice) -> _Called | None:
         """1. The call has the digest in its name. None: this member has no part in it."""
         call = read_call(client.small(word, _LARGEST_WORD))
-        if call.digest() != about:
-            raise RoomError("the room's call has another digest than its name says", code="room.other-call")
+        if call.digest() != about or call.caller != word.author:
+            raise RoomError("the room's call is not what its name says, or another member's", code="room.other-call")
         # 2. It is about the manifest in force here; a member who is new has the chain from the room.
         ours = self._seat.home.consortium_of(call.manifest)
         ours = ours if ours is not None and ours.manifest_path.exists() else None
@@ -185,9 +185,14 @@ class Changing:
         notice = self._seat.there(called.caller.ed25519, f"call/{called.call.digest()}/request.msg")
         if notice.sha256 != called.call.request:
             raise RoomError("the room's request is not that of the call", code="room.other-call")
+        data = client.small(notice, _SMALL)
+        if recover.read_asked(data, called.before) != (called.caller.point, called.call.helpers):
+            raise RoomError(
+                "the request is another member's, or asks others than the call says", code="room.other-call"
+            )
         path = self._seat.place.folder("exchange", called.call.digest()) / "request.msg"
         if not path.exists():
-            write_exchanged(path, client.small(notice, _SMALL))
+            write_exchanged(path, data)
 
     # --- what follows ---
 
