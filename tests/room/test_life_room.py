@@ -175,6 +175,9 @@ def test_a_member_leaves_another_comes_and_who_left_gets_nothing(scene: Scene) -
     facts = dict(wait(group, ELM, about, "waiting").facts)
     assert facts["manifest in force"] == before.digest().hex()
     assert "by phone" in facts["you are new"]
+    shown = dict(wait(group, BIRCH, about, "waiting").facts)
+    assert shown["terms.roster.4.ed25519"].endswith(f"→ {home.card().ed25519}")
+    assert shown["terms.roster.4.x25519"].endswith(f"→ {home.card().x25519}")
     everybody(group, about, AVON, BIRCH, CEDAR, ELM)
     assert matter(group, DELTA, about) is None
     manifest = ours(group, ELM).manifest()

@@ -33,7 +33,7 @@ from quorumark.room.calls import Call, call_header, read_call
 from quorumark.room.carrying import Carrier, sender_of
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Matter
-from quorumark.room.founding import fetch_agreed
+from quorumark.room.founding import fetch_agreed, flat
 from quorumark.room.manifests import fetch_chain, publish_chain
 from quorumark.room.seat import Seat
 from quorumark.setup import amend, exchange, recover
@@ -341,6 +341,16 @@ class Changing:
                 client.post("remove", name=named[0])
 
 
+def _differences(terms: Terms, before: Terms) -> list[tuple[str, str]]:
+    """Every field that differs, the keys of new members among them: whatever `changes` has no words for."""
+    now, then = dict(flat("terms", terms.as_dict())), dict(flat("terms", before.as_dict()))
+    return [
+        (path, f"{then.get(path, 'not there')} → {now.get(path, 'not there')}")
+        for path in sorted(now.keys() | then.keys())
+        if now.get(path) != then.get(path)
+    ]
+
+
 def _facts(called: _Called) -> tuple[tuple[str, str], ...]:
     """What a person must see before it agrees; all of it was computed or checked here."""
     call, terms, before = called.call, called.terms, called.before
@@ -357,6 +367,7 @@ def _facts(called: _Called) -> tuple[tuple[str, str], ...]:
         what = "new shares of the same key; old ones count no longer" if called.new_shares else "the shares stay"
         facts += [("what", f"other terms; {what}")]
         facts += [(f"change {number}", text) for number, text in enumerate(amend.changes(terms, before.terms), 1)]
+        facts += _differences(terms, before.terms)
         facts += [("members then", ", ".join(f"{m.name} ({m.examples:,} examples)" for m in terms.roster))]
         facts += [("the new terms' digest", terms.digest().hex())]
     if called.ours is None:
