@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -101,9 +102,9 @@ def test_lines_and_files_are_on_disk_unless_it_is_a_simulation(tmp_path: Path, m
         assert not syncs()
         append_private(tmp_path / "lines", b"two")
         write_private(tmp_path / "file", b"two")
-        with pytest.raises(KeystoreError), replacing(tmp_path / "file") as file:
+        with contextlib.suppress(ZeroDivisionError), replacing(tmp_path / "file") as file:
             file.write(b"three")
-            raise KeystoreError("the caller gives up")
+            raise ZeroDivisionError  # what the caller does fails: the file stays as it was
     assert syncs()
     assert len(synced) == 4
     assert (tmp_path / "file").read_bytes() == b"two"
