@@ -90,7 +90,7 @@ def test_what_the_mark_costs_is_measured_in_simulation(tmp_path: Path, environme
 
 
 QUICKSTART = ROOT / "examples" / "flower-quickstart"
-PLANNED = 20  # rounds that the plan proposes for the quickstart's network
+PLANNED = 21  # rounds that the plan proposes for the quickstart's network
 
 
 def _changed(folder: Path) -> Path:
