@@ -28,7 +28,7 @@ from quorumark import field, shamir
 from quorumark.canonical import canonical, parse
 from quorumark.checks import take
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_file
-from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
+from quorumark.consortium.identity import Header, Identity, check_sealed, exchange, open_message
 from quorumark.consortium.keystore import Unlock, read_sealed, write_sealed
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Manifest
@@ -38,7 +38,7 @@ from quorumark.field import P, Stream, derive_key
 from quorumark.files import only_one, write_shared
 from quorumark.setup.waiting import Progress
 
-__all__ = ["finish", "help_recover", "request"]
+__all__ = ["finish", "help_recover", "largest_answer", "read_asked", "request"]
 
 _FORMAT = "quorumark-recovery/v1"
 
@@ -78,6 +78,13 @@ def request(
         message = identity.write(_header(manifest, "request", point), body)
         write_shared(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
         return nonce
+
+
+def read_asked(data: bytes, manifest: Manifest) -> tuple[int, tuple[int, ...]]:
+    """Whose request a file is, by its point, and whom it asks; the signature is checked."""
+    point = int.from_bytes(data[:2], "big")
+    body = open_message(data[2:], manifest.terms, _header(manifest, "request", point))
+    return point, _read_request(body, manifest, point)[1]
 
 
 def _asked(
@@ -127,7 +134,7 @@ def help_recover(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock,
         state = consortium.path / f"help-{_hash(body)[:16]}.sealed"
         answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
         if not state.exists() and answer.exists():
-            check_sealed(read_file(answer, "an answer", _most(manifest)), terms, answered)
+            check_sealed(read_file(answer, "an answer", largest_answer(manifest)), terms, answered)
             return Progress("answer", (), finding=name)  # and the key for it is forgotten
         if not state.exists():
             new = X25519PrivateKey.generate().private_bytes_raw().hex()
@@ -210,12 +217,12 @@ def _read_answer(
     identity: Identity, manifest: Manifest, folder: Path, helper: int, header: Header, key: X25519PrivateKey
 ) -> field.Vector:
     name = manifest.terms.member(helper).name
-    data = read_file(folder / f"answer-{helper}.msg", f"the answer of {name!r}", _most(manifest))
+    data = read_file(folder / f"answer-{helper}.msg", f"the answer of {name!r}", largest_answer(manifest))
     answer = identity.read(data, manifest.terms, header, private=key)
     return np.frombuffer(answer[: len(answer) // 8 * 8], "<u8").astype(np.uint64)
 
 
-def _most(manifest: Manifest) -> int:
+def largest_answer(manifest: Manifest) -> int:
     """Bytes of an answer: as large as a share, with all salts and a header."""
     return 8 * (manifest.share_length + SALT_ELEMENTS * (1 + manifest.terms.members)) + (1 << 16)
 
