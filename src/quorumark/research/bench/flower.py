@@ -32,7 +32,7 @@ from quorumark.research.bench import Row
 
 __all__ = ["FlowerRow", "deployed", "rows"]
 
-CASES = ((5, 3, 283), (10, 4, 283), (50, 10, 283), (5, 3, 2000))
+CASES = ((5, 3, 283), (50, 10, 283), (5, 3, 2000))
 QUICK = ((5, 3, 283),)
 """Members, threshold, thousands of weights."""
 
