@@ -69,7 +69,11 @@ def create(
         int | None, typer.Option(help="How many rounds you will train: how strong the mark must be depends on it.")
     ] = None,
     target_z: Annotated[
-        float | None, typer.Option(help="What z a verification should find after those; 12 by default.")
+        float | None,
+        typer.Option(
+            help="What z a verification should find after those; 12 by default. Without --rounds, the plan says how "
+            "many it takes."
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -195,11 +199,9 @@ def _planned(
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
 
-    if rounds is None and target_z is not None:
-        raise InputError("--target-z", "must come with --rounds")
-    if rounds is None:
+    if rounds is None and target_z is None:
         chosen = Strength.of(given, coordinates)
-        return chosen, [f"WARNING: {unplanned(chosen, coordinates).text}: --rounds"]
+        return chosen, [f"WARNING: {unplanned(chosen, coordinates).text}: --rounds, or --target-z alone"]
     if "rounds" in given:
         raise InputError("--strength", "must not set rounds: pass --rounds", given["rounds"])
     plan = Plan.propose(coordinates, rounds, target_z=TARGET_Z if target_z is None else target_z, strength=given)
@@ -258,17 +260,18 @@ def show(
     console.print(f"{terms.name}: any {terms.threshold} of {terms.members} members; made {terms.created}")
     console.print(
         f"key {terms.key}, setup {terms.setup}, {terms.coordinates:,} coordinates, statistic {terms.statistic}"
+        if terms.has_key
+        else "no key: secure aggregation alone (setup sums)"
     )
     console.print(f"terms    {terms.digest().hex()}\nlayout   {terms.layout}\nanchor   {terms.anchor}")
     for what in Policy.DIGESTS:
         if (digest := getattr(terms.policy, what)) is not None:
             console.print(f"{what:<8} {digest}")
-    for title, settings in (("strength", terms.strength.as_dict()), ("policy", terms.policy.as_dict())):
+    titled = {"strength": terms.strength.as_dict()} if terms.has_key else {}
+    for title, settings in {**titled, "policy": terms.policy.as_dict()}.items():
         shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.DIGESTS]
         console.print(f"{title:<8} {' '.join(shown)}")
-    for line in _expected(terms):
-        console.print(line)
-    for line in _coverage_beside(file.parent, terms):
+    for line in [*_expected(terms), *_coverage_beside(file.parent, terms)] if terms.has_key else ():
         console.print(line)
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")
