@@ -3,9 +3,9 @@
     agent = Agent(home, unlock, policy)
     agent.start(); …; agent.stop()
 
-One thread listens to the room, one works; the page (`agent_page`) and the terminal read the desk. One agent works for a
-home at a time. After a crash it goes on from what is on disk: all that it sent is kept first, and is sent again if the
-room does not have it.
+One thread listens to the room, one works, one asks what the member wrote on its page; the page (`agent_page`) and the
+terminal read the desk. One agent works for a home at a time. After a crash it goes on from what is on disk: all that it
+sent is kept first, and is sent again if the room does not have it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pathlib import Path
 
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.records import Terms
 from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.desk import Desk, Mirror
+from quorumark.room.drafts import Drafts
 from quorumark.room.founding import Founding
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
@@ -59,6 +61,7 @@ class Agent:
         self.settings = self.place.settings()
         self.identity = home.identity(unlock)
         self.desk = Desk(Decisions(self.place.folder() / "decisions.json"))
+        self.drafts = Drafts(home, self.identity, self.place)
         self.stopped = threading.Event()
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
         parts = (home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
@@ -82,7 +85,8 @@ class Agent:
             raise BusyError(
                 f"another agent works for {str(self.home.path)!r}: use its page, or stop it first"
             ) from None
-        for work in (self._listen, self._work):
+        self.drafts.clear()
+        for work in (self._listen, self._work, self._ask):
             thread = threading.Thread(target=work, name=f"room-{work.__name__.strip('_')}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -90,6 +94,7 @@ class Agent:
     def stop(self) -> None:
         self.stopped.set()
         self.desk.news.set()
+        self.drafts.news.set()
         self._ear.interrupt()
         for thread in self._threads:
             thread.join(timeout=60)
@@ -152,6 +157,21 @@ class Agent:
             self.desk.news.wait(_PAUSE)
         client.close()
 
+    def _ask(self) -> None:
+        """Questions from the page: reading and sending a suspect takes long, and holds up nothing else."""
+        client = self.client()
+        while not self.stopped.is_set():
+            self.drafts.news.clear()
+            try:
+                self.drafts.step(client)
+                self.desk.trouble("asking", "")
+            except QuorumarkError:
+                pass  # the room is away: the listening thread says so
+            except Exception as error:  # noqa: BLE001 - a suspect may be anything
+                self.desk.trouble("asking", f"a question cannot be asked ({type(error).__name__})")
+            self.drafts.news.wait(_PAUSE)
+        client.close()
+
     def _tell(self) -> None:
         """A line for everything that changed."""
         for matter in self.desk.matters():
@@ -165,6 +185,18 @@ class Agent:
                 self._note(text)
 
     # --- what the member sees ---
+
+    def terms(self) -> Terms | None:
+        """Of the consortium that the member asks for; None while there is no key, or several."""
+        try:
+            terms = self.home.only_consortium().manifest().terms
+        except QuorumarkError:
+            return None
+        return terms if terms.has_key else None
+
+    def report(self, about: str) -> Path | None:
+        """Where certificate and report of a query are, once they are there."""
+        return self._asking.report(about)
 
     def standing(self) -> list[tuple[str, str, str]]:
         """Each consortium of this home, by its signed manifest: name, what it takes, what is used of the budget."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ from quorumark.verify.query import difference, prepare, prepare_again
 from quorumark.verify.reference import Reference
 from quorumark.verify.rules import AnswerRules, read_rules
 
-__all__ = ["Asking", "ask"]
+__all__ = ["Asking", "ask", "compute_query", "send_question"]
 
 _LARGEST_QUERY = 1 << 24
 _LARGEST_WORD = 1 << 13
@@ -83,26 +84,58 @@ def ask(
     consortium: ConsortiumFolder | None = None,
 ) -> Query:
     """Puts a question into the room, with the suspect's files unless they are to stay here."""
+    query = compute_query(home, suspect, align=align, lora=lora, consortium=consortium)
+    files = {file.name: suspect / file.name if suspect.is_dir() else suspect for file in query.files}
+    if keep_file:  # this member's own agent needs it all the same
+        for name, path in files.items():
+            copy_public(path, Place(home.path).folder("suspects", query.digest()) / name)
+    send_question(client, home, identity, query, files, purpose, answers=answers, keep_file=keep_file)
+    return query
+
+
+def compute_query(
+    home: HomeFolder,
+    suspect: Path,
+    *,
+    align: bool = False,
+    lora: bool = False,
+    consortium: ConsortiumFolder | None = None,
+) -> Query:
+    """What to ask about a suspect, without the leaves that this member knows to be opened."""
     ours = consortium or home.only_consortium()
     reference = Reference.read(ours.manifest_path)
-    terms = reference.manifest.terms
+    burnt = Ledger.open(ours, reference.manifest).burnt()
+    return prepare(reference, suspect, align=align, lora=lora, burnt=burnt).query
+
+
+def send_question(
+    client: Client,
+    home: HomeFolder,
+    identity: Identity,
+    query: Query,
+    files: Mapping[str, Path],
+    purpose: str,
+    *,
+    answers: int = 0,
+    keep_file: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Puts a query, with why it is asked, into the room; done again, it changes nothing. `files`: its files here."""
+    ours = home.consortium_of(query.manifest)
+    if ours is None:
+        raise RoomError("the query is about a consortium that is not in this home", code="room.other-query")
+    terms = ours.manifest().terms
     wanted = answers or min(terms.threshold + 1, terms.members)
     require(terms.threshold <= wanted <= terms.members, "--answers", f"must be {terms.threshold} to {terms.members}")
     require(is_text(purpose, 500) and bool(purpose), "--purpose", "must say why in 1 to 500 printable characters")
-    burnt = Ledger.open(ours, reference.manifest).burnt()
-    query = prepare(reference, suspect, align=align, lora=lora, burnt=burnt).query
     start = f"query/{query.digest()}"
     for index, file in enumerate(query.files):
-        path = suspect / file.name if suspect.is_dir() else suspect
-        if keep_file:  # this member's own agent needs it all the same
-            copy_public(path, Place(home.path).folder("suspects", query.digest()) / file.name)
-        else:
-            client.upload(path, f"{start}/file/{index}")
+        if not keep_file:
+            client.upload(files[file.name], f"{start}/file/{index}", progress)
     client.upload(query.to_bytes(), f"{start}/query.json")
     word = canonical({"format": _ASK, "purpose": purpose, "answers": wanted})
     point = terms.point_of(identity.ed25519)
     client.upload(identity.write(_header("ask", query, point), word), f"{start}/ask.msg")
-    return query
 
 
 @dataclass(frozen=True)
@@ -523,16 +556,7 @@ class Asking:
             certificate = self._with_signatures(client, asked, Certificate.from_bytes(body))
             if certificate is None:
                 return
-            checked, left = check_certificate(
-                certificate,
-                asked.ours.chain(),
-                suspect=asked.suspect,
-                reference=asked.reference,
-                audits=Ledger.open(asked.ours, asked.manifest).audits(),
-            )
-            signers = certificate.signers(asked.manifest)
-            page = certificate_page(certificate, asked.manifest, signers=signers, checked=checked, left=left)
-            write_page(folder / "report.html", page)
+            _write_report(folder, certificate, asked)
             write_shared(path, certificate.to_bytes())
         for name in ("report.html", "certificate.json"):
             entry = f"{asked.start}/{name}"
@@ -566,21 +590,38 @@ class Asking:
 
     def _show(self, client: Client, about: str, asked: _Asked, said: str) -> None:
         final = self._certificate(client, asked)
+        answered = {p.point for p in self._partials(client, asked)} if final is None else set()
+        people = _who_did_what(asked, answered, self._declined(client, asked), final)
         if final is not None:
             finding = final.finding
             z, least = (f"{float(number):.2f}" for number in (finding.z, finding.threshold))
             text = f"{finding.verdict}: z = {z}, threshold {least}; {finding.corroboration}"
-            self._desk.move(about, "done", text, verdict=finding.verdict)
+            path = self._place.folder("certificates", asked.query.digest()) / "certificate.json"
+            if not path.exists():
+                write_shared(path, final.to_bytes())
+            self._desk.move(about, "done", text, verdict=finding.verdict, people=people)
             return
-        names = [asked.terms.member(p.point).name for p in self._partials(client, asked)]
+        names = [asked.terms.member(point).name for point in sorted(answered)]
         count = f"{len(names)} of {asked.answers} answers ({', '.join(names) or 'nobody yet'})"
         if said == "no":
-            self._desk.move(about, "declined", f"you declined; {count}")
+            self._desk.move(about, "declined", f"you declined; {count}", people=people)
         elif said == "yes":
             signed = "; you signed what follows from them" if self._kept(asked, "signed.json").exists() else ""
-            self._desk.move(about, "working", f"you approved; {count}{signed}")
+            self._desk.move(about, "working", f"you approved; {count}{signed}", people=people)
         else:
-            self._desk.move(about, "waiting", count)
+            self._desk.move(about, "waiting", count, people=people)
+
+    def report(self, about: str) -> Path | None:
+        """The folder with certificate and report of a query that is done; the report is made here."""
+        asked = self._asked.get(about)
+        if asked is None:
+            return None
+        folder = self._place.folder("certificates", asked.query.digest())
+        if not (folder / "certificate.json").exists():
+            return None
+        if not (folder / "report.html").exists():
+            _write_report(folder, Certificate.from_bytes((folder / "certificate.json").read_bytes()), asked)
+        return folder
 
     def _certificate(self, client: Client, asked: _Asked) -> Certificate | None:
         """The certificate, if it is there and holds."""
@@ -597,6 +638,36 @@ class Asking:
             self._desk.trouble(notice.name, f"the certificate in the room does not hold: {error}")
             return None
         return certificate
+
+
+def _who_did_what(
+    asked: _Asked, answered: set[int], declined: set[int], final: Certificate | None
+) -> tuple[tuple[str, str], ...]:
+    """Every member of the signed roster, with what it did that holds here."""
+    if final is not None:
+        answered = {partial.point for partial in final.finding.partials}
+    signed = set() if final is None else {member.point for member in final.signers(asked.manifest)}
+
+    def what(point: int) -> str:
+        if point in answered:
+            return "answered and signed" if point in signed else "answered"
+        return "declined" if point in declined else ""
+
+    return tuple((member.name, what(member.point)) for member in asked.terms.roster)
+
+
+def _write_report(folder: Path, certificate: Certificate, asked: _Asked) -> None:
+    """The page of a certificate, after the whole check."""
+    checked, left = check_certificate(
+        certificate,
+        asked.ours.chain(),
+        suspect=asked.suspect,
+        reference=asked.reference,
+        audits=Ledger.open(asked.ours, asked.manifest).audits(),
+    )
+    signers = certificate.signers(asked.manifest)
+    page = certificate_page(certificate, asked.manifest, signers=signers, checked=checked, left=left)
+    write_page(folder / "report.html", page)
 
 
 def _sha256(path: Path) -> str:

@@ -23,6 +23,7 @@ from quorumark.files import write_exchanged, write_shared
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Desk, Matter, Mirror
 from quorumark.room.place import Place, Policy
+from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import expected_messages, set_up
 from quorumark.setup.waiting import Progress
 from quorumark.verify.public import agreed, fits, keep_agreed
@@ -130,6 +131,7 @@ class Founding:
             raise RoomError("the room's terms have another digest than their name says", code="room.other-terms")
         open_message(client.small(word, _WORD), terms, _word("proposal", terms, terms.point_of(author)))
         self._check_own(terms)
+        check_terms(terms)
         check_roster(terms)
         write_shared(folder / "terms.json", terms.to_bytes())
         for name in agreed(terms):
