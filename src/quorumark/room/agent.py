@@ -27,6 +27,7 @@ from quorumark.room.drafts import Drafts
 from quorumark.room.founding import Founding
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
+from quorumark.room.standing import Standings
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
 
@@ -66,6 +67,7 @@ class Agent:
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
         parts = (home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
         self._founding, self._asking = Founding(*parts), Asking(*parts)
+        self._standings = Standings(home, unlock, self.identity, self.place, self._mirror)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -146,7 +148,7 @@ class Agent:
                 if not self._first:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
-                    for part in (self._founding, self._asking):
+                    for part in (self._standings, self._founding, self._asking):
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:
@@ -197,6 +199,10 @@ class Agent:
     def report(self, about: str) -> Path | None:
         """Where certificate and report of a query are, once they are there."""
         return self._asking.report(about)
+
+    def fetch(self, about: str) -> None:
+        """The member wants to see a suspect that is too large to be fetched unasked."""
+        self._asking.fetch(about)
 
     def standing(self) -> list[tuple[str, str, str]]:
         """Each consortium of this home, by its signed manifest: name, what it takes, what is used of the budget."""

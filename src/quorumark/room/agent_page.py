@@ -96,6 +96,7 @@ class AgentPage:
                 Route("/{token}/ask", self._guarded(self._ask_form), methods=["GET"]),
                 Route("/{token}/ask", self._guarded(self._ask), methods=["POST"]),
                 Route("/{token}/discard", self._guarded(self._discard), methods=["POST"]),
+                Route("/{token}/fetch", self._guarded(self._fetch), methods=["POST"]),
                 Route("/{token}/q/{about}", self._guarded(self._matter), methods=["GET"]),
                 Route("/{token}/q/{about}/{name}", self._guarded(self._result), methods=["GET"]),
                 Route("/{token}/decide", self._guarded(self._decide), methods=["POST"]),
@@ -220,6 +221,11 @@ class AgentPage:
     async def _discard(self, request: Request) -> Response:
         form = await small_form(request)
         self._agent.drafts.discard(form.get("draft", ""))
+        return RedirectResponse(f"/{self._token}/", 303)
+
+    async def _fetch(self, request: Request) -> Response:
+        form = await small_form(request)
+        self._agent.fetch(form.get("about", ""))
         return RedirectResponse(f"/{self._token}/", 303)
 
     # --- deciding ---

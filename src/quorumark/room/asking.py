@@ -186,6 +186,8 @@ class Asking:
         self._refused: dict[str, frozenset[str]] = {}
         self._references: dict[str, Reference] = {}
         self._sent: set[str] = set()
+        self._names: dict[str, str] = {}  # of queries that were refused
+        self._wanted: set[str] = set()  # large suspects that a person wants to see
         self._states: dict[str, str] = {}  # of folders that people put files into
 
     def step(self, client: Client) -> None:
@@ -237,7 +239,7 @@ class Asking:
         return changed
 
     def _refuse(self, about: str, name: str, error: QuorumarkError, there: frozenset[str]) -> None:
-        self._refused[about] = there
+        self._refused[about], self._names[about] = there, name
         text = str(error)
         if isinstance(error, InconclusiveError) and error.problems:
             text += "; " + "; ".join(sentences(error.problems))
@@ -313,8 +315,26 @@ class Asking:
                 )
             if (notice.sha256, notice.size) != (file.sha256, file.size):
                 raise RoomError(f"the room has another file for {file.name!r}: refused", code="room.other-query")
+            self._check_size(query)
             client.download(file.sha256, file.size, path)
         return folder / query.files[0].name if len(query.files) == 1 else folder
+
+    def _check_size(self, query: Query) -> None:
+        """A large suspect is fetched when a person says so: an asker must not fill this disk by itself."""
+        size = sum(file.size for file in query.files)
+        if size > self._policy.most_mib << 20 and query.digest() not in self._wanted:
+            raise RoomError(
+                f"the suspect has {size:,} bytes, and is not fetched before you want it; its files: "
+                + ", ".join(f"{file.name} (SHA-256 {file.sha256})" for file in query.files[:8]),
+                code="room.not-fetched",
+            )
+
+    def fetch(self, about: str) -> None:
+        """A person wants to see a large suspect."""
+        if about in self._names:
+            self._wanted.add(self._names[about])
+            self._refused.pop(about, None)
+            self._desk.news.set()
 
     def _facts(self, asked: _Asked) -> tuple[tuple[str, str], ...]:
         """What a person must see before it answers; all of it was computed here."""

@@ -121,6 +121,10 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
+    def reader(self) -> Store:
+        """The same data for another thread."""
+        return Store(self._folder, self.limits)
+
     # --- requests ---
 
     def use_nonce(self, key: str, nonce: str, now: int) -> None:
@@ -384,6 +388,16 @@ class Store:
             (consortium, after, most),
         )
         return [Entry(n, a, name, sha, size, t, bool(gone)) for n, a, name, sha, size, t, gone in rows]
+
+    def news(self, consortium: str) -> str:
+        """A text that changes with every entry, deleted file and person that comes or goes."""
+        entries, gone = self._db.execute(
+            "SELECT COALESCE(MAX(number), 0), COALESCE(SUM(gone), 0) FROM entries WHERE consortium = ?", (consortium,)
+        ).fetchone()
+        people, active = self._db.execute(
+            "SELECT COUNT(*), COALESCE(SUM(active), 0) FROM members WHERE consortium = ?", (consortium,)
+        ).fetchone()
+        return f"{entries}.{gone}.{people}.{active}"
 
     # --- links, tickets and sessions: read-only ---
 
