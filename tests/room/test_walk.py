@@ -121,8 +121,22 @@ def test_a_person_walks_through(group: Group, pictures: Path, tmp_path: Path) ->
         assert "PASSED" in tab.text()
         tab.errors.clear()
 
+        # another model: three answer, and it is not theirs
+        tab.go(pages[3].address)
+        tab.press("Is this model ours? Ask")
+        tab.choose("The model in question", group.marked("other.safetensors", rho=0.0, seed=2))
+        tab.write("Why do you ask?", "found on a forum")
+        tab.run("document.getElementById('answers').value = '3'")
+        tab.press("Ask all members")
+        for index in (1, 2, 3):
+            tab.go(pages[index].address)
+            tab.wait("document.body.innerText.includes('found on a forum')")
+            tab.press("Approve")
+        tab.wait("document.body.innerText.includes('FAILED')")  # live, on the asker's own page
+        assert not tab.errors
+
         # a judge's link, on a telephone
-        query = next(dict(m.facts)["query"] for m in group.agent(0).desk.matters() if m.kind == "query")
+        query = next(dict(m.facts)["query"] for m in group.agent(0).desk.matters() if m.verdict == "PASSED")
         link = group.client(0).post("link", label="court", query=query, days=1)["link"]
         with browser(tmp_path / "judge") as judge:
             judge.size(360, 740)
