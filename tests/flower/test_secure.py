@@ -29,6 +29,7 @@ from quorumark.verify.reference import Reference
 from tests.kit import commands
 from tests.kit.flower_runs import SEED, InOrder, as_stages, fedavg
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, records_of, same, train
+from tests.kit.opened import summed
 from tests.kit.refusals import stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -73,42 +74,54 @@ def average(results: list[Model], name: str, places: slice) -> list[Fraction]:
     return [sum(row, Fraction(0)) for row in products]
 
 
+class Opened(list[Any]):
+    """The sums as servers opened them, in 2^-40, and the units that each tensor had."""
+
+    def __init__(self) -> None:
+        self.units: list[dict[str, Fraction]] = []
+
+
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sums as servers opened them, in units of 2^-40."""
-    found, finish = list[Any](), RoundServer.finish
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    found, finish = Opened(), RoundServer.finish
 
     def finished(server: RoundServer) -> dict[str, Any]:
         weights = finish(server)
-        found.append(field.to_signed(server.opened[: server.layout.size]))
+        found.append(field.to_signed(summed(server)))
+        shifts = {place.start: shift for place, shift in server.history.mark.spans(server.level)}
+        found.units.append(
+            {s.name: Fraction(1 << shifts.get(place.start, 0), 1 << 40) for s, place in server.layout.spans()}
+        )
         return weights
 
     monkeypatch.setattr(RoundServer, "finish", finished)
     return found
 
 
-def furthest(world: Consortium, total: Any, results: list[Model]) -> Fraction:
-    """Of a sum from the exact average, over some weights of each tensor."""
+def furthest(world: Consortium, total: Any, results: list[Model], units: dict[str, Fraction]) -> Fraction:
+    """Of a sum from the exact average, in units, over some weights of each tensor."""
     far = Fraction(0)
     for spec, place in world.layout.spans():
         some = slice(0, None, max(1, spec.size // 50))
         wanted = average(results, spec.name, some)
-        far = max(far, *(abs(Fraction(int(v), 1 << 40) - w) for v, w in zip(total[place][some], wanted, strict=True)))
+        off = (abs(Fraction(int(v), 1 << 40) - w) for v, w in zip(total[place][some], wanted, strict=True))
+        far = max(far, *(n / units[spec.name] for n in off))
     return far
 
 
-@pytest.mark.parametrize("sums", ["checked", "unchecked"])
-def test_fedavg_is_exact(tmp_path: Path, sums: str, opened: list[Any]) -> None:
-    """The opened sum is the weighted average to K·2^-41, against fractions; with two members' weights changed it is
-    not."""
-    world, seen = made(tmp_path, sums=sums), Recorded()
+@pytest.mark.parametrize(("sums", "packing"), [("checked", "2"), ("unchecked", "2"), ("checked", "1")])
+def test_fedavg_is_exact(tmp_path: Path, sums: str, packing: str, opened: Opened) -> None:
+    """The opened sum is the weighted average to K/2 units, against fractions; with two members' weights changed it is
+    not. With one weight in an element units are 2^-40."""
+    world, seen = made(tmp_path, sums=sums, packing=packing), Recorded()
     wrapped, model = run(world, LocalGrid(app_for(world.folder, trained=seen), 5), 3)
     assert [report.given_up for report in wrapped.reports] == [""] * 3
     assert not any(report.marked or report.rho or report.expected_z for report in wrapped.reports)
-    for number, total in enumerate(opened):
+    for number, (total, units) in enumerate(zip(opened, opened.units, strict=True)):
+        assert packing == "2" or set(units.values()) == {Fraction(1, 1 << 40)}
         results = seen.after[5 * number : 5 * number + 5]
-        assert furthest(world, total, results) <= Fraction(5, 1 << 41)
-        assert furthest(world, total, [results[4], *results[1:4], results[0]]) > Fraction(1, 1 << 20)
+        assert furthest(world, total, results, units) <= Fraction(5, 2)
+        assert furthest(world, total, [results[4], *results[1:4], results[0]], units) > 1000
     # the last model is that sum in the model's own types
     flat = (opened[-1].astype(np.float64) / 2.0**40).astype(np.float32)
     assert all(np.array_equal(flat[place], np.ravel(model[spec.name])) for spec, place in world.layout.spans())
@@ -154,7 +167,7 @@ def test_a_server_that_changes_the_sum_is_refused(tmp_path: Path, monkeypatch: p
     assert len(wrapped.reports[1].excluded_codes) == 5
 
 
-def test_a_server_optimiser_gets_the_exact_average(tmp_path: Path, opened: list[Any]) -> None:
+def test_a_server_optimiser_gets_the_exact_average(tmp_path: Path, opened: Opened) -> None:
     """Where sums are unchecked: FedAdam works with the opened sum, which the first test compares with fractions, in
     the model's types."""
     got: list[Model] = []
@@ -245,6 +258,13 @@ def journal_of(world: Consortium, x: int, which: str) -> Journal:
     return Journal(home.only_consortium(which), home.identity(unlock))
 
 
+def consent(world: Consortium, x: int, which: str, *options: str) -> Any:
+    """`quorumark member consent --unmarked`, as an operator types it."""
+    home = world.folder / f"member-{x}"
+    where = ["--home", str(home), "--key-file", f"{home}.key", "--consortium", which]
+    return commands.run({}, "member", "consent", "--unmarked", *options, *where)
+
+
 def marked_run(world: Consortium, rounds: int, run_id: int, trained: Any = train, **options: Any) -> Any:
     wrapped = watermarked(in_order(), world.path, seed=SEED, **options)
     grid = grid_of(world, world.terms.digest().hex()[:16], run_id, trained)
@@ -260,8 +280,9 @@ def test_sums_of_a_model_that_is_marked_elsewhere_take_consent(tmp_path: Path) -
         run(plain, grid_of(world, which, 7), 1)
     assert "quorumark member consent --unmarked" in str(caught.value)
     for x in range(1, 5):
-        assert "whole key" in journal_of(world, x, which).consent_text(unmarked=True)
-        journal_of(world, x, which).give_consent(unmarked=True)
+        said = consent(world, x, which, "--yes")
+        assert (said.returncode, said.stderr) == (0, "")
+        assert "whole key" in said.stdout
     wrapped, _ = run(plain, grid_of(world, which, 8), 1)
     assert list(wrapped.reports[0].excluded_codes.values()) == ["round.marked-elsewhere"]
     assert wrapped.reports[0].members == (1, 2, 3, 4)
@@ -270,8 +291,19 @@ def test_sums_of_a_model_that_is_marked_elsewhere_take_consent(tmp_path: Path) -
     with stopped("round.none-finished"):
         again.start(grid=grid_of(world, keyed, 9), initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
     assert list(again.reports[0].excluded_codes.values()) == ["round.other-consortium"] * 4
-    with pytest.raises(InputError, match="without a key"):
-        journal_of(world, 1, keyed).give_consent(unmarked=True)
+    refused = consent(world, 1, keyed, "--yes")
+    assert refused.returncode == 2
+    assert "--unmarked must be for a consortium without a key" in refused.stderr
+    assert consent(world, 1, which, "--here").returncode == 2
+
+
+def test_nobody_consents_by_a_command_that_is_not_answered(tmp_path: Path) -> None:
+    world = Consortium.make(tmp_path)
+    plain, which = beside(world, world.model)
+    for x in range(1, 6):
+        assert consent(world, x, which).returncode == 1  # it asks, and nobody is there
+    with stopped("round.none-finished"):
+        run(plain, grid_of(world, which, 7), 1)
 
 
 class Repeated:
@@ -286,7 +318,7 @@ class Repeated:
 
 
 def test_without_the_refusal_two_sums_show_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
 ) -> None:
     """Two rounds, a third one with the mark, and a sum without a key from the same model: their difference is the mark.
     With the refusal nothing is opened."""
@@ -306,7 +338,8 @@ def test_without_the_refusal_two_sums_show_the_key(
     key = field.to_signed(shamir.reconstruct(shares, 3))[: world.layout.coordinates]
     assert world.manifest is not None
     signs = np.where(world.manifest.genesis.whitening(0, key.size), -key, key)
-    shown = np.abs(difference) > 10  # beyond what rounding leaves
+    units = max(unit for one in (opened.units[2], opened.units[3]) for unit in one.values())
+    shown = np.abs(difference) > 5 * int(units * 2**40)  # beyond what rounding leaves: K/2 units of each sum
     assert shown.mean() > 0.9
     assert np.array_equal(np.sign(difference[shown]), signs[shown])
 
@@ -332,6 +365,9 @@ def test_members_sign_by_one_command(tmp_path: Path) -> None:
     assert (written.returncode, written.stderr) == (0, "")
     assert "no key" in written.stdout
     assert "WARNING" not in written.stdout
+    shown = commands.run({}, "consortium", "show", str(tmp_path / "agreed" / "terms.json"))
+    assert "no key: secure aggregation alone" in shown.stdout
+    assert not [word for word in ("rademacher", "strength", "statistic", "align") if word in shown.stdout]
     terms, folder = str(tmp_path / "agreed" / "terms.json"), str(tmp_path / "signing")
     where = ["--terms", terms, "--folder", folder, "--no-wait"]
     said = [

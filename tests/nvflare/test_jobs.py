@@ -15,7 +15,7 @@ from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.client.config import ExchangeFormat
 
 from quorumark.errors import InputError
-from quorumark.nvflare import key_ceremony, verification, watermarked
+from quorumark.nvflare import key_ceremony, secure, verification, watermarked
 from quorumark.nvflare.controller import QuorumarkController
 from tests.kit.flare_runs import SCRIPT, training_job
 from tests.kit.flowers import Consortium
@@ -105,3 +105,16 @@ def test_other_controllers_and_missing_rounds_are_refused(world: Consortium) -> 
     assert caught.value.argument == "num_rounds"
     with pytest.raises(InputError):
         watermarked("job.py", world.path)
+
+
+def test_a_manifest_of_the_other_kind_is_refused(world: Consortium, tmp_path: Path) -> None:
+    plain = Consortium.make(tmp_path, setup="sums")
+    with pytest.raises(InputError, match=r"for sums alone write secure\(recipe"):
+        watermarked(training_job(), plain.path, num_rounds=2)
+    with pytest.raises(InputError, match=r"with a key write watermarked\(recipe"):
+        secure(training_job(), world.path, num_rounds=2)
+    job = training_job()
+    assert secure(job, plain.path, num_rounds=2) is job
+    _, meta, server, _ = exported(job, tmp_path / "job")
+    assert meta["min_clients"] == 4
+    assert server["workflows"][0]["args"] == {"consortium": str(plain.path), "num_rounds": 2, "sums_alone": True}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quorumark.errors import InputError, RoundError
+from quorumark.flower.simulation import SimulationWire, is_simulation
 from quorumark.flower.wire import FlowerWire, exchange, flwr_app, tensors, to_record
 from quorumark.node.rounds import Rounds
 from quorumark.node.start import Start
@@ -75,10 +76,11 @@ def watermarked(
         if kind.__name__ in _ADAPTIVE and kind.__module__.startswith("flwr."):
             text = "quorumark: %s divides every weight's step by its own size, and may leave little of the mark"
             _log()(WARNING, text + ": measure z before you rely on it (docs/flower.md)", kind.__name__)
-    made = _wrapped(
+    return _wrapped(
         strategy,
         consortium,
         linear,
+        sums_alone=False,
         layout=layout,
         folder=folder,
         after=after,
@@ -87,10 +89,6 @@ def watermarked(
         patience=patience,
         go_on=go_on,
     )
-    if not made.manifest.terms.has_key:
-        rule = "must be the manifest of members with a key; for sums alone write secure(strategy, …)"
-        raise InputError("consortium", rule, f"{str(consortium)!r}, whose setup is 'sums'")
-    return made
 
 
 def secure(
@@ -109,12 +107,13 @@ def secure(
     """The same strategy, with secure aggregation alone: no key, no mark. The server sees the sum and nothing else.
 
     `consortium` is the file of the manifest that the members signed (`quorumark setup sums`). All else is as in
-    `watermarked`. FedAvg's model is the weighted average, exact to K·2^-41 before it is rounded to the model's types.
+    `watermarked`. FedAvg's model is the weighted average to K/2 units (docs/secagg.md), rounded to the model's types.
     """
-    made = _wrapped(
+    return _wrapped(
         strategy,
         consortium,
         linear,
+        sums_alone=True,
         layout=layout,
         folder=folder,
         after=after,
@@ -123,10 +122,6 @@ def secure(
         patience=patience,
         go_on=go_on,
     )
-    if made.manifest.terms.has_key:
-        rule = "must be a manifest without a key (quorumark setup sums); with a key write watermarked(strategy, …)"
-        raise InputError("consortium", rule, f"{str(consortium)!r}, whose setup is {made.manifest.terms.setup!r}")
-    return made
 
 
 def _wrapped(
@@ -134,6 +129,7 @@ def _wrapped(
     consortium: str | os.PathLike[str],
     linear: bool,
     *,
+    sums_alone: bool,
     layout: str | os.PathLike[str] | None,
     patience: float | None,
     **options: Any,
@@ -141,7 +137,9 @@ def _wrapped(
     _check_strategy(strategy, linear)
     if patience is not None and not patience >= 1:
         raise InputError("patience", "must be at least 1", str(patience))
-    return Watermarked(strategy, Path(consortium), layout, patience=patience, **options)
+    made = Watermarked(strategy, Path(consortium), layout, patience=patience, **options)
+    made._start.check_kind("strategy", sums_alone=sums_alone)
+    return made
 
 
 def _check_strategy(strategy: Any, linear: bool) -> None:
@@ -273,7 +271,7 @@ class _Carrier:
 
     def __init__(self, grid: Any, owner: Watermarked, server: RoundServer) -> None:
         self._grid, self._owner, self._server = grid, owner, server
-        self._wire = FlowerWire(grid, "train")
+        self._wire = SimulationWire(grid, "train") if is_simulation(grid) else FlowerWire(grid, "train")
         self.rounds = Rounds(
             self._wire,
             server,

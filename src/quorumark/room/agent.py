@@ -21,12 +21,15 @@ from quorumark.consortium.records import Terms
 from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
+from quorumark.room.auditing import Auditing
+from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.drafts import Drafts
 from quorumark.room.founding import Founding
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
+from quorumark.room.seat import Seat
 from quorumark.room.standing import Standings
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
@@ -65,9 +68,10 @@ class Agent:
         self.drafts = Drafts(home, self.identity, self.place)
         self.stopped = threading.Event()
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
-        parts = (home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
-        self._founding, self._asking = Founding(*parts), Asking(*parts)
-        self._standings = Standings(home, unlock, self.identity, self.place, self._mirror)
+        self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
+        self._founding, self._asking = Founding(self._seat), Asking(self._seat)
+        self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
+        self._standings = Standings(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -143,12 +147,14 @@ class Agent:
                 self._again.clear()
                 self._first = False
                 self._founding.sent_again()
-                self._asking.sent_again()
+                self._changing.sent_again()
+                self._seat.sent.clear()  # what was sent may be lost there
             try:
                 if not self._first:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
-                    for part in (self._standings, self._founding, self._asking):
+                    every = (self._standings, self._founding, self._changing, self._auditing, self._asking)
+                    for part in every:
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import time
 
 from quorumark.checks import is_hex
-from quorumark.consortium.home import ConsortiumFolder, HomeFolder
-from quorumark.consortium.identity import Identity
-from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.home import ConsortiumFolder
 from quorumark.errors import QuorumarkError, RoomError
 from quorumark.room.client import Client, Notice
-from quorumark.room.desk import Mirror
-from quorumark.room.place import Place
+from quorumark.room.heads import accepted_standings
+from quorumark.room.seat import Seat
 from quorumark.room.statement import LARGEST, Standing, name_of, number_of
 from quorumark.verify.dates import find_stamps
 from quorumark.verify.evidence import now
@@ -27,20 +25,20 @@ _DAY = 24 * 60 * 60
 class Standings:
     """One member's statements in a room, about consortia whose terms were proposed there; others do not concern it."""
 
-    def __init__(self, home: HomeFolder, unlock: Unlock, identity: Identity, place: Place, mirror: Mirror) -> None:
-        self._home, self._unlock, self._identity = home, unlock, identity
-        self._place, self._mirror = place, mirror
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
         self._read: dict[str, Standing] = {}  # own statements that were fetched, by their SHA-256
         self._health: dict[str, tuple[float, str]] = {}
 
     def step(self, client: Client) -> None:
         """Compares, then tells. A RoomError if this home was set back: then nothing else may be done with it."""
-        ours = {c.manifest().genesis.terms: c for c in self._home.consortia() if c.manifest_path.exists()}
-        proposals = self._place.folder("proposals")
+        ours = {c.manifest().genesis.terms: c for c in self._seat.home.consortia() if c.manifest_path.exists()}
+        proposals = self._seat.place.folder("proposals")
         for genesis in sorted(path.name for path in proposals.iterdir() if is_hex(path.name, 32)):
-            own = [n for n in self._mirror.named(f"standing/{genesis}/", ".json") if number_of(n.name, genesis)]
-            own = [n for n in own if n.author == self._identity.ed25519]
-            last = self._last(client, own, genesis)
+            own = [n for n in self._seat.mirror.named(f"standing/{genesis}/", ".json") if number_of(n.name, genesis)]
+            own = [n for n in own if n.author == self._seat.key]
+            lost = accepted_standings(self._seat.place, ours[genesis]) if genesis in ours else set()
+            last = self._last(client, [n for n in own if n.sha256 not in lost], genesis)
             if genesis in ours:
                 ledger = Ledger.open(ours[genesis], ours[genesis].manifest())
                 if last is not None:
@@ -56,7 +54,7 @@ class Standings:
         for notice in sorted(own, key=lambda n: number_of(n.name, genesis), reverse=True):
             if notice.sha256 not in self._read:
                 try:
-                    self._read[notice.sha256] = Standing.read(client.small(notice, LARGEST), self._identity.ed25519)
+                    self._read[notice.sha256] = Standing.read(client.small(notice, LARGEST), self._seat.key)
                 except QuorumarkError as error:
                     if error.code == "room.unreachable":
                         raise
@@ -81,7 +79,7 @@ class Standings:
         said = self._now(ours, ledger)
         fresh = last is not None and last.same(said) and last.time[:10] == said.time[:10]
         if not fresh:
-            client.upload(said.signed(self._identity), name_of(said.genesis, number))
+            client.upload(said.signed(self._seat.identity), name_of(said.genesis, number))
 
     def _now(self, ours: ConsortiumFolder, ledger: Ledger) -> Standing:
         manifest = ours.manifest()
@@ -104,7 +102,7 @@ class Standings:
         when, found = self._health.get(key, (0.0, ""))
         if not found or time.monotonic() - when > _DAY:
             try:
-                ours.verify_share(self._unlock)
+                ours.verify_share(self._seat.unlock)
                 found = "sound"
             except QuorumarkError:
                 found = "unsound"
@@ -115,6 +113,7 @@ class Standings:
 def _set_back(what: str) -> RoomError:
     return RoomError(
         f"{what}: the home was set back to an earlier day, or another copy of it is in use. Nothing is signed or "
-        "answered: stop the other copy, or put the newest backup back",
+        "answered: stop the other copy, or put the newest backup back (if the ledger is lost for good: quorumark room "
+        "accept-ledger, with your own name)",
         code="room.set-back",
     )
