@@ -14,6 +14,7 @@ import pytest
 
 from quorumark.room.desk import Matter
 from quorumark.room.drafts import Draft, plain_name
+from quorumark.room.place import Policy
 from quorumark.verify.evidence import Query
 from quorumark.verify.ledger import Ledger
 from tests.kit.rooms import Group, room_on, until, visit
@@ -255,6 +256,40 @@ def test_an_agent_that_died_while_it_asked_asks_once(scene: Scene, monkeypatch: 
     assert not [e for e in Ledger.open(ours, ours.manifest()).entries if e.get("query") == sent[0]]  # nobody decided
     scene.page = AgentPage(group.agent(0))
     scene.page.start()
+
+
+def test_a_large_suspect_is_fetched_when_a_person_wants_it(scene: Scene) -> None:
+    group, index = scene.group, 2
+    group.agent(index).stop()
+    group.agents = [agent for agent in group.agents if agent.identity.name != "Cedar"]
+    group.start(index, policy=Policy(most_mib=0))
+    suspect, before = group.marked("large.safetensors", seed=21), scene.queries()
+    assert send(scene.page, body({"x.safetensors": suspect.read_bytes()}, FIELDS), **scene.own)[0] == 303
+    (query,) = until(lambda: scene.queries() - before, "the question")
+    desk = group.agent(index).desk
+
+    def shown() -> list[Matter]:
+        return [one for one in desk.matters() if query[:12] in one.title or query in str(one.facts)]
+
+    found = until(shown, "it is shown")[0]
+    assert (found.state, found.code) == ("refused", "room.not-fetched")
+    digest = hashlib.sha256(suspect.read_bytes()).hexdigest()
+    assert digest in found.status
+    assert f"{suspect.stat().st_size:,} bytes" in found.status
+    folder = group.homes[index][0].path / "room" / group.consortium / "suspects" / query
+    assert not [path for path in folder.glob("*") if path.stat().st_size]
+    page = AgentPage(group.agent(index))
+    page.start()
+    try:
+        own = {"origin": page.address.rpartition("/")[0].rpartition("/")[0]}
+        assert "Fetch it" in visit(page.address)[2]
+        assert visit(page.address + "fetch", "POST", {"about": found.digest}, origin="https://evil.example")[0] == 403
+        assert shown()[0].code == "room.not-fetched"
+        assert visit(page.address + "fetch", "POST", {"about": found.digest}, **own)[0] == 303
+        until(lambda: shown()[0].state == "waiting", "it is here")
+        assert [path for path in folder.glob("*") if hashlib.sha256(path.read_bytes()).hexdigest() == digest]
+    finally:
+        page.stop()
 
 
 @pytest.mark.parametrize(

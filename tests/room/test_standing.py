@@ -12,6 +12,7 @@ import pytest
 
 from quorumark.errors import QuorumarkError
 from quorumark.room.asking import ask
+from quorumark.room.heads import accept_ledger
 from quorumark.room.statement import PURPOSE, Standing, name_of
 from quorumark.verify.ledger import Ledger
 from tests.kit.rooms import Group, room_on, until, visit
@@ -74,7 +75,7 @@ def test_members_say_how_their_shares_are_and_the_room_shows_what_they_signed(gr
     # on the room's page; and a word that somebody else signed is not there
     genesis = manifest.genesis.terms
     lie = Standing(genesis, manifest.digest().hex(), 7, "unsound", 99, "ab" * 32, 99, 100, 5, "2026-01-31T12:00:00Z")
-    group.client(2).upload(lie.signed(group.homes[0][0].identity(group.homes[0][1])), name_of(genesis, 900))
+    group.client(2).upload(lie.signed(group.homes[0][0].identity(group.homes[0][1])), name_of(genesis, 9_000_000_000))
     link = group.client(0).ticket()
     _, headers, _ = visit(link)
     cookie = headers["set-cookie"].partition(";")[0]
@@ -147,6 +148,10 @@ def test_a_home_that_was_set_back_is_named_and_signs_nothing(group: Group, tmp_p
             own = agent.identity.ed25519
             assert not [n for n in group.client(0).whole_log()[there:] if n.author == own]
             assert not [m for m in agent.desk.matters() if m.state == "waiting"]
+            # lost for good: its owner says so, and the agent goes on; the others' agents have their own say
+            birch, unlock = group.homes[index]
+            accept_ledger(group.client(index), birch, birch.identity(unlock), "Birch", "")
+            until(lambda: "agent" not in agent.desk.troubles, "it goes on")
     finally:
         group.agent(index).stop()
         group.agents = [one for one in group.agents if one.identity.name != "Birch"]

@@ -170,13 +170,8 @@ class Agent:
         client = self.client()
         while not self.stopped.is_set():
             self.drafts.news.clear()
-            try:
+            with contextlib.suppress(QuorumarkError, OSError):  # the room is away: the listening thread says so
                 self.drafts.step(client)
-                self.desk.trouble("asking", "")
-            except QuorumarkError:
-                pass  # the room is away: the listening thread says so
-            except Exception as error:  # noqa: BLE001 - a suspect may be anything
-                self.desk.trouble("asking", f"a question cannot be asked ({type(error).__name__})")
             self.drafts.news.wait(_PAUSE)
         client.close()
 

@@ -166,6 +166,8 @@ class Drafts:
                     self._say(folder, "waits for the room")
                     raise
                 self._say(folder, str(error), failed=True)
+            except Exception as error:  # noqa: BLE001 - a suspect may be anything, and is not read again and again
+                self._say(folder, f"it cannot be asked about ({type(error).__name__})", failed=True)
 
     def _say(self, folder: Path, text: str, *, failed: bool = False) -> None:
         with self._lock:

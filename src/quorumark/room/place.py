@@ -6,9 +6,10 @@ HOME/room/cards/NAME.json        the cards of those who joined
 HOME/room/ID/decisions.json      what the member decided, by the digest of what was decided on
 HOME/room/ID/proposals/T/        terms and the files beside them
 HOME/room/ID/exchange/T/         the ceremony's folder, as setup.exchange wants it
+HOME/room/ID/drafts/…            questions that the member wrote on its page, until they are in the room
 HOME/room/ID/suspects/Q/         suspects' files
 HOME/room/ID/answers/…           what this member sent about a query: sent again after a crash, never made anew
-HOME/room/ID/certificates/Q/     certificate.json and report.html of this member's own queries
+HOME/room/ID/certificates/Q/     certificate.json, checked here, and report.html, made here
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ class Standings:
                 ledger = Ledger.open(ours[genesis], ours[genesis].manifest())
                 if last is not None:
                     self._compare(last, ours[genesis], ledger)
-                self._tell(
-                    client, ours[genesis], ledger, last, 1 + max((number_of(n.name, genesis) for n in own), default=0)
-                )
+                self._tell(client, ours[genesis], ledger, last)
             elif last is not None:
                 raise _set_back("the room has this member's word about a key that is not in this home")
 
@@ -75,11 +73,19 @@ class Standings:
         if heads[last.entries] != last.head:
             raise _set_back(f"line {last.entries} of this member's ledger is another one here")
 
-    def _tell(self, client: Client, ours: ConsortiumFolder, ledger: Ledger, last: Standing | None, number: int) -> None:
+    def _tell(self, client: Client, ours: ConsortiumFolder, ledger: Ledger, last: Standing | None) -> None:
+        """Its number is the time, so that a name which the room hides from this member is not given again."""
         said = self._now(ours, ledger)
-        fresh = last is not None and last.same(said) and last.time[:10] == said.time[:10]
-        if not fresh:
-            client.upload(said.signed(self._seat.identity), name_of(said.genesis, number))
+        if last is not None and last.same(said) and last.time[:10] == said.time[:10]:
+            return
+        try:
+            client.upload(said.signed(self._seat.identity), name_of(said.genesis, int(time.time())))
+        except RoomError as error:
+            if error.code == "room.unreachable":
+                raise
+            self._seat.desk.trouble("standing", f"the room does not take this member's word on its share: {error}")
+        else:
+            self._seat.desk.trouble("standing", "")
 
     def _now(self, ours: ConsortiumFolder, ledger: Ledger) -> Standing:
         manifest = ours.manifest()

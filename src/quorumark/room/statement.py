@@ -71,7 +71,7 @@ class Standing:
 
 
 def name_of(genesis: str, number: int) -> str:
-    """Its name in a room: a member's statements about one consortium are numbered."""
+    """Its name in a room: a member's statements about one consortium are numbered, by seconds."""
     return f"standing/{genesis}/{number}.json"
 
 
@@ -80,6 +80,6 @@ def number_of(name: str, genesis: str) -> int:
     text = name.removeprefix(f"standing/{genesis}/").removesuffix(".json")
     return (
         int(text)
-        if text.isascii() and text.isdecimal() and len(text) < 10 and name == name_of(genesis, int(text))
+        if text.isascii() and text.isdecimal() and len(text) < 13 and name == name_of(genesis, int(text))
         else 0
     )
