@@ -17,7 +17,7 @@ from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import move, unpack
+from quorumark.packing import unpack_onto
 from quorumark.round.amplitudes import Amplitudes, MarkState, model_digest
 from quorumark.round.group import word
 from quorumark.round.mark import Packed
@@ -218,9 +218,8 @@ class History:
         layout = self.layout
         with self._under(under or self.manifest):
             size = self.mark.packing.length(layout)
-            summed, held = self._unpacked(opened[:size], level)
+            vector, held = self._unpacked(opened[:size], level)
             amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
-        vector = codec.decode(summed, layout.dtype)
         with np.errstate(over="ignore"):
             rounded = layout.flatten(layout.unflatten(vector, like))
         summed_norms = opened[size:].copy() if norms else None
@@ -247,17 +246,13 @@ class History:
             encoded[places[name]] = self.mark.model[places[name]]
         return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood)
 
-    def _unpacked(self, opened: Vector, level: bytes) -> tuple[Vector, set[str]]:
-        """The sum of the models, as E, and the tensors whose parts no members could have sent."""
-        mark = self.mark
+    def _unpacked(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str]]:
+        """The sum of the models, and the tensors whose parts no members could have sent."""
+        mark, dtype = self.mark, self.layout.dtype
         if not mark.packing.packs:
-            return opened, set()
-        moves, fits = unpack(opened, self.layout.size, mark.spans(level), mark.packing.count)
-        held = {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
-        if held:
-            for spec, place in self.layout.spans():
-                moves[place] *= spec.name not in held
-        return move(mark.model, moves), held
+            return codec.decode(opened, dtype), set()
+        vector, fits = unpack_onto(mark.model, opened, mark.spans(level), mark.packing.count, dtype)
+        return vector, {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
 
     def restored(self, mark: MarkState, buffers: bytes = b"") -> History:
         """The same consortium's history at another state."""
