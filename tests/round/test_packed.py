@@ -453,6 +453,20 @@ def test_the_table_of_the_demo_s_model_is_what_was_measured(root: Path) -> None:
         assert line in page, line
 
 
+def test_the_table_of_cpu_time_is_what_was_measured(root: Path) -> None:
+    rows = json.loads((root / "benchmarks" / "results" / "secagg-packed.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    found = {row["name"]: row["ratio"] for row in rows if row["against"] == "one weight in an element"}
+    for count in (2, 3, 4):
+        cells = [
+            found[f"{who}, {count} weights in an element, K={members}, CPU time"]
+            for who in ("a client masks", "the server unmasks")
+            for members in (8, 32)
+        ]
+        line = f"| {count} | {' | '.join(f'{ratio:.2f}' for ratio in cells)} |"
+        assert line in page, line
+
+
 # --- what a member may do ---------------------------------------------------------------------------------
 
 
