@@ -105,6 +105,14 @@ def distance(x: Vector, y: Vector) -> int:
 
 def axis_sums(carrier: Carrier, now: Vector, before: Vector) -> Sums:
     """‖θ+D‖², ‖θ‖² and ‖D‖² of each row, column and tap, for an update D of θ."""
+    return [
+        list(zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True))
+        for parts in _axis_parts(carrier, now, before)
+    ]
+
+
+def _axis_parts(carrier: Carrier, now: Vector, before: Vector) -> list[NDArray[np.uint64]]:
+    """The same as parts of integers, four for each of the three (`_whole`)."""
     width = carrier.columns * carrier.taps
     stride = width + -width % 8
     a, b = now[carrier.place], before[carrier.place]
@@ -121,10 +129,7 @@ def axis_sums(carrier: Carrier, now: Vector, before: Vector) -> Sums:
     columns = sum(parallel.spread(part, carrier.rows, smallest=smallest, step=1))  # type: ignore[arg-type]
     cube = np.asarray(columns).reshape(12, carrier.columns, carrier.taps)
     sums = (np.ascontiguousarray(by_row.T), cube.sum(axis=2, dtype=np.uint64), cube.sum(axis=1, dtype=np.uint64))
-    return [
-        list(zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True))
-        for parts, _ in zip(sums, carrier.axes, strict=False)
-    ]
+    return [parts for parts, _ in zip(sums, carrier.axes, strict=False)]
 
 
 def moved_axes(carrier: Carrier, sums: Sums, quiet: list[list[int]]) -> Axes:
@@ -211,7 +216,7 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     norms: list[int] = []
     for carrier in carriers_of(layout):
         if carrier.has_norms:
-            squares = [square for axis in axis_sums(carrier, after, before) for _, _, square in axis]
+            squares = [square for parts in _axis_parts(carrier, after, before) for square in _whole(parts[8:12])]
             largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
             if largest >= codec.LIMIT:
                 rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
