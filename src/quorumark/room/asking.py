@@ -47,7 +47,6 @@ from quorumark.room.question import LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_
 from quorumark.room.seat import Seat, sha256_of
 from quorumark.verify.answer import check_answerable
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.combine import check_signed
 from quorumark.verify.evidence import Query
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
@@ -222,16 +221,8 @@ class Asking:
         name = error.query.digest()
         files = ", ".join(file.name for file in error.query.files[:3])
         matter = Matter("query", about, f"Is {files!r} ours?", (("query", name),), "refused", str(error), error.code)
-        notice = self._seat.mirror.find(asker, f"query/{name}/certificate.json")
-        if notice is None:
-            return matter
-        try:
-            certificate = Certificate.from_bytes(self._seat.cached(client, notice, LARGEST_CERTIFICATE))
-            require(certificate.finding.query == error.query, "a certificate", "must be about the query")
-            check_signed(certificate, error.manifest)
-        except QuorumarkError as problem:
-            if problem.code == "room.unreachable":
-                raise
+        certificate = self._combining.certificate(client, asker, error.query, error.manifest)
+        if certificate is None:
             return matter
         verdict = certificate.finding.verdict
         text = f"{verdict}, under the manifest {error.query.manifest[:16]}… before the one in force"
@@ -423,7 +414,7 @@ class Asking:
         return matter
 
     def _show(self, client: Client, about: str, asked: Asked, said: str, compared: list[str]) -> None:
-        final = self._combining.certificate(client, asked)
+        final = self._combining.certificate(client, asked.asker, asked.query, asked.manifest)
         people = self._combining.people(client, asked, final)
         if final is not None:
             self._combining.keep(asked, final)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quorumark.checks import require
 from quorumark.consortium.identity import open_message
+from quorumark.consortium.records import Manifest
 from quorumark.errors import QuorumarkError
 from quorumark.files import write_private, write_shared
 from quorumark.report import certificate_page, write_page
@@ -17,7 +18,7 @@ from quorumark.room.seat import Seat
 from quorumark.verify.certificate import Certificate, verify_signatures
 from quorumark.verify.check import check_certificate
 from quorumark.verify.combine import check_signed, combine
-from quorumark.verify.evidence import Partial
+from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.layered import Opened
 from quorumark.verify.ledger import Ledger
 
@@ -185,15 +186,15 @@ class Combining:
             _write_report(folder, Certificate.from_bytes((folder / "certificate.json").read_bytes()), asked)
         return folder
 
-    def certificate(self, client: Client, asked: Asked) -> Certificate | None:
-        """The certificate, if it is there and holds."""
-        notice = self._seat.mirror.find(asked.asker, f"{asked.start}/certificate.json")
+    def certificate(self, client: Client, asker: str, query: Query, manifest: Manifest) -> Certificate | None:
+        """The certificate of a query under a manifest, if it is there and holds."""
+        notice = self._seat.mirror.find(asker, f"query/{query.digest()}/certificate.json")
         if notice is None:
             return None
         try:
             certificate = Certificate.from_bytes(self._seat.cached(client, notice, LARGEST_CERTIFICATE))
-            require(certificate.finding.query == asked.query, "a certificate", "must be about the query")
-            check_signed(certificate, asked.manifest)
+            require(certificate.finding.query == query, "a certificate", "must be about the query")
+            check_signed(certificate, manifest)
         except QuorumarkError as error:
             if error.code == "room.unreachable":
                 raise
