@@ -39,7 +39,7 @@ nvflare-test: .venv/.nvflare
 
 # a room and its agents on loopback, hostile and killed; up to four minutes
 room-test: setup
-	$(BIN)/python -m pytest -m "room and not slow" tests/room
+	$(BIN)/python -m pytest -m "room and not slow" $(TOGETHER) tests/room
 
 # pictures of the room for README and docs, by the walk with a browser
 room-pictures: setup

@@ -75,15 +75,14 @@ class Standings:
 
     def _tell(self, client: Client, ours: ConsortiumFolder, ledger: Ledger, last: Standing | None) -> None:
         """Its number is the time, so that a name which the room hides from this member is not given again."""
-        said = self._now(ours, ledger)
-        if last is not None and last.same(said) and last.time[:10] == said.time[:10]:
-            return
         try:
-            client.upload(said.signed(self._seat.identity), name_of(said.genesis, int(time.time())))
-        except RoomError as error:
+            said = self._now(ours, ledger)
+            if last is None or not last.same(said) or last.time[:10] != said.time[:10]:
+                client.upload(said.signed(self._seat.identity), name_of(said.genesis, int(time.time())))
+        except QuorumarkError as error:  # a file that is damaged here, or a room that is full: the rest goes on
             if error.code == "room.unreachable":
                 raise
-            self._seat.desk.trouble("standing", f"the room does not take this member's word on its share: {error}")
+            self._seat.desk.trouble("standing", f"this member's word on its share is not in the room: {error}")
         else:
             self._seat.desk.trouble("standing", "")
 
