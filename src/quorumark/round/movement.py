@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from quorumark import codec, field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, kernels, parallel
-from quorumark.field import parts as kernels_of_parts
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import Span, move
+from quorumark.packing import Span, moved_in_units
 
 __all__ = [
     "Axes",
@@ -226,19 +225,15 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     return np.array(norms, np.uint64)
 
 
-def rounded_norms(layout: ModelLayout, before: Vector, moves: NDArray[np.int64], spans: Sequence[Span]) -> Vector:
-    """The same of a weighted update as it is rounded to units: `moves` in 2^-40, before rounding.
+def rounded_norms(
+    layout: ModelLayout, before: Vector, after: Vector, weight: Fraction, spans: Sequence[Span]
+) -> Vector:
+    """The same of the weighted update as it is rounded to units.
 
     Members upload the smaller of both. Where they move alike and round alike, N would exceed ‖D‖ by what rounding took
     off, and the row would count as learnt: the rounded norms do not. Where they round apart the other ones do not.
     """
-    after = before.copy()
-    for place, shift in spans:
-        part = moves[place].copy()
-        if part.size:
-            kernels_of_parts.to_units(part, shift)
-            after[place] = move(before[place], part << shift)
-    return update_norms(layout, before, after, Fraction(1))
+    return update_norms(layout, before, moved_in_units(after, before, float(weight), spans), Fraction(1))
 
 
 def ideal_norms(
