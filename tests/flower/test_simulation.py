@@ -81,6 +81,24 @@ def _losing(world: Consortium, lost: dict[int, int]) -> Any:
     return App()
 
 
+def test_a_member_that_fails_is_out_of_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its node had: the others upload again, and the model is theirs."""
+    world = made_for_simulation(Consortium.make(tmp_path))
+    handle = MemberNode.handle
+
+    def failing(node: MemberNode, stage: str, config: Any, arrays: Any) -> Any:
+        if stage == "upload" and config["round"] == 2 and "member-3" in repr(node):
+            raise OSError("the disk is full")
+        return handle(node, stage, config, arrays)
+
+    monkeypatch.setattr(MemberNode, "handle", failing)
+    wrapped, model = run(world, Simulation(app_for(world.folder), 5), 3)
+    monkeypatch.undo()
+    assert same(model, world.in_process(3, SEED, Losses({(2, "upload"): [3]})).model)
+    assert [report.attempts for report in wrapped.reports] == [1, 2, 1]
+    assert wrapped.reports[1].excluded_codes == {3: "node.failed"}
+
+
 def test_homes_that_were_not_made_for_a_simulation_are_served_by_messages(tmp_path: Path) -> None:
     """Nor are any, where one of them was not: the masks that two members share must be in both vectors or in none."""
     world = Consortium.make(tmp_path)

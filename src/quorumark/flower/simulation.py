@@ -73,6 +73,8 @@ class SimulationWire(FlowerWire):
             )
         except QuorumarkError as error:
             config, arrays = refused(error), {}
+        except Exception as error:  # noqa: BLE001 - a full disk, say: one member is out, as if its node had failed
+            return Reply(error=f"its node failed: {type(error).__name__}: {error}")
         self.up += _size(config, arrays)
         return Reply(config, arrays)
 
