@@ -22,6 +22,7 @@ from quorumark.round.amplitudes import Amplitudes, MarkState, model_digest
 from quorumark.round.group import word
 from quorumark.round.mark import Packed
 from quorumark.round.movement import norm_count, norm_places
+from quorumark.round.optimiser import Taken
 from quorumark.round.units import Packing
 
 __all__ = ["History", "Settled", "checks_sums", "packing_of", "research_seed"]
@@ -47,7 +48,8 @@ class Settled:
     """What a round's sum makes of a model: its successor, what was embedded in it, and the members' norms.
 
     `held` names tensors that keep their weights, because the sum has a number there that no model may have. `stood`:
-    the mark was in one of them, so that another sum from the same weights could show it.
+    the mark was in one of them, so that another sum from the same weights could show it. `taken`: the step of the
+    server optimiser, where the terms name one.
     """
 
     weights: dict[str, Any]
@@ -56,6 +58,7 @@ class Settled:
     norms: Vector | None
     held: tuple[str, ...]
     stood: bool
+    taken: Taken | None = None
 
 
 class History:
@@ -81,7 +84,10 @@ class History:
             raise InputError("model", "must be the initial model that the manifest names as its anchor")
         self.manifest, self.layout, self.earlier = manifest, layout, tuple(earlier)
         start = 0 if self.warming else self.strength.warmup_rounds
-        self.mark = MarkState(self.strength, layout, terms.key, encoded, start, packing_of(manifest))
+        self.optimiser = terms.policy.optimiser
+        self.mark = MarkState(
+            self.strength, layout, terms.key, encoded, start, packing_of(manifest), optimiser=self.optimiser
+        )
         self.buffers = (
             b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.buffers_digest`)
         )
@@ -163,14 +169,15 @@ class History:
         level: bytes = b"",
         *,
         stood: bool = False,
+        taken: Taken | None = None,
     ) -> None:
         """A round's model is the global one now; `embedded` is what was added in it, `norms` the opened sum of the
         members' norms where they are summed, `under` the manifest if it is an earlier one, `level` that of the units,
-        `stood` as in `Settled`. Told twice, it is the same."""
+        `stood` and `taken` as in `Settled`. Told twice, it is the same."""
         if round_no != self.mark.round:
             summed = self.manifest.digest().hex() if under is None else under
             with self._under(self.summed_under(summed)):  # whose rate and decay the members trained with
-                self.mark = _advanced(self.mark, round_no, encoded, embedded, norms, summed, level, stood)
+                self.mark = _advanced(self.mark, round_no, encoded, embedded, norms, summed, level, stood, taken)
             self._known = {}
 
     def copy(self) -> History:
@@ -220,6 +227,7 @@ class History:
             size = self.mark.packing.length(layout)
             summed, held = self._unpacked(opened[:size], level)
             amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
+        summed, taken = self._stepped(summed, held)
         vector = codec.decode(summed, layout.dtype)
         with np.errstate(over="ignore"):
             rounded = layout.flatten(layout.unflatten(vector, like))
@@ -231,6 +239,7 @@ class History:
             held |= {name for name, part in norm_places(layout) if not _norms_fit(summed_norms[part])}
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
         stood = embedded is not None and embedded.without(held).scales != embedded.scales
+        taken = None if taken is None else taken.without([places[name] for name in sorted(held)])
         if held:
             before = layout.flatten(like)
             for name in held:
@@ -245,7 +254,23 @@ class History:
         encoded = codec.encode(rounded, name="the opened sum")
         for name in held:  # as it was accepted before, to the last bit
             encoded[places[name]] = self.mark.model[places[name]]
-        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood)
+        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood, taken)
+
+    def _stepped(self, summed: Vector, held: set[str]) -> tuple[Vector, Taken | None]:
+        """What the server optimiser makes of the sum of the models, as E; the sum itself where there is none. Adds to
+        `held` the tensors whose sum or step no model may have."""
+        applied = self.mark.applied
+        if applied is None:
+            return summed, None
+        average, before = field.to_signed(summed), field.to_signed(self.mark.model)
+        taken = applied.state.take(average - before)
+        after = before + taken.moves
+        most = (int(codec.LIMIT) << codec.FRACTION_BITS) - 1
+        for spec, place in self.layout.spans():
+            if place.stop > place.start and max(np.abs(v[place]).max() for v in (average, after)) > most:
+                held.add(spec.name)
+                after[place] = before[place]
+        return field.from_signed(after), taken
 
     def _unpacked(self, opened: Vector, level: bytes) -> tuple[Vector, set[str]]:
         """The sum of the models, as E, and the tensors whose parts no members could have sent."""
@@ -258,6 +283,16 @@ class History:
             for spec, place in self.layout.spans():
                 moves[place] *= spec.name not in held
         return move(mark.model, moves), held
+
+    def read_mark(
+        self, data: bytes, model: Vector, anchor: Vector, vectors: Mapping[str, NDArray[Any]] | None = None
+    ) -> MarkState:
+        """A state of this consortium from its record (`MarkState.from_bytes`), under the manifest in force. `anchor` is
+        the model that the run began with; in warm-up rounds every model is the next anchor."""
+        key, start = self.manifest.terms.key, model if self.warming else anchor
+        return MarkState.from_bytes(
+            data, self.strength, self.layout, key, model, start, self.packing, self.optimiser, vectors
+        )
 
     def restored(self, mark: MarkState, buffers: bytes = b"") -> History:
         """The same consortium's history at another state."""
@@ -278,6 +313,7 @@ def _advanced(
     under: str,
     level: bytes,
     stood: bool,
+    taken: Taken | None,
 ) -> MarkState:
     """What follows from a state and a round's sum is a function of both: members of a simulation, who share a process,
     compute it once. The state that is given may change."""
@@ -285,9 +321,10 @@ def _advanced(
     named = model_digest(encoded) if small else b""
     marks = b"" if embedded is None else embedded.digest()
     summed = None if norms is None else np.asarray(norms).tobytes()
-    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, under, level, stood
+    raw = None if taken is None else model_digest(taken.raw.view(np.uint64))
+    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, under, level, stood, raw
     if not named or key not in _ADVANCED:
-        mark.advance(round_no, encoded, embedded, norms, under=under, level=level, stood=stood)
+        mark.advance(round_no, encoded, embedded, norms, under=under, level=level, stood=stood, taken=taken)
         if not named:
             return mark
         while len(_ADVANCED) >= _MOST_ADVANCED:
