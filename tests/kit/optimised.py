@@ -38,6 +38,7 @@ STRENGTH = {"rule": "rho", "rho": "0.1", "c_max": "0.1"}
 Model = dict[str, Any]
 LIMITED = Applied.room
 Train = Callable[[Model, int, int], Model]
+World = tuple[Model, Train, Callable[[Model], float], tuple[int, ...]]
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Ran:
     cs: list[float] = field(default_factory=list)
     forecasts: list[float] = field(default_factory=list)
     model: Model = field(default_factory=dict)
+    history: History | None = None
 
 
 def shown(moves: list[Any], sizes: list[float], key: Any) -> Shown:
@@ -78,7 +80,7 @@ def shown(moves: list[Any], sizes: list[float], key: Any) -> Shown:
     return Shown(max(loud, default=0.0), *cosines)
 
 
-def hospitals(seed: int, still: float = 0.0) -> tuple[Model, Train, Callable[[Model], float], tuple[int, ...]]:
+def hospitals(seed: int, still: float = 0.0) -> World:
     """The initial model, training of a member, accuracy, numbers of examples. `still`: this share of the weights of the
     large layers never moves, whichever row it is in, as in sparse training."""
     from hospitals import task
@@ -107,6 +109,27 @@ def hospitals(seed: int, still: float = 0.0) -> tuple[Model, Train, Callable[[Mo
     return start, train, accuracy, task.EXAMPLES
 
 
+def aimless(seed: int, still: float = 0.0) -> World:
+    """The same with noise alone."""
+    return walk(seed, still, 0.0)
+
+
+def walk(seed: int, still: float = 0.0, drift: float = 0.002) -> World:
+    """The same for members whose updates are noise around a common direction: 18,432 weights carry, and no training."""
+    rng = np.random.default_rng([seed, 11])
+    shapes = {"a": (96, 128), "b": (64, 96), "bias": (64,)}
+    start: Model = {name: rng.standard_normal(shape).astype(np.float32) * 0.1 for name, shape in shapes.items()}
+    way = {name: rng.standard_normal(shape) * drift for name, shape in shapes.items()}
+    fixed = {name: rng.random(shape) < still for name, shape in shapes.items()}
+
+    def train(model: Model, member: int, draw: int) -> Model:  # noqa: ARG001
+        own = np.random.default_rng(draw)
+        moves = {name: way[name] + 0.005 * own.standard_normal(shape) for name, shape in shapes.items()}
+        return {n: np.where(fixed[n], v, v + moves[n]).astype(np.float32) for n, v in model.items()}
+
+    return start, train, lambda _: 0.0, (100, 100, 100, 100, 100)
+
+
 def run(
     optimiser: str | None,
     rounds: int,
@@ -115,12 +138,15 @@ def run(
     still: float = 0.0,
     packing: str = "1",
     room: Callable[..., Room] = Applied.room,
+    world: Callable[[int, float], World] = hospitals,
+    key: str = "rademacher",
 ) -> Ran:
     """Rounds with five members; without a strength there is no mark."""
-    start, train, accuracy, examples = hospitals(seed, still)
+    start, train, accuracy, examples = world(seed, still)
     layout = ModelLayout.of(start)
     policy = {"packing": packing, **({} if optimiser is None else {"optimiser": optimiser})}
     agreed: dict[str, Any] = {"anchor": anchor_of(layout, start), "strength": strength or {}, "policy": policy}
+    agreed["key"] = key
     history = History(make_manifest(layout, **agreed), layout, layout.encode(start))
     limited, Applied.room = Applied.room, room  # type: ignore[method-assign]
     try:
@@ -134,6 +160,11 @@ def raw_alone(applied: Applied, layout: ModelLayout, base: Any, scale: tuple[int
     found = LIMITED(applied, layout, base, scale, c_max)
     most = least_by_weight(layout, [tuple(tuple(n * c_max // ONE for n in v) for v in axes) for axes in base])
     return replace(found, most=most, gained=np.zeros_like(found.gained), pending=np.zeros_like(found.pending))
+
+
+def without_momentum(applied: Applied, layout: ModelLayout, base: Any, scale: tuple[int, int], c_max: int) -> Room:
+    """As if earlier marks left nothing in the momentum."""
+    return LIMITED(replace(applied, mark=np.zeros_like(applied.mark)), layout, base, scale, c_max)
 
 
 def _run(
@@ -180,6 +211,7 @@ def _run(
         ran.cs.append(0.0 if amplitudes is None else amplitudes.c / ONE)
         if marks:
             ran.forecasts.append(expected_z(history.mark, BALANCED))
+    ran.history = history
     ran.accuracy, ran.rho, ran.model = accuracy(now), history.mark.rho / ONE, now
     if marks:
         ran.raw, ran.applied = (shown(moves, sizes, key) for moves in paths.values())

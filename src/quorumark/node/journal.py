@@ -219,9 +219,8 @@ class Journal:
     def kept_result(self, layout: ModelLayout, state: bytes, round_no: int) -> NDArray[Any]:
         """What this member trained for a round from a state."""
         path = self._result_path(round_no)
-        missing = RoundError(
-            f"{self.name} has not trained in round {round_no} from this model", code="round.not-trained"
-        )
+        text = f"{self.name} has not trained in round {round_no} from this model"
+        missing = RoundError(text, code="round.not-trained")
         if not path.exists():
             raise missing
         reader = SealedReader(path, Unlock.by_identity(self.identity), _RESULT)
@@ -407,7 +406,7 @@ class Journal:
                 return "model", {}
             encoded, buffers = layout.encode(given), self._buffers(layout, given)
             self.check_other_keys(encoded)
-            state, model, verified = _content(arrays["state"]), given, False
+            model, verified, state = given, False, _content(arrays["state"])
             own = self._restored(layout, anchor, encoded, state, buffers, optimiser_vectors(arrays))
             _check_history(own, config, self.name)
             _keep(self._anchor_path, anchor)
