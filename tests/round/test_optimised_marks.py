@@ -178,6 +178,22 @@ def test_a_step_that_no_model_may_have_is_not_taken() -> None:
     assert np.isfinite(now["w"]).all()
 
 
+def test_running_statistics_are_averaged() -> None:
+    """FedAdam's steps would make a small variance negative."""
+    start = {"w": np.ones((4, 4), np.float32), "n.running_var": np.full(4, 1e-3, np.float32)}
+    layout = ModelLayout.of(start)
+    agreed: dict[str, Any] = {"anchor": anchor_of(layout, start), "strength": {}, "policy": {"optimiser": ADAM}}
+    history = History(make_manifest(layout, **agreed), layout, layout.encode(start))
+    summed = {"w": start["w"] - np.float32(1e-3), "n.running_var": start["n.running_var"] * np.float32(0.5)}
+    settled = history.settle(layout.encode(summed), start, None, norms=False)
+    assert np.array_equal(settled.weights["n.running_var"], summed["n.running_var"])
+    assert not np.array_equal(settled.weights["w"], summed["w"])
+    assert settled.taken is not None
+    place = next(place for spec, place in layout.spans() if spec.name == "n.running_var")
+    assert not settled.taken.after.momentum[place].any()
+    assert not settled.taken.after.root[place].any()
+
+
 def test_gaussian_keys_have_the_same_limits() -> None:
     """Their values have 8 fractional bits, and S has so many fewer."""
     found = {}

@@ -74,8 +74,9 @@ def create(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort, or sums: checked (the default: "
-            "members check what the server announces, for FedAvg and FedProx) or unchecked; may be repeated."
+            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort, optimiser (such as "
+            "fedadam:eta=0.01; docs/optimisers.md), or sums: checked (the default: members check what the server "
+            "announces) or unchecked; may be repeated."
         ),
     ] = None,
     statistic: Annotated[str, typer.Option(help="What a suspect is tested by.")] = "balanced-anchor/v1",

@@ -28,6 +28,9 @@ from quorumark.round.units import Packing
 __all__ = ["History", "Settled", "checks_sums", "packing_of", "research_seed"]
 
 
+_RUNNING = ("running_mean", "running_var")  # statistics, not weights: an optimiser may make a variance negative
+
+
 def checks_sums(manifest: Manifest) -> bool:
     """Whether the members check what a server announces as a sum (policy `sums`; docs/secagg.md, "Checked sums")."""
     return manifest.terms.policy.checks_sums
@@ -263,7 +266,8 @@ class History:
         if applied is None:
             return summed, None
         average, before = field.to_signed(summed), field.to_signed(self.mark.model)
-        taken = applied.state.take(average - before)
+        running = [place for spec, place in self.layout.spans("plain") if spec.name.endswith(_RUNNING)]
+        taken = applied.state.take(average - before).averaged(running)
         after = before + taken.moves
         most = (int(codec.LIMIT) << codec.FRACTION_BITS) - 1
         for spec, place in self.layout.spans():

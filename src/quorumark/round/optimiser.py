@@ -102,6 +102,14 @@ class Taken:
     after: OptimiserState
     held: tuple[slice, ...] = ()
 
+    def averaged(self, places: Sequence[slice]) -> Taken:
+        """The same, but for tensors that take the sum as it is."""
+        for place in places:
+            self.moves[place], self.after.momentum[place] = self.raw[place], 0
+            if self.after.root.size:
+                self.after.root[place] = 0
+        return self
+
     def without(self, places: Sequence[slice]) -> Taken:
         """The same, but for tensors that keep their weights: their momentum and root stay as well."""
         if not places:
