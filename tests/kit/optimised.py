@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from quorumark import codec
 from quorumark import field as prime
@@ -83,6 +82,8 @@ def shown(moves: list[Any], sizes: list[float], key: Any) -> Shown:
 def hospitals(seed: int, still: float = 0.0) -> World:
     """The initial model, training of a member, accuracy, numbers of examples. `still`: this share of the weights of the
     large layers never moves, whichever row it is in, as in sparse training."""
+    import torch
+
     from hospitals import task
 
     torch.set_num_threads(1)
