@@ -143,20 +143,24 @@ def _shift_at(spans: Sequence[Span], place: int) -> int:
 
 
 def unpack(packed: Vector, size: int, spans: Iterable[Span], count: int) -> tuple[Moves, list[bool]]:
-    """The numbers in integers of 2^-40, and for each span whether all of its parts are in their range: the last part of
-    an element can be larger than any sum of what members may send."""
+    """The numbers in integers of 2^-40, and for each span whether all of its elements can be sums of what members may
+    send. One that has a part out of range, or a number where there is none, says nothing about its other parts."""
     length = elements(size, count)
     if packed.shape != (length,):
         raise InputError("packed", f"must have {length} elements", packed.shape)
     field.check(packed, "packed")
     most = (1 << (BITS[count] - 1)) - 1
     table = np.empty((count, length), np.int64)
-    parallel.spread(lambda b, e: parts.split(packed[b:e], BITS[count], b, table), length)
-    moves, fits = table.reshape(-1)[:size], []
+    found = parallel.spread(lambda b, e: parts.split(packed[b:e], BITS[count], b, table), length)
+    moves, beyond = table.reshape(-1)[:size], table.reshape(-1)[size:]
+    wrong: NDArray[np.bool_] = np.zeros(0, np.bool_)
+    if beyond.any() or (length and _most(found) > most):
+        wrong = np.any(np.abs(table) > most, axis=0)
+        wrong[(size + np.flatnonzero(beyond)) % length] = True
+    fits = []
     for place, shift in spans:
-        part = moves[place]
-        fits.append(not part.size or _size_of(part) <= most)
-        part <<= shift
+        fits.append(not wrong.size or not wrong[np.arange(place.start, place.stop) % length].any())
+        moves[place] <<= shift
     return moves, fits
 
 

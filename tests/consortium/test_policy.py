@@ -38,6 +38,7 @@ GOOD: dict[str, dict[str, list[str]]] = {
         "z": ["6", "7", "6.5", "0.001"],
         "sums": ["checked", "unchecked"],
         "attempts": ["1", "40"],
+        "packing": ["1", "2", "3", "4"],
         "budget": ["1", "100000"],
         "effective": ["1", "5000"],
         "blocks": ["rows/v1", "none"],
@@ -102,7 +103,9 @@ def _read(body: dict[str, Any]) -> Terms:
 
 def test_the_defaults_are_the_safe_ones() -> None:
     assert TERMS.policy == Policy() == Policy.of({})
-    assert TERMS.policy.as_dict() == {"z": "6", "sums": "checked", "attempts": "20", "blocks": "rows/v1"}
+    assert TERMS.policy.as_dict() == {
+        "z": "6", "sums": "checked", "attempts": "20", "packing": "2", "blocks": "rows/v1"
+    }  # fmt: skip
     assert TERMS.policy.checks_sums
     assert TERMS.strength == Strength.of({}, D)
     assert TERMS.strength.as_dict() == {
@@ -221,7 +224,7 @@ def test_one_policy_has_one_digest(data: st.DataObject) -> None:
     terms = make_terms(PEOPLE, 3, D, **parts)
     assert Terms.from_bytes(terms.to_bytes()) == terms
     assert make_terms(PEOPLE, 3, D, policy=terms.policy, strength=terms.strength).digest() == terms.digest()
-    kept = ("attempts", "budget", "effective", "blocks", "warmup_rounds", *DIGESTS)
+    kept = ("attempts", "packing", "budget", "effective", "blocks", "warmup_rounds", *DIGESTS)
     zeros = {
         part: {name: _with_zeros(value) if name not in kept
                else value for name, value in reversed(getattr(terms, part).as_dict().items())}

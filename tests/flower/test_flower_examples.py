@@ -67,7 +67,7 @@ def test_what_a_run_left_behind_is_not_sent_with_the_app(name: str, tmp_path: Pa
 
 
 def test_what_the_mark_costs_is_measured_in_simulation(tmp_path: Path, environment: dict[str, str]) -> None:
-    """The same app with and without it: two more messages, and vectors of 8 bytes instead of 4 on the way up."""
+    """The same app with and without it: two more messages, and no more bytes a weight either way."""
     pytest.importorskip("ray", reason="flwr's simulation is not installed")
     told = {"seconds": 30.0, "messages": 3.0, "bytes_down": 1100.0, "bytes_up": 2100.0}
     plain = {"seconds": 10.0, "messages": 1.0, "bytes_down": 1000.0, "bytes_up": 1000.0}
@@ -85,7 +85,7 @@ def test_what_the_mark_costs_is_measured_in_simulation(tmp_path: Path, environme
     assert (deployed["ratio"], deployed["messages"], deployed["plain_messages"]) == (3.0, 3.0, 1.0)
     assert (simulated["messages"], simulated["plain_messages"], simulated["nodes"]) == (3.0, 1.0, 5)
     assert simulated["plain_bytes_down"] < simulated["bytes_down"] < 1.1 * simulated["plain_bytes_down"]
-    assert 2 * simulated["plain_bytes_up"] < simulated["bytes_up"] < 2.1 * simulated["plain_bytes_up"]
+    assert simulated["plain_bytes_up"] < simulated["bytes_up"] < 1.05 * simulated["plain_bytes_up"]
     assert min(simulated["seconds"], simulated["plain_seconds"]) > 0  # which is less, a busy machine decides
 
 

@@ -81,7 +81,7 @@ def test_evaluation_passes_and_metrics_say_what_a_round_cost(world: Consortium) 
     assert (metrics["quorumark-members"], metrics["quorumark-attempts"], metrics["quorumark-marked"]) == (5, 1, 0)
     assert metrics["quorumark-messages"] == 15  # train, upload, unmask
     assert {f"quorumark-seconds-{stage}" for stage in ("train", "upload", "unmask")} <= metrics.keys()
-    vectors = 5 * 8 * (world.layout.size + 100 + 80 + 40 + 100 + 12 + 5 + 9)  # the model, and the norms behind it
+    vectors = 5 * 8 * (world.layout.size // 2 + 100 + 80 + 40 + 100 + 12 + 5 + 9)  # the model, and the norms behind it
     assert vectors < metrics["quorumark-bytes-up"] < 1.2 * vectors
     assert result.evaluate_metrics_clientapp[2]["sum"] == pytest.approx(
         sum(float(np.sum(a.numpy(), dtype=np.float64)) for a in result.arrays.values())

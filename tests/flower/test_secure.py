@@ -30,6 +30,7 @@ from quorumark.verify.reference import Reference
 from tests.kit import commands
 from tests.kit.flower_runs import SEED, InOrder, as_stages, fedavg
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, records_of, same, train
+from tests.kit.opened import summed
 from tests.kit.optimiser_oracle import Oracle
 from tests.kit.refusals import stopped
 
@@ -75,42 +76,54 @@ def average(results: list[Model], name: str, places: slice) -> list[Fraction]:
     return [sum(row, Fraction(0)) for row in products]
 
 
+class Opened(list[Any]):
+    """The sums as servers opened them, in 2^-40, and the units that each tensor had."""
+
+    def __init__(self) -> None:
+        self.units: list[dict[str, Fraction]] = []
+
+
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sums as servers opened them, in units of 2^-40."""
-    found, finish = list[Any](), RoundServer.finish
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    found, finish = Opened(), RoundServer.finish
 
     def finished(server: RoundServer) -> dict[str, Any]:
         weights = finish(server)
-        found.append(field.to_signed(server.opened[: server.layout.size]))
+        found.append(field.to_signed(summed(server)))
+        shifts = {place.start: shift for place, shift in server.history.mark.spans(server.level)}
+        found.units.append(
+            {s.name: Fraction(1 << shifts.get(place.start, 0), 1 << 40) for s, place in server.layout.spans()}
+        )
         return weights
 
     monkeypatch.setattr(RoundServer, "finish", finished)
     return found
 
 
-def furthest(world: Consortium, total: Any, results: list[Model]) -> Fraction:
-    """Of a sum from the exact average, over some weights of each tensor."""
+def furthest(world: Consortium, total: Any, results: list[Model], units: dict[str, Fraction]) -> Fraction:
+    """Of a sum from the exact average, in units, over some weights of each tensor."""
     far = Fraction(0)
     for spec, place in world.layout.spans():
         some = slice(0, None, max(1, spec.size // 50))
         wanted = average(results, spec.name, some)
-        far = max(far, *(abs(Fraction(int(v), 1 << 40) - w) for v, w in zip(total[place][some], wanted, strict=True)))
+        off = (abs(Fraction(int(v), 1 << 40) - w) for v, w in zip(total[place][some], wanted, strict=True))
+        far = max(far, *(n / units[spec.name] for n in off))
     return far
 
 
-@pytest.mark.parametrize("sums", ["checked", "unchecked"])
-def test_fedavg_is_exact(tmp_path: Path, sums: str, opened: list[Any]) -> None:
-    """The opened sum is the weighted average to K·2^-41, against fractions; with two members' weights changed it is
-    not."""
-    world, seen = made(tmp_path, sums=sums), Recorded()
+@pytest.mark.parametrize(("sums", "packing"), [("checked", "2"), ("unchecked", "2"), ("checked", "1")])
+def test_fedavg_is_exact(tmp_path: Path, sums: str, packing: str, opened: Opened) -> None:
+    """The opened sum is the weighted average to K/2 units, against fractions; with two members' weights changed it is
+    not. With one weight in an element units are 2^-40."""
+    world, seen = made(tmp_path, sums=sums, packing=packing), Recorded()
     wrapped, model = run(world, LocalGrid(app_for(world.folder, trained=seen), 5), 3)
     assert [report.given_up for report in wrapped.reports] == [""] * 3
     assert not any(report.marked or report.rho or report.expected_z for report in wrapped.reports)
-    for number, total in enumerate(opened):
+    for number, (total, units) in enumerate(zip(opened, opened.units, strict=True)):
+        assert packing == "2" or set(units.values()) == {Fraction(1, 1 << 40)}
         results = seen.after[5 * number : 5 * number + 5]
-        assert furthest(world, total, results) <= Fraction(5, 1 << 41)
-        assert furthest(world, total, [results[4], *results[1:4], results[0]]) > Fraction(1, 1 << 20)
+        assert furthest(world, total, results, units) <= Fraction(5, 2)
+        assert furthest(world, total, [results[4], *results[1:4], results[0]], units) > 1000
     # the last model is that sum in the model's own types
     flat = (opened[-1].astype(np.float64) / 2.0**40).astype(np.float32)
     assert all(np.array_equal(flat[place], np.ravel(model[spec.name])) for spec, place in world.layout.spans())
@@ -156,11 +169,12 @@ def test_a_server_that_changes_the_sum_is_refused(tmp_path: Path, monkeypatch: p
     assert len(wrapped.reports[1].excluded_codes) == 5
 
 
-def test_fedadam_is_exact_to_its_own_arithmetic(tmp_path: Path, opened: list[Any]) -> None:
-    """The opened sum is the weighted average to K·2^-41, against fractions; every model is what the oracle makes of
+@pytest.mark.parametrize("packing", ["1", "2"])
+def test_fedadam_is_exact_to_its_own_arithmetic(tmp_path: Path, packing: str, opened: Opened) -> None:
+    """The opened sum is the weighted average to K/2 units, against fractions; every model is what the oracle makes of
     that sum in Python's integers, rounded to the model's types once."""
     text = "fedadam:eta=0.02,beta_2=0.9,tau=0.0001"
-    world, seen = made(tmp_path, optimiser=text), Recorded()
+    world, seen = made(tmp_path, optimiser=text, packing=packing), Recorded()
 
     class Adam(InOrder, strategies.FedAdam):  # type: ignore[misc]
         pass
@@ -170,8 +184,8 @@ def test_fedadam_is_exact_to_its_own_arithmetic(tmp_path: Path, opened: list[Any
     assert [report.given_up for report in wrapped.reports] == [""] * 3
     chosen = Optimiser.of(text)
     oracle = Oracle(chosen.name, dict(chosen.settings), world.layout.size)
-    for number, total in enumerate(opened):
-        assert furthest(world, total, seen.after[5 * number : 5 * number + 5]) <= Fraction(5, 1 << 41)
+    for number, (total, units) in enumerate(zip(opened, opened.units, strict=True)):
+        assert furthest(world, total, seen.after[5 * number : 5 * number + 5], units) <= Fraction(5, 2)
         before = [round(Fraction(float(v)) * 2**40) for v in world.layout.flatten(seen.before[5 * number])]
         moves = oracle.take([int(x) - b for x, b in zip(total, before, strict=True)])
         wanted = np.array([(b + m) / 2**40 for b, m in zip(before, moves, strict=True)]).astype(np.float32)
@@ -291,7 +305,7 @@ class Repeated:
 
 
 def test_without_the_refusal_two_sums_show_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
 ) -> None:
     """Two rounds, a third one with the mark, and a sum without a key from the same model: their difference is the mark.
     With the refusal nothing is opened."""
@@ -311,7 +325,8 @@ def test_without_the_refusal_two_sums_show_the_key(
     key = field.to_signed(shamir.reconstruct(shares, 3))[: world.layout.coordinates]
     assert world.manifest is not None
     signs = np.where(world.manifest.genesis.whitening(0, key.size), -key, key)
-    shown = np.abs(difference) > 10  # beyond what rounding leaves
+    units = max(unit for one in (opened.units[2], opened.units[3]) for unit in one.values())
+    shown = np.abs(difference) > 5 * int(units * 2**40)  # beyond what rounding leaves: K/2 units of each sum
     assert shown.mean() > 0.9
     assert np.array_equal(np.sign(difference[shown]), signs[shown])
 

@@ -16,6 +16,7 @@ from quorumark.round.amplitudes import Amplitudes
 from quorumark.setup.inprocess import make_key
 from quorumark.simulation import Federation, FederationMember
 from tests.kit.ceremony import identities, make_terms
+from tests.kit.opened import summed
 
 Model = dict[str, NDArray[Any]]
 SHAPES = {"a.weight": (24, 30), "a.bias": (24,), "b.weight": (9, 24), "c.weight": (12, 5, 3, 3)}
@@ -78,17 +79,25 @@ def vector(run: Federation) -> NDArray[Any]:
 
 
 def opened_sums(run: Federation) -> list[tuple[Vector, Amplitudes | None]]:
-    """Fills with what the server opens from now on, and what is embedded in it."""
+    """Fills with the sums of models that the server opens from now on, as E, and what is embedded in them."""
     seen: list[tuple[Vector, Amplitudes | None]] = []
     honest = run.server.finish
 
     def spy() -> Any:
         weights = honest()
-        seen.append((run.server.opened.copy(), run.server.settled.embedded))
+        seen.append((summed(run.server), run.server.settled.embedded))
         return weights
 
     run.server.finish = spy  # type: ignore[method-assign]
     return seen
+
+
+def rounding(run: Federation, members: int) -> NDArray[np.float64]:
+    """How far a sum of so many members may be from FedAvg, for each weight: K/2 units and float64's."""
+    out = np.zeros(run.layout.size)
+    for place, shift in run.history.mark.spans():
+        out[place] = members * (2.0 ** (shift - 41) + 2.0**-50)
+    return out
 
 
 def average(world: World, run: Federation, points: tuple[int, ...]) -> NDArray[np.float64]:

@@ -16,6 +16,7 @@ from quorumark.setup.amend import propose
 from quorumark.setup.amend import sign as sign_amendment
 from quorumark.verify.reference import Reference
 from tests.kit.flowers import Consortium, Model, train
+from tests.kit.opened import summed
 from tests.kit.rounds import Repeating, Run
 
 CHECKED = {"sums": "checked"}
@@ -48,9 +49,10 @@ def key_of(world: Consortium) -> Any:
     return known.key[: world.layout.carrier_size]
 
 
-def carriers(world: Consortium, opened: Any) -> Any:
-    """The carriers of an opened sum, or of a model, as real numbers."""
-    vector = world.layout.encode(opened) if isinstance(opened, dict) else opened
+def carriers(world: Consortium, summed_models: Any) -> Any:
+    """The carriers of a sum of models, or of a model, as real numbers."""
+    encodes = isinstance(summed_models, dict)
+    vector = world.layout.encode(summed_models) if encodes else summed_models
     return field.to_signed(vector[: world.layout.carrier_size]) / 2.0**40
 
 
@@ -86,7 +88,7 @@ def opened_at(run: Run, start: Model, **how: Any) -> Any:
     """A round from a model that is opened and kept back: the server goes on as if it had been given up."""
     run.model = start
     run.round(**how)
-    found = carriers(run.world, run.server.opened)
+    found = carriers(run.world, summed(run.server))
     forget(run, start)
     return found
 

@@ -24,9 +24,10 @@ from quorumark.errors import RoundError
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.dither import add_dither, dither_stream
 from quorumark.round.mark import weights
-from quorumark.round.movement import update_norms
+from quorumark.round.movement import rounded_norms, update_norms
 from tests.kit.flowers import Consortium, Model
 from tests.kit.helpers import HELPER, MEMBERS, THRESHOLD, key_of
+from tests.kit.opened import summed
 from tests.kit.rounds import Run
 
 INPUTS, UNITS, CLASSES = 40, 128, 6
@@ -130,10 +131,13 @@ class _Boasting:
         self._node = node
 
     def handle(self, *message: Any) -> Any:
-        def boast(*update: Any) -> Any:
-            return update_norms(*update) * 6 // 5
+        def boasting(honest: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *update: honest(*update) * 6 // 5
 
-        with mock.patch("quorumark.round.member.update_norms", boast):
+        with (
+            mock.patch("quorumark.round.member.update_norms", boasting(update_norms)),
+            mock.patch("quorumark.round.member.rounded_norms", boasting(rounded_norms)),
+        ):
             return self._node.handle(*message)
 
 
@@ -209,7 +213,7 @@ def read(run: Helped, key: NDArray[np.int64], units: list[int]) -> Seen:
     run.patiently()
     run.poison = poison
     amplitudes = history.amplitudes(run.server._turn.halvings)
-    opened = run.server.opened[: layout.size].copy()
+    opened = summed(run.server)
     if history.strength.dither:
         person = run.world.home(HELPER)[0].identity(run.world.home(HELPER)[1])
         own, weight = np.zeros(layout.size, np.uint64), weights(run.server.manifest, run.server.members)[HELPER]
@@ -217,7 +221,9 @@ def read(run: Helped, key: NDArray[np.int64], units: list[int]) -> Seen:
         opened = field.sub(opened, own)
     moved = field.to_signed(field.sub(opened, before))[: layout.carrier_size].astype(float)
     scale = amplitudes.vector.astype(float)
-    moved[np.abs(moved) < MEMBERS] = 0  # what rounding leaves of nothing
+    for place, shift in history.mark.spans(run.server.level):
+        part = moved[place]
+        part[np.abs(part) < MEMBERS << shift] = 0  # what rounding leaves of nothing
     rows = np.isin(np.arange(UNITS * INPUTS) // INPUTS, units)
     here = np.concatenate([rows, np.isin(np.arange(CLASSES * UNITS) % UNITS, units)])
     right = np.where(moved == 0, 0.5, np.sign(moved) == key)

@@ -162,7 +162,7 @@ def test_a_step_that_no_model_may_have_is_not_taken() -> None:
     """eta = 100 and a tiny tau lead out of range sooner or later: the tensor stays, and the sum has a successor."""
     layout = ModelLayout.of({"w": np.full((4, 4), 500_000, np.float32), "v": np.zeros((4, 4), np.float32)})
     model = {"w": np.full((4, 4), 524_000, np.float32), "v": np.zeros((4, 4), np.float32)}
-    policy = {"optimiser": "fedadagrad:eta=100,tau=0.000000001"}
+    policy = {"optimiser": "fedadagrad:eta=100,tau=0.000000001", "packing": "1"}
     agreed: dict[str, Any] = {"anchor": anchor_of(layout, model), "strength": {}, "policy": policy}
     history = History(make_manifest(layout, **agreed), layout, layout.encode(model))
     held: list[tuple[str, ...]] = []
@@ -182,7 +182,8 @@ def test_running_statistics_are_averaged() -> None:
     """FedAdam's steps would make a small variance negative."""
     start = {"w": np.ones((4, 4), np.float32), "n.running_var": np.full(4, 1e-3, np.float32)}
     layout = ModelLayout.of(start)
-    agreed: dict[str, Any] = {"anchor": anchor_of(layout, start), "strength": {}, "policy": {"optimiser": ADAM}}
+    policy = {"optimiser": ADAM, "packing": "1"}
+    agreed: dict[str, Any] = {"anchor": anchor_of(layout, start), "strength": {}, "policy": policy}
     history = History(make_manifest(layout, **agreed), layout, layout.encode(start))
     summed = {"w": start["w"] - np.float32(1e-3), "n.running_var": start["n.running_var"] * np.float32(0.5)}
     settled = history.settle(layout.encode(summed), start, None, norms=False)

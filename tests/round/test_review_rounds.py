@@ -19,6 +19,7 @@ from quorumark.round.history import History
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from tests.kit.flowers import Consortium, Model
+from tests.kit.opened import summed
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
 from tests.kit.states import Tuned, amend, begun, carriers, forget, lose_memory, opened_at, share_of_signs, small
@@ -259,7 +260,7 @@ def test_a_sum_can_be_made_again_more_than_once(world: Consortium, way: str) -> 
         run.round(lost=[2] if way == "upload" else [], absent=[2] if way == "ready" else [])
     run.round()
     assert run.refused == {}
-    assert (carriers(world, run.server.opened) == first).all()
+    assert (carriers(world, summed(run.server)) == first).all()
     run.round()
     assert run.refused == {}
 
@@ -278,7 +279,7 @@ def test_a_sum_with_a_halved_mark_can_be_made_again(world: Consortium) -> None:
     run.server.survey(run.ask, go_on=True)
     run.model = dict(run.server.resumed or {})
     run.round()
-    assert (carriers(world, run.server.opened) == first).all()
+    assert (carriers(world, summed(run.server)) == first).all()
     run.round()
     assert run.refused == {}
 

@@ -20,10 +20,13 @@ from quorumark.model.layout import ModelLayout
 from quorumark.node.journal import Journal
 from quorumark.round import checked_sums, statements
 from quorumark.round.group import group_of
+from quorumark.round.history import packing_of
 from quorumark.round.mark import weights
+from quorumark.round.movement import norm_places
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from tests.kit.flowers import Consortium, Model
+from tests.kit.opened import summed, summed_norms
 from tests.kit.oracle import spelled
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
@@ -216,16 +219,17 @@ def signs_from_norms(run: Tuned, start: Model, left: Iterable[int]) -> Any:
     world = run.world
     assert world.manifest is not None
     counts = {x: world.manifest.terms.member(x).examples for x in range(1, 6)}
-    shape, size = (8, 6), world.layout.size
+    shape = (8, 6)
     base = carriers(world, start).reshape(shape)
 
     def opened(absent: Iterable[int] = ()) -> tuple[Any, Any]:
         run.model = start
         run.round(absent=absent)
         total = sum(n for x, n in counts.items() if x not in set(absent))
-        raw = field.to_signed(run.server.opened) / 2.0**40
+        found = carriers(world, summed(run.server))
+        norms = field.to_signed(summed_norms(run.server)) / 2.0**40
         forget(run, start)
-        return total * raw[: world.layout.carrier_size].reshape(shape), total * raw[size : size + shape[0]]
+        return total * found.reshape(shape), total * norms[: shape[0]]
 
     whole, norms = opened()
     marks = run.server.history.amplitudes().vector.reshape(shape) / 2.0**40
@@ -290,7 +294,7 @@ def test_ways_to_a_second_sum(world: Consortium, way: str) -> None:
     if way == "another run":  # it is asked where everybody is, and gets the same sum once more
         run = _other_run(run)
         run.round()
-        assert (carriers(world, run.server.opened) == first).all()
+        assert (carriers(world, summed(run.server)) == first).all()
         return
     if way == "forged statements":
         run = _forged(run)
@@ -317,7 +321,7 @@ def test_a_sum_that_is_made_again_is_the_same(world: Consortium) -> None:
     run.rate = 0.1  # nobody trains again
     run.round()
     assert run.server.turn.round == 4
-    assert (carriers(world, run.server.opened) == first).all()
+    assert (carriers(world, summed(run.server)) == first).all()
     run.rate = 1.0
     run.round()
     assert run.refused == {}
@@ -375,12 +379,11 @@ def test_a_mark_halves_when_enough_members_say_so_and_not_otherwise(world: Conso
     level = run.server.settled.embedded
     assert level is not None
     full = run.server.history.amplitudes(0)
-    pairs = zip(
-        np.concatenate([np.ravel(a) for t in full.scales for a in t]),
-        np.concatenate([np.ravel(a) for t in level.scales for a in t]),
-        strict=True,
-    )
-    assert all(half in (whole // 2, (whole - 1) // 2, (whole + 1) // 2) for whole, half in pairs)
+    units = {place.start: 1 << shift for place, shift in run.server.history.mark.spans()}
+    for (_, place), whole, halved in zip(world.layout.spans("carrier"), full.scales, level.scales, strict=True):
+        unit = units[place.start]  # both were rounded down to units
+        pairs = zip(itertools.chain(*whole), itertools.chain(*halved), strict=True)
+        assert all(half in ((w // 2) // unit * unit, (w // 2 + unit) // unit * unit) for w, half in pairs)
     # the count of halvings is in what members check the sum by
     offer, told = run.offer()
     with stopped("round.wrong-tag"):
@@ -547,16 +550,18 @@ def test_seeds_are_the_members_own_unless_they_opted_in(world: Consortium) -> No
 
 
 def test_a_sum_that_is_no_model_has_a_successor(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member sends numbers that no model may have: the tensor keeps its weights, and embeds nothing; the run goes
+    """A member sends norms that no update may have: the tensor keeps its weights, and embeds nothing; the run goes
     on, from one opened sum."""
     honest_upload = SecAggMember.upload
-    place = {spec.name: part for spec, part in world.layout.spans()}["b.weight"]
+    place = dict(norm_places(world.layout))["b.weight"]
+    assert world.manifest is not None
+    length = packing_of(world.manifest).length(world.layout)
 
     def wild_upload(self: SecAggMember, plan: Any, vector: Any, *, marked: bool = False) -> Any:
         if self.point == 2:  # with a tag that fits
             with self.state.edit() as memory:
                 key = bytes.fromhex(memory["sum"]["key"])
-            vector[place] = field.P // 2
+            vector[length:-1][place] = field.P // 2
             vector[-1] = checked_sums.tag(key, vector[:-1], first=plan.members[0] == 2)
         return honest_upload(self, plan, vector, marked=marked)
 

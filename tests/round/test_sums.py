@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorumark import field
+from quorumark import field, packing
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.policy import Policy
 from quorumark.errors import KeystoreError, LayoutError, MessageError, QuorumarkError, RecordError, RoundError, code_of
@@ -33,6 +33,7 @@ from quorumark.round.statements import Turn
 from quorumark.simulation import Federation, FederationMember, Losses
 from tests.kit.checked import CHECKED, five_people
 from tests.kit.flowers import Consortium, Model, initial, train
+from tests.kit.opened import summed
 from tests.kit.refusals import stopped
 from tests.kit.rounds import SEED, Repeating, Run
 
@@ -216,7 +217,7 @@ def test_a_server_that_announces_another_sum_is_refused_by_all(world: Consortium
     run = Run(world)
     run.round()
     run.round()
-    places = {"weight": 3, "norm": world.layout.size + 3, "tag": -1}
+    places = {"weight": 3, "norm": _length(run.server) + 3, "tag": -1}
 
     def lie(offer: dict[str, Any], told: dict[str, Any]) -> None:
         assert not any(name.startswith(MODEL) for name in told)  # the sum is all that members are told
@@ -257,9 +258,14 @@ def _moved(model: Mapping[str, Any], seed: int) -> Model:
     return {**model, **{name: model[name] + np.float32(0.1) * tensor for name, tensor in noise.items()}}
 
 
-def _announced(server: RoundServer, model: Mapping[str, Any], norms: Any, round_no: int) -> None:
+def _length(server: RoundServer) -> int:
+    """Of a sum without norms and tag."""
+    return server.history.packing.length(server.layout)
+
+
+def _announced(server: RoundServer, model: Mapping[str, Any], summed_up: Any, round_no: int) -> None:
     """What a server says of the sum that a model comes from, made up."""
-    made_up = np.concatenate([server.layout.encode(model), norms, np.array([5], np.uint64)])
+    made_up = np.append(summed_up, np.uint64(5))
     about = {"round": round_no, "halvings": 0, "level": "", "under": server.manifest.digest().hex(), "held": "[]"}
     server._last = {"sum": made_up, "norms": None, **about}
     server._settled = server._opened = server._open = None
@@ -275,18 +281,20 @@ def _made_up(run: Run) -> None:
     for number in range(1, 7):
         run.model = _moved(world.model, number)
         server.history.accept(number, world.layout.encode(run.model), None, norms)
-    _announced(server, run.model, norms, 6)
+    _announced(server, run.model, np.append(np.zeros(_length(server), np.uint64), norms), 6)
 
 
 def _gone_on(run: Run) -> None:
     """The true history, and after it a round that never was: everybody derives what the server says."""
     server = run.server
     norms = np.full(norm_count(run.world.layout), 1 << 40, np.uint64)
-    run.model, amplitudes = _moved(run.model, 3), server.history.amplitudes()
-    number, encoded = server.history.round, run.world.layout.encode(run.model)
-    server.history.accept(number, encoded, amplitudes if amplitudes.marks else None, norms)
-    server.round_no = 3
-    _announced(server, run.model, norms, 3)
+    history, amplitudes = server.history, server.history.amplitudes()
+    moves = packing.weighted_moves(run.world.layout.encode(_moved(run.model, 3)), history.mark.model, 1.0)
+    summed_up = np.append(packing.pack(moves, history.mark.spans(), history.packing.count), norms)
+    settled = history.settle(summed_up, run.model, amplitudes, norms=True)
+    history.accept(history.round, settled.encoded, settled.embedded, norms)
+    server.round_no, run.model = 3, settled.weights
+    _announced(server, run.model, summed_up, 3)
 
 
 @pytest.mark.parametrize("invent", [_made_up, _gone_on])
@@ -421,7 +429,7 @@ def test_a_true_sum_behind_a_history_that_it_does_not_belong_to(world: Consortiu
     spliced = RoundServer(world.manifest, world.layout, world.model, run="2", after=4, seed=SEED)
     spliced._settled = spliced.history.settle(true.opened[:-1], world.model, None, norms=True)
     spliced._opened, spliced._turn = true.opened, Turn(3)
-    run.server = spliced
+    run.server, run.model = spliced, spliced.settled.weights
     with stopped("round.too-few"):
         run.round()
     assert set(run.refused) == {1, 2, 3, 4, 5}
@@ -577,7 +585,7 @@ def _opened(run: Run) -> Any:
     run.round()
     server = run.server
     assert server.marked
-    found = server.opened[: run.world.layout.carrier_size].copy()
+    found = summed(server)[: run.world.layout.carrier_size]
     server._settled = server._opened = server._open = None
     run.model = start
     return found

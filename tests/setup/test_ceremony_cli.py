@@ -521,7 +521,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     assert terms.statistic == "global-cosine/v1"
     shown = group.run("consortium", "show", str(tmp_path / "one" / "terms.json"))
     assert "c_max=0.03 continuity=off dither=3 lr=cosine:24 rho=0.1 rule=rho warmup_rounds=0" in " ".join(shown.split())
-    assert "policy   attempts=5 blocks=rows/v1 sums=checked z=7" in shown
+    assert "policy   attempts=5 blocks=rows/v1 packing=2 sums=checked z=7" in shown
     group.run(*create, str(tmp_path / "drawn"), "--policy", "cohort=4")
     drawn = Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes())
     assert drawn.policy == Policy(cohort=4, sums="unchecked")

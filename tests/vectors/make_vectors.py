@@ -276,7 +276,7 @@ def certificate() -> dict[str, Any]:
             "below_threshold": "refuse",
         },
         "statistic": "balanced-anchor/v1",
-        "policy": {"z": "6", "sums": "checked", "attempts": "20", "blocks": "rows/v1"},
+        "policy": {"z": "6", "sums": "checked", "attempts": "20", "packing": "2", "blocks": "rows/v1"},
         "buffers": "",
     }
     terms_digest = digest("terms", canonical_json({"format": "quorumark-terms/v1", **terms})).hex()

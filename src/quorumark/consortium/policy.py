@@ -38,7 +38,7 @@ class Policy:
     sums:       "checked": members check the sums that a server announces. "unchecked" where cohorts are drawn, whose
                 members change from round to round and cannot check what others summed; "" is the default of the two.
     attempts:   how often a round is tried.
-    packing:    how many weights an element of an upload holds, 1 to 4. 1 is not written.
+    packing:    how many weights an element of an upload holds, 1 to 4.
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
     effective:  on how many coordinates a query must rest; None: `guard.least_effective`.
     cohort:     how many members are drawn from each state; None: all take part.
@@ -56,7 +56,7 @@ class Policy:
     z: Decimal = Decimal(6)
     sums: str = ""
     attempts: int = 20
-    packing: int = 1
+    packing: int = 2
     budget: int | None = None
     effective: int | None = None
     cohort: int | None = None
@@ -118,8 +118,6 @@ class Policy:
     def as_dict(self) -> dict[str, str]:
         """The settings in force as strings, each in its one spelling."""
         agreed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        if self.packing == 1:
-            del agreed["packing"]
         return {name: str(value) for name, value in agreed.items()} | {"z": plain_decimal(format(self.z, "f"))}
 
     def check_possible(self, members: int, threshold: int, coordinates: int, key: str = "rademacher") -> None:

@@ -133,9 +133,10 @@ def pack_update(
 
 
 @kernel
-def split(elements: Any, bits: int, begin: int, parts: Any) -> None:
-    """The parts of each element, from the lowest up, each as a signed remainder; the last one is what is left."""
-    count = parts.shape[0]
+def split(elements: Any, bits: int, begin: int, parts: Any) -> Any:
+    """The parts of each element, from the lowest up, each as a signed remainder; the last one is what is left. Returns
+    the largest |part|."""
+    count, most = parts.shape[0], np.int64(0)
     half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
     for i in range(elements.size):
         left = np.int64(elements[i])
@@ -144,5 +145,8 @@ def split(elements: Any, bits: int, begin: int, parts: Any) -> None:
         for j in range(count - 1):
             v = ((left + half) & rest) - half
             parts[j, begin + i] = v
+            most = max(most, abs(v))
             left = (left - v) >> bits
         parts[count - 1, begin + i] = left
+        most = max(most, abs(left))
+    return most

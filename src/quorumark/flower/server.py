@@ -104,7 +104,7 @@ def secure(
     """The same strategy, with secure aggregation alone: no key, no mark. The server sees the sum and nothing else.
 
     `consortium` is the file of the manifest that the members signed (`quorumark setup sums`). All else is as in
-    `watermarked`. FedAvg's model is the weighted average, exact to K·2^-41 before it is rounded to the model's types.
+    `watermarked`. FedAvg's model is the weighted average to K/2 units (docs/secagg.md), rounded to the model's types.
     """
     made = _wrapped(
         strategy,
