@@ -182,7 +182,7 @@ def create(
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
     covered = _coverage(coupled, layout if adapted is None else base_layout(adapted)) if terms.has_key else []
-    typer.echo("\n".join([*covered, *expected]))
+    typer.echo("\n".join([*covered, *expected, *_optimised(terms)]))
     if room is not None:
         Place(room).hand_over(terms.digest().hex(), out)
         typer.echo("your agent proposes it to all who are in the room")
@@ -212,8 +212,17 @@ def _expected(terms: Terms) -> list[str]:
     from quorumark.consortium.plan import Plan, unplanned
 
     if not terms.strength.rounds:
-        return [unplanned(terms.strength, terms.coordinates).text]
-    return Plan.of(terms.strength, terms.coordinates, terms.strength.rounds).lines()
+        return [unplanned(terms.strength, terms.coordinates).text, *_optimised(terms)]
+    return [*Plan.of(terms.strength, terms.coordinates, terms.strength.rounds).lines(), *_optimised(terms)]
+
+
+def _optimised(terms: Terms) -> list[str]:
+    """A plan's figures were measured without a server optimiser."""
+    if terms.policy.optimiser is None or not terms.has_key:
+        return []
+    return [
+        "that is for FedAvg: with a server optimiser less of the mark arrives; the forecast in each round says how much"
+    ]
 
 
 def _coverage(groups: Groups | None, layout: ModelLayout) -> list[str]:
