@@ -37,8 +37,21 @@ def _product(a: Any, b: Any) -> Any:
 
 
 @njit(forceinline=True)
+def _digit(left: Any, following: Any, upper: Any, lower: Any) -> Any:
+    """The next digit of 32 bits: guessed from the divisor's upper half, and at most 2 too large."""
+    q = left // upper
+    rest = left - q * upper
+    while q >= _BASE or q * lower > ((rest << _U32) | following):
+        q -= _U1
+        rest += upper
+        if rest >= _BASE:
+            break
+    return q
+
+
+@njit(forceinline=True)
 def _quotient(high: Any, low: Any, d: Any) -> Any:
-    """⌊(high·2^64 + low)/d⌋ for high < d: two digits of 32 bits, each guessed from the divisor's upper half."""
+    """⌊(high·2^64 + low)/d⌋ for high < d: two digits of 32 bits (Knuth's algorithm D)."""
     shift = _U0
     while d < _TOP:
         d <<= _U1
@@ -47,23 +60,9 @@ def _quotient(high: Any, low: Any, d: Any) -> Any:
         high = (high << shift) | (low >> (np.uint64(64) - shift))
         low <<= shift
     upper, lower = d >> _U32, d & _LOW
-    first, second = low >> _U32, low & _LOW
-    q1 = high // upper
-    rest = high - q1 * upper
-    while q1 >= _BASE or q1 * lower > ((rest << _U32) | first):
-        q1 -= _U1
-        rest += upper
-        if rest >= _BASE:
-            break
-    left = ((high << _U32) | first) - q1 * d  # mod 2^64, where it is exact
-    q0 = left // upper
-    rest = left - q0 * upper
-    while q0 >= _BASE or q0 * lower > ((rest << _U32) | second):
-        q0 -= _U1
-        rest += upper
-        if rest >= _BASE:
-            break
-    return (q1 << _U32) + q0
+    first = _digit(high, low >> _U32, upper, lower)
+    left = ((high << _U32) | (low >> _U32)) - first * d  # mod 2^64, where it is exact
+    return (first << _U32) + _digit(left, low & _LOW, upper, lower)
 
 
 @njit(forceinline=True)
