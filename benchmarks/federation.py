@@ -1,10 +1,11 @@
 """Rounds of a federation in one process, by this tree and by another one, in CPU seconds of one run.
 
     git worktree add ../before COMMIT
-    python benchmarks/federation.py ../before/src [--json benchmarks/results/federation.json]
+    python benchmarks/federation.py ../before/src [--members 128] [--json benchmarks/results/federation.json]
 
 Each case runs in a process of its own, once for each tree: three rounds, of which the third is the first marked one.
-Making the members, a round without the mark and one with it are compared. Training moves every weight a little.
+Making the members, a round without the mark and one with it are compared. Training moves every weight a little. With
+--members only that case is run, and takes the place of its row in the JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CASES = ((128, 10, 1_000, 1_000), (300, 16, 100, 100))
+CASES = ((128, 10, 1_000, 1_000), (300, 16, 100, 100), (1_000, 32, 100, 100))
 """Members, threshold, rows and columns of the model."""
 
 HERE = Path(__file__).resolve().parent.parent / "src"
@@ -64,14 +65,17 @@ def measured(count: int, threshold: int, rows: int, columns: int) -> dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("before", nargs="?", help="the other tree's src")
+    parser.add_argument("--members", type=int, choices=[case[0] for case in CASES])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case:
         sys.stdout.write(json.dumps(measured(*json.loads(given.case))))
         return
-    rows = []
+    rows = json.loads(given.json.read_text()) if given.json and given.json.exists() else []
     for case in CASES:
+        if given.members not in (None, case[0]):
+            continue
         found = []
         for source in (HERE, Path(given.before)):
             command = [sys.executable, __file__, "--case", json.dumps(case)]
@@ -79,12 +83,13 @@ def main() -> None:
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)  # noqa: S603 - this file
             found.append(json.loads(done.stdout))
         now, before = found
+        rows = [row for row in rows if row["members"] != case[0]]
         rows.append({"members": case[0], "weights": case[2] * case[3], "now": now, "before": before})
         for name in now:
             times = f"{now[name]:.1f} s, before {before[name]:.1f} s: {before[name] / now[name]:.1f} times as fast"
             sys.stdout.write(f"{case[0]} members, {name}: {times}\n")
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        given.json.write_text(json.dumps(sorted(rows, key=lambda row: row["members"]), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,18 @@ from typing import BinaryIO
 
 from quorumark.errors import BusyError, KeystoreError
 
-__all__ = ["locked", "move", "only_one", "replacing", "unsynced", "write_exchanged", "write_private", "write_shared"]
+__all__ = [
+    "append_private",
+    "locked",
+    "move",
+    "only_one",
+    "replacing",
+    "syncs",
+    "unsynced",
+    "write_exchanged",
+    "write_private",
+    "write_shared",
+]
 
 
 _SYNCS: ContextVar[bool] = ContextVar("syncs", default=True)
@@ -23,8 +34,8 @@ _SYNCS: ContextVar[bool] = ContextVar("syncs", default=True)
 
 @contextlib.contextmanager
 def unsynced() -> Iterator[None]:
-    """Files that are written inside are whole or not there, but may be lost in a power cut. For simulations only, in
-    which server and members die together and nobody is promised anything."""
+    """Files that are written inside are whole or not there, but may be lost in a power cut or when a process is killed.
+    For simulations only, in which server and members die together and nobody is promised anything."""
     before = _SYNCS.set(False)
     try:
         yield
@@ -32,10 +43,34 @@ def unsynced() -> Iterator[None]:
         _SYNCS.reset(before)
 
 
+def syncs() -> bool:
+    """Whether what is written now must survive a power cut: always, but in a simulation (`unsynced`)."""
+    return _SYNCS.get()
+
+
 def write_private(path: str | os.PathLike[str], content: bytes) -> None:
     """A whole file of mode 0600, or the old one stays."""
     with replacing(Path(path)) as file:
         file.write(content)
+
+
+def append_private(path: str | os.PathLike[str], line: bytes) -> None:
+    """A line at the end of a file of mode 0600, on disk. What a crash left of an earlier line stays apart from it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise KeystoreError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
+    try:
+        content = b"\n" + line + b"\n"
+        if os.write(descriptor, content) != len(content):
+            raise KeystoreError(f"cannot write {os.fspath(path)!r}: the disk is full")
+        if syncs():
+            os.fsync(descriptor)
+            _sync_folder(Path(path).parent, None)
+    except OSError as error:
+        raise KeystoreError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
 
 
 def write_shared(path: str | os.PathLike[str], content: bytes) -> None:
@@ -73,8 +108,9 @@ def only_one(folder: Path) -> Iterator[None]:
     may hold what a ceremony or a round has promised to forget.
     """
     with locked(folder / ".lock", wait=False):
-        for left in folder.glob(".*.sealed.*.partial"):
-            left.unlink(missing_ok=True)
+        for name in os.listdir(folder):
+            if name.startswith(".") and name.endswith(".partial") and ".sealed." in name:
+                (folder / name).unlink(missing_ok=True)
         yield
 
 
@@ -114,10 +150,13 @@ def replacing(path: Path, mode: int = 0o600, folder: int | None = None) -> Itera
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            if _SYNCS.get():
+            if syncs():
                 os.fsync(file.fileno())
+        if not syncs():  # over a file that is there, file systems write the new one to disk at once (ext4)
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(name, dir_fd=folder)
         os.replace(made, name, src_dir_fd=folder, dst_dir_fd=folder)
-        if _SYNCS.get():
+        if syncs():
             _sync_folder(path.parent, folder)
     except OSError as error:
         raise KeystoreError(f"cannot write {str(path)!r}: {error.strerror}") from None

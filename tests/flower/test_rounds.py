@@ -153,6 +153,17 @@ def test_ten_simulated_nodes(tmp_path: Path) -> None:
     assert [r["attempts"] for r in reports] == [1, 1, 2, 1]
 
 
+def test_simulated_nodes_that_sum_alone(tmp_path: Path) -> None:
+    """`secure(strategy)` on Ray: the sums of one process, bit for bit, with nodes that are lost at each stage."""
+    world = Consortium.make(tmp_path, setup="sums", policy={"sums": "checked"})
+    losses = Losses({(2, "train"): [4], (3, "upload"): [2], (4, "unmask"): [1]})
+    reports, model = simulated(world, 4, losses)
+    expected = world.in_process(4, SEED, losses)
+    assert same(model, expected.model)
+    assert [tuple(r["members"]) for r in reports] == [r.members for r in expected.reports]
+    assert [r["attempts"] for r in reports] == [1, 1, 2, 1]
+
+
 @pytest.mark.slow
 def test_a_hundred_simulated_nodes_that_drop_out_at_random(tmp_path: Path) -> None:
     world = Consortium.deal(tmp_path, 100, 20)

@@ -264,6 +264,13 @@ def journal_of(world: Consortium, x: int, which: str) -> Journal:
     return Journal(home.only_consortium(which), home.identity(unlock))
 
 
+def consent(world: Consortium, x: int, which: str, *options: str) -> Any:
+    """`quorumark member consent --unmarked`, as an operator types it."""
+    home = world.folder / f"member-{x}"
+    where = ["--home", str(home), "--key-file", f"{home}.key", "--consortium", which]
+    return commands.run({}, "member", "consent", "--unmarked", *options, *where)
+
+
 def marked_run(world: Consortium, rounds: int, run_id: int, trained: Any = train, **options: Any) -> Any:
     wrapped = watermarked(in_order(), world.path, seed=SEED, **options)
     grid = grid_of(world, world.terms.digest().hex()[:16], run_id, trained)
@@ -279,8 +286,9 @@ def test_sums_of_a_model_that_is_marked_elsewhere_take_consent(tmp_path: Path) -
         run(plain, grid_of(world, which, 7), 1)
     assert "quorumark member consent --unmarked" in str(caught.value)
     for x in range(1, 5):
-        assert "whole key" in journal_of(world, x, which).consent_text(unmarked=True)
-        journal_of(world, x, which).give_consent(unmarked=True)
+        said = consent(world, x, which, "--yes")
+        assert (said.returncode, said.stderr) == (0, "")
+        assert "whole key" in said.stdout
     wrapped, _ = run(plain, grid_of(world, which, 8), 1)
     assert list(wrapped.reports[0].excluded_codes.values()) == ["round.marked-elsewhere"]
     assert wrapped.reports[0].members == (1, 2, 3, 4)
@@ -289,8 +297,19 @@ def test_sums_of_a_model_that_is_marked_elsewhere_take_consent(tmp_path: Path) -
     with stopped("round.none-finished"):
         again.start(grid=grid_of(world, keyed, 9), initial_arrays=records_of(world.model), num_rounds=1, timeout=60)
     assert list(again.reports[0].excluded_codes.values()) == ["round.other-consortium"] * 4
-    with pytest.raises(InputError, match="without a key"):
-        journal_of(world, 1, keyed).give_consent(unmarked=True)
+    refused = consent(world, 1, keyed, "--yes")
+    assert refused.returncode == 2
+    assert "--unmarked must be for a consortium without a key" in refused.stderr
+    assert consent(world, 1, which, "--here").returncode == 2
+
+
+def test_nobody_consents_by_a_command_that_is_not_answered(tmp_path: Path) -> None:
+    world = Consortium.make(tmp_path)
+    plain, which = beside(world, world.model)
+    for x in range(1, 6):
+        assert consent(world, x, which).returncode == 1  # it asks, and nobody is there
+    with stopped("round.none-finished"):
+        run(plain, grid_of(world, which, 7), 1)
 
 
 class Repeated:
@@ -352,6 +371,9 @@ def test_members_sign_by_one_command(tmp_path: Path) -> None:
     assert (written.returncode, written.stderr) == (0, "")
     assert "no key" in written.stdout
     assert "WARNING" not in written.stdout
+    shown = commands.run({}, "consortium", "show", str(tmp_path / "agreed" / "terms.json"))
+    assert "no key: secure aggregation alone" in shown.stdout
+    assert not [word for word in ("rademacher", "strength", "statistic", "align") if word in shown.stdout]
     terms, folder = str(tmp_path / "agreed" / "terms.json"), str(tmp_path / "signing")
     where = ["--terms", terms, "--folder", folder, "--no-wait"]
     said = [

@@ -17,6 +17,7 @@ from flwr.serverapp import strategy as strategies
 from quorumark.consortium.optimiser import Optimiser
 from quorumark.errors import RecordError
 from quorumark.flower import watermarked
+from quorumark.node import remembered
 from quorumark.node.journal import Journal
 from quorumark.round.history import History
 from quorumark.round.optimiser import OptimiserState, Taken
@@ -167,12 +168,15 @@ def test_a_state_whose_vectors_were_changed_is_refused(tmp_path: Path) -> None:
         fresh.read_mark(json.dumps(body).encode(), mark.model, mark.anchor, vectors)
 
 
-def test_a_member_with_a_damaged_file_is_one_that_missed_rounds(tmp_path: Path) -> None:
+def test_a_member_with_a_damaged_file_is_one_that_missed_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = made(tmp_path)
     run(world, LocalGrid(app_for(world.folder), 5), 3, strategy(), folder=tmp_path / "run")
     for x, content in ((2, b"PK\x03\x04 broken"), (3, b"")):
         home, _ = world.home(x)
         (home.only_consortium().path / "rounds" / "optimiser.npz").write_bytes(content)
+    monkeypatch.setattr(remembered, "_KNOWN", {})  # as in a new process
     wrapped, model = run(world, LocalGrid(app_for(world.folder), 5), 5, strategy(), folder=tmp_path / "run")
     assert [report.given_up for report in wrapped.reports] == [""] * 2
     assert [len(report.members) for report in wrapped.reports] == [5, 5]

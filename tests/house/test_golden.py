@@ -94,9 +94,9 @@ def test_one_bit_changes_the_digests(name: str, changed: str, bit: int, monkeypa
     assert golden.build(name) != golden.read()[name]
 
 
-@pytest.mark.parametrize(("name", "value"), [("c_max", (1 << 32) // 20 + 1), ("alike", "mark")])
+@pytest.mark.parametrize(("name", "value"), [("c_max", (1 << 32) // 20 + (1 << 16)), ("alike", "mark")])
 def test_another_strength_changes_the_digests(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """c_max by 2^-32, which no float32 weight may show; rows that move alike."""
+    """c_max by 2^-16 of 1, which is a unit or more of the mark; rows that move alike."""
     honest = Strength.of
     monkeypatch.setattr(Strength, "of", lambda *arguments: replace(honest(*arguments), **{name: value}))
     made, known = golden.build(EVENTS)["digests"], golden.read()[EVENTS]["digests"]

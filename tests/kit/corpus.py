@@ -225,9 +225,10 @@ Kind = FileKind | CallKind
 def corpus(folder: Path, marker: Path) -> list[Kind]:
     """All kinds; `marker` is a folder that a pickle would make if it were run."""
     from tests.kit.corpus_layers import by_layers  # which is made of the kinds above
+    from tests.kit.corpus_room import in_a_room
 
     found: list[Kind] = []
-    makers = (_records, _homes, _audits, _ceremonies, _sums, _engines, _suspects, _labs, by_layers)
+    makers = (_records, _homes, _audits, _ceremonies, _sums, _engines, _suspects, _labs, by_layers, in_a_room)
     for index, make in enumerate(makers):
         place = folder / str(index)
         place.mkdir()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quorumark.consortium.records import Manifest
 from quorumark.model.layout import read_safetensors
 from quorumark.node.journal import allow_repeats
 from tests.kit.flowers import Consortium, Model
@@ -35,7 +36,7 @@ def training_job(name: str = "training", die: str = "") -> Any:
 def simulate(
     world: Consortium, rounds: int, plan: list[Any] | None = None, die: str = "", **options: Any
 ) -> tuple[dict[str, Any], Model]:
-    """A watermarked run of the world's members in the simulator: its summary and the last model."""
+    """A run of the world's members in the simulator, watermarked if they have a key: its summary and the last model."""
     for x in range(1, world.count + 1):
         home, unlock = world.home(x)
         allow_repeats(home.only_consortium(), home.identity(unlock))
@@ -66,7 +67,7 @@ def _main(asked: dict[str, Any]) -> int:
     from nvflare.apis.job_def import ALL_SITES
     from nvflare.recipe.sim_env import SimEnv
 
-    from quorumark.nvflare import QuorumarkExecutor, key_ceremony, watermarked
+    from quorumark.nvflare import QuorumarkExecutor, key_ceremony, secure, watermarked
     from tests.kit import flare_parts as parts
 
     folder, workspace = Path(asked["folder"]), Path(asked["folder"]) / "workspace"
@@ -76,7 +77,8 @@ def _main(asked: dict[str, Any]) -> int:
         return 0
     job = training_job(die=asked["die"])
     options = {"seed": SEED, "folder": str(folder / "out"), "num_rounds": asked["rounds"], **asked["options"]}
-    watermarked(job, folder / "consortium.json", homes=folder, **options)
+    wraps = watermarked if Manifest.from_bytes((folder / "consortium.json").read_bytes()).terms.has_key else secure
+    wraps(job, folder / "consortium.json", homes=folder, **options)
     if asked["plan"]:  # the same job, with machines that fail
         app = job._deploy_map[ALL_SITES].app_config
         for tasks, filters in app.task_data_filters:

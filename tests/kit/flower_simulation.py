@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quorumark.flower import watermarked
+from quorumark.consortium.records import Manifest
+from quorumark.flower import secure, watermarked
 from quorumark.model.layout import write_safetensors
 from tests.kit.flowers import Model, app_for, initial, records_of
 
@@ -23,7 +24,9 @@ def simulate(folder: Path, app: Any, count: int, rounds: int, seed: int, model: 
     @server.main()  # type: ignore[untyped-decorator]
     def begin(grid: Any, context: Any) -> None:  # noqa: ARG001
         inner = FedAvg(min_train_nodes=count, min_available_nodes=count, fraction_evaluate=0.0)
-        wrapped = watermarked(inner, folder / "consortium.json", seed=seed, stage_timeout=1800)
+        path = folder / "consortium.json"
+        wraps = watermarked if Manifest.from_bytes(path.read_bytes()).terms.has_key else secure
+        wrapped = wraps(inner, path, seed=seed, stage_timeout=1800)
         result = wrapped.start(grid=grid, initial_arrays=records_of(model), num_rounds=rounds, timeout=1800)
         write_safetensors({k: a.numpy().reshape(a.shape) for k, a in result.arrays.items()}, folder / "out.safetensors")
         reports = [{"members": r.members, "attempts": r.attempts, "seconds": r.seconds} for r in wrapped.reports]

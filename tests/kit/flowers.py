@@ -134,7 +134,7 @@ class Consortium:
         members = {}
         for x in range(1, self.count + 1):
             home, unlock = self.home(x)
-            share = home.only_consortium().share(unlock)
+            share = home.only_consortium().share(unlock) if self.terms.has_key else None
             members[x] = FederationMember(home.identity(unlock), self.manifest, self.layout, trained, 0.01, share)
         run = Federation(self.manifest, self.layout, self.model, members, seed=seed, losses=losses)
         list(run.rounds(rounds))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
+import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -18,18 +21,22 @@ from urllib.parse import urlencode, urlsplit
 import numpy as np
 
 from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Manifest, Member, Terms, anchor_of
 from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.research.known import KnownKey
 from quorumark.room.agent import Agent
+from quorumark.room.asking import ask
 from quorumark.room.client import Client
 from quorumark.room.desk import Matter
 from quorumark.room.founding import propose
 from quorumark.room.place import Place, Policy, Settings
+from quorumark.verify.evidence import Query
+from quorumark.verify.ledger import Ledger
 from quorumark.verify.reference import Reference
-from tests.kit.consortium import NAMES, anchor_model, trained_from
+from tests.kit.consortium import NAMES, Tensors, anchor_model, trained_from
 
 PATIENCE = 60.0  # seconds; all that is waited for takes a few, on a machine that does other things as well
 
@@ -112,6 +119,7 @@ class Group:
     consortium: str
     agents: list[Agent] = field(default_factory=list)
     threshold: int = 3
+    anchor: Tensors = field(default_factory=anchor_model)
 
     @classmethod
     def join(cls, folder: Path, address: str, members: int = 5, threshold: int = 3) -> Group:
@@ -133,7 +141,7 @@ class Group:
 
     def terms(self, **changes: Any) -> Terms:
         """Terms for all members, with the files beside them in `agreed`."""
-        anchor = anchor_model()
+        anchor = self.anchor
         layout = ModelLayout.of(anchor)
         cards = [home.card() for home, _ in self.homes]
         roster = tuple(Member(x, c.name, c.ed25519, c.x25519, 100 * x) for x, c in enumerate(cards, 1))
@@ -184,9 +192,9 @@ class Group:
         self.agent(index).desk.decide(matter.digest, matter.shown, said, "person")
         return matter
 
-    def found(self) -> Manifest:
+    def found(self, **changes: Any) -> Manifest:
         """The whole founding: terms, everybody agrees, the key is made."""
-        self.terms()
+        self.terms(**changes)
         self.propose()
         for index in range(len(self.homes)):
             self.decide(index, "terms")
@@ -194,22 +202,106 @@ class Group:
             self.matter(index, "terms", "done")
         return self.homes[0][0].only_consortium().manifest()
 
+    def known(self) -> tuple[KnownKey, Reference]:
+        """The whole key, as only a test can have it."""
+        ours = self.homes[0][0].only_consortium()
+        manifest, reference = ours.manifest(), Reference.read(ours.manifest_path)
+        point = {member.ed25519: member.point for member in manifest.terms.roster}
+        shares = {
+            point[h.card().ed25519]: h.only_consortium().share(u).vector()[: manifest.terms.coordinates]
+            for h, u in self.homes
+            if h.card().ed25519 in point
+        }
+        return KnownKey.from_shares(manifest, shares, reference.layout, reference.anchor), reference
+
     def marked(self, name: str = "suspect.safetensors", rho: float = 0.25, seed: int = 1) -> Path:
-        """A model that carries the mark, made with the whole key, as only a test can."""
-        manifest = self.homes[0][0].only_consortium().manifest()
-        reference = Reference.read(self.homes[0][0].only_consortium().manifest_path)
-        point = manifest.terms.point_of
-        shares = {point(h.card().ed25519): h.only_consortium().share(u).vector() for h, u in self.homes}
-        known = KnownKey.from_shares(manifest, shares, reference.layout, reference.anchor)
-        anchor = anchor_model()
-        model = trained_from(anchor, seed=seed)
+        """A model that carries the mark."""
+        path = self.folder / name
+        write_safetensors(self.marked_model(rho, seed), path)
+        return path
+
+    def marked_model(self, rho: float = 0.25, seed: int = 1) -> Tensors:
+        known, reference = self.known()
+        model = trained_from(self.anchor, seed=seed)
         for spec, place in reference.layout.spans("carrier"):
-            moved = float((model[spec.name] - anchor[spec.name]).std())
+            moved = float((model[spec.name] - self.anchor[spec.name]).std())
             mark = (rho * moved * known.key[place]).reshape(spec.shape)
             model[spec.name] = (model[spec.name] + mark).astype(np.float32)
-        path = self.folder / name
-        write_safetensors(model, path)
-        return path
+        return model
+
+
+class Host:
+    """Whoever runs the room: it can change everything there."""
+
+    def __init__(self, room: RoomProcess, group: Group) -> None:
+        consortium = group.consortium
+        self._group, self.folder = group, room.folder
+        self._files = room.folder / "data" / "files" / consortium
+        self._path, self._consortium = room.folder / "data" / "room.db", consortium
+        self._last = 0
+
+    def _do(self, statement: str, *values: Any) -> list[Any]:
+        database = sqlite3.connect(self._path, timeout=30)
+        with database:
+            found = database.execute(statement, values).fetchall()
+        database.close()
+        return found
+
+    def read(self, author: str, name: str) -> bytes:
+        ((sha256,),) = self._do("SELECT sha256 FROM entries WHERE author = ? AND name = ?", author, name)
+        return (self._files / str(sha256)).read_bytes()
+
+    def put(self, author: str, name: str, data: bytes) -> None:
+        """In anybody's name, with a later number, so that all hear of it."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        (self._files / sha256).write_bytes(data)
+        self._do("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", self._consortium, sha256, len(data), author)
+        self.withhold(author, name)
+        statement = "INSERT INTO entries SELECT ?1, MAX(MAX(number), ?2) + 1, ?3, ?4, ?5, ?6, 0, 0 FROM entries "
+        statement += "WHERE consortium = ?1 RETURNING number"
+        values = (self._consortium, self._last, author, name, sha256, len(data))
+        ((self._last,),) = self._do(statement, *values)
+        poke = f"note/{os.urandom(4).hex()}"
+        self._group.client(0).upload(os.urandom(8), poke)  # whoever listens hears of it at once
+
+    def withhold(self, author: str, name: str) -> None:
+        self._do("DELETE FROM entries WHERE author = ? AND name = ?", author, name)
+
+    def names(self, start: str) -> list[tuple[str, str]]:
+        return self._do("SELECT author, name FROM entries WHERE name LIKE ? ORDER BY number", start + "%")
+
+    def reverse(self) -> None:
+        """All entries in another order."""
+        ((last,),) = self._do("SELECT MAX(number) FROM entries WHERE consortium = ?", self._consortium)
+        self._do("UPDATE entries SET number = -number WHERE consortium = ?", self._consortium)
+        self._do("UPDATE entries SET number = ? + number WHERE consortium = ?", last + 1, self._consortium)
+
+
+def identity(group: Group, index: int) -> Identity:
+    home, unlock = group.homes[index]
+    return home.identity(unlock)
+
+
+def put_question(group: Group, suspect: Path, purpose: str = "a reseller", index: int = 0, answers: int = 2) -> Query:
+    home, _ = group.homes[index]
+    return ask(group.client(index), home, identity(group, index), suspect, purpose, answers=answers)
+
+
+def about(group: Group, index: int, query: str) -> Callable[[], Matter | None]:
+    """The matter of a query at a member, once its agent has looked at it."""
+
+    def look() -> Matter | None:
+        for one in group.agent(index).desk.matters():
+            if one.state != "checking" and (query[:12] in one.title or dict(one.facts).get("query") == query):
+                return one
+        return None
+
+    return look
+
+
+def answered(group: Group, index: int) -> set[str]:
+    ours = group.homes[index][0].only_consortium()
+    return Ledger.open(ours, ours.manifest()).answered()
 
 
 def visit(address: str, method: str = "GET", form: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:

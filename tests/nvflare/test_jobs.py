@@ -16,7 +16,7 @@ from nvflare.client.config import ExchangeFormat
 
 from quorumark.consortium.optimiser import Optimiser
 from quorumark.errors import InputError
-from quorumark.nvflare import key_ceremony, verification, watermarked
+from quorumark.nvflare import key_ceremony, secure, verification, watermarked
 from quorumark.nvflare.controller import QuorumarkController
 from tests.kit.flare_runs import SCRIPT, training_job
 from tests.kit.flowers import Consortium
@@ -128,3 +128,16 @@ def test_fedopt_is_told_what_to_agree_on(world: Consortium) -> None:
             watermarked(job, world.path)
         named = str(caught.value).split("optimiser=")[1].rstrip(")")
         assert str(Optimiser.of(named)) == text
+
+
+def test_a_manifest_of_the_other_kind_is_refused(world: Consortium, tmp_path: Path) -> None:
+    plain = Consortium.make(tmp_path, setup="sums")
+    with pytest.raises(InputError, match=r"for sums alone write secure\(recipe"):
+        watermarked(training_job(), plain.path, num_rounds=2)
+    with pytest.raises(InputError, match=r"with a key write watermarked\(recipe"):
+        secure(training_job(), world.path, num_rounds=2)
+    job = training_job()
+    assert secure(job, plain.path, num_rounds=2) is job
+    _, meta, server, _ = exported(job, tmp_path / "job")
+    assert meta["min_clients"] == 4
+    assert server["workflows"][0]["args"] == {"consortium": str(plain.path), "num_rounds": 2, "sums_alone": True}

@@ -49,6 +49,24 @@ def test_five_sites_make_a_key_train_and_prove_it(tmp_path: Path) -> None:
     assert [member.point for member in certificate.signers(world.manifest)] == [1, 2, 3, 4]
 
 
+def test_five_sites_that_sum_alone(tmp_path: Path) -> None:
+    """`secure(recipe)`: members sign over FLARE, without a key, and the sums are those of one process, bit for bit."""
+    world = Consortium.agree(tmp_path, setup="sums", policy={"sums": "checked"})
+    make_key(world)
+    world.keep(Manifest.from_bytes(world.path.read_bytes()))
+    assert not any(world.home(x)[0].only_consortium().share_path().exists() for x in range(1, 6))
+    plan = {(2, "train"): [4], (3, "upload"): [2], (4, "unmask"): [1]}
+    summary, model = simulate(world, 4, [[r, s, points] for (r, s), points in plan.items()], queries=[{}])
+    expected = world.in_process(4, SEED, Losses(plan))
+    assert same(model, expected.model)
+    assert [tuple(r["members"]) for r in summary["rounds"]] == [r.members for r in expected.reports]
+    assert [r["attempts"] for r in summary["rounds"]] == [1, 1, 2, 1]
+    assert not any(r["marked"] or r["given_up"] for r in summary["rounds"])
+    for row in summary["rounds"]:
+        assert row["uploaded_bytes"] <= 8.1 * world.layout.size * sum(row["attempts"] * [len(row["members"]) + 1])
+    assert "nothing to verify" in summary["queries"][0]["refused"]
+
+
 @pytest.mark.slow
 def test_ten_sites_that_drop_out(tmp_path: Path) -> None:
     world = Consortium.make(tmp_path, 10, 3, policy={"sums": "checked"}, strength=STRENGTH)

@@ -58,29 +58,60 @@ def written(terms: dict[str, Any]) -> tuple[str, bytes]:
     return digest("terms", data).hex(), data
 
 
+def manifest_of(terms: dict[str, Any], about: str, before: str | None = None, epoch: int = 0) -> tuple[str, bytes]:
+    """The name and the bytes of a manifest, as far as a room looks at it."""
+    body = {"format": "quorumark-manifest/v1", "terms": terms, "genesis": {"terms": about}, "epoch": epoch}
+    body["predecessor"] = before
+    name = f"manifest/{digest('manifest', canonical(body)).hex()}.json"
+    return name, canonical({**body, "signatures": {}})
+
+
 def test_the_manifest_is_one_that_all_of_its_members_uploaded(shelf: Shelf) -> None:
     terms = terms_of(*PEOPLE)
     about, data = written(terms)
-    right = canonical({"terms": terms, "epoch": 0})
+    name, right = manifest_of(terms, about)
     shelf.put(AVON, f"proposal/{about}/terms.json", data)
     shelf.put(MALLORY, "manifest/alone.json", canonical({"terms": terms_of(PEOPLE[2]), "epoch": 7}))
     for author in (AVON, BIRCH):
-        shelf.put(author, f"manifest/{about}.json", right)
+        shelf.put(author, name, right)
         assert shelf.board.manifest is None  # not all yet
-    shelf.put(MALLORY, f"manifest/{about}.json", right)
-    for number, false in enumerate(
-        [
-            canonical({"terms": terms, "epoch": 1}),  # all members' roster, by one of them
-            canonical({"terms": terms_of(PEOPLE[2]), "epoch": 0}),  # a consortium of its own
-            canonical({"terms": {"roster": []}}),
-            b"{",
-        ]
+    shelf.put(MALLORY, name, right)
+    before = name.split("/")[1].removesuffix(".json")
+    for other, false in (
+        manifest_of(terms, about, before, epoch=1),  # all members' roster, by one of them
+        manifest_of(terms_of(PEOPLE[2]), about, before, epoch=1),  # a consortium of its own
+        manifest_of({"roster": []}, about),
+        ("manifest/x.json", b"{"),
     ):
-        shelf.put(MALLORY, f"manifest/{number}.json", false)
+        shelf.put(MALLORY, other, false)
     assert shelf.board.manifest is not None
     assert shelf.board.manifest.sha256 == hashlib.sha256(right).hexdigest()
     assert shelf.board.in_force is not None
     assert shelf.board.in_force.digest == about
+
+
+def test_a_successor_counts_once_all_of_its_own_members_uploaded_it(shelf: Shelf, tmp_path: Path) -> None:
+    """Mallory leaves: the smaller consortium that follows is in force, whatever larger one was before."""
+    terms = terms_of(*PEOPLE)
+    about, data = written(terms)
+    shelf.put(AVON, f"proposal/{about}/terms.json", data)
+    first, body = manifest_of(terms, about)
+    for author in (AVON, BIRCH, MALLORY):
+        shelf.put(author, first, body)
+    later, body = manifest_of(terms_of(*PEOPLE[:2]), about, first.split("/")[1].removesuffix(".json"), epoch=1)
+    shelf.put(AVON, later, body)
+    assert shelf.board.manifest is not None
+    assert shelf.board.manifest.name == first
+    shelf.put(BIRCH, later, body)
+    board = shelf.board
+    assert board.manifest is not None
+    assert board.manifest.name == later
+    assert board.in_force is not None
+    assert (board.in_force.members, board.in_force.epoch) == (("Avon", "Birch"), 1)
+    misnamed = Shelf(tmp_path / "other")
+    for author in (AVON, BIRCH, MALLORY):
+        misnamed.put(author, later, manifest_of(terms, about)[1])
+    assert misnamed.board.manifest is None
 
 
 def test_files_beside_the_terms_are_of_whoever_brought_the_terms(shelf: Shelf) -> None:
@@ -97,7 +128,7 @@ def test_files_beside_the_terms_are_of_whoever_brought_the_terms(shelf: Shelf) -
     shelf.put(MALLORY, f"proposal/{other}/terms.json", others)
     shelf.put(MALLORY, f"manifest/{other}.json", b"{}")
     for author in (AVON, BIRCH):
-        shelf.put(author, f"manifest/{about}.json", canonical({"terms": terms, "epoch": 0}))
+        shelf.put(author, *manifest_of(terms, about))
     board = shelf.board
     assert board.in_force is not None
     assert (board.in_force.threshold, board.in_force.members) == (2, ("Avon", "Birch"))

@@ -3,17 +3,13 @@ their members did not see, and say what is wrong."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,66 +18,16 @@ from quorumark.consortium.identity import Header, Identity
 from quorumark.consortium.records import Member, Terms
 from quorumark.errors import RoomError
 from quorumark.room import asking
-from quorumark.room.asking import ask
 from quorumark.room.client import Client
-from quorumark.room.desk import Matter
 from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
-from quorumark.verify.ledger import Ledger
 from quorumark.verify.reference import Reference
-from tests.kit.rooms import Group, RoomProcess, room_on, until
+from tests.kit.rooms import Group, Host, RoomProcess, about, answered, identity, put_question, room_on, until
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
-
-
-class Host:
-    """Whoever runs the room: it can change everything there."""
-
-    def __init__(self, room: RoomProcess, group: Group) -> None:
-        consortium = group.consortium
-        self._group = group
-        self._files = room.folder / "data" / "files" / consortium
-        self._path, self._consortium = room.folder / "data" / "room.db", consortium
-        self._last = 0
-
-    def _do(self, statement: str, *values: Any) -> list[Any]:
-        database = sqlite3.connect(self._path, timeout=30)
-        with database:
-            found = database.execute(statement, values).fetchall()
-        database.close()
-        return found
-
-    def read(self, author: str, name: str) -> bytes:
-        ((sha256,),) = self._do("SELECT sha256 FROM entries WHERE author = ? AND name = ?", author, name)
-        return (self._files / str(sha256)).read_bytes()
-
-    def put(self, author: str, name: str, data: bytes) -> None:
-        """In anybody's name, with a later number, so that all hear of it."""
-        sha256 = hashlib.sha256(data).hexdigest()
-        (self._files / sha256).write_bytes(data)
-        self._do("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", self._consortium, sha256, len(data), author)
-        self.withhold(author, name)
-        statement = "INSERT INTO entries SELECT ?1, MAX(MAX(number), ?2) + 1, ?3, ?4, ?5, ?6, 0, 0 FROM entries "
-        statement += "WHERE consortium = ?1 RETURNING number"
-        values = (self._consortium, self._last, author, name, sha256, len(data))
-        ((self._last,),) = self._do(statement, *values)
-        poke = f"note/{os.urandom(4).hex()}"
-        self._group.client(0).upload(os.urandom(8), poke)  # whoever listens hears of it at once
-
-    def withhold(self, author: str, name: str) -> None:
-        self._do("DELETE FROM entries WHERE author = ? AND name = ?", author, name)
-
-    def names(self, start: str) -> list[tuple[str, str]]:
-        return self._do("SELECT author, name FROM entries WHERE name LIKE ? ORDER BY number", start + "%")
-
-    def reverse(self) -> None:
-        """All entries in another order."""
-        ((last,),) = self._do("SELECT MAX(number) FROM entries WHERE consortium = ?", self._consortium)
-        self._do("UPDATE entries SET number = -number WHERE consortium = ?", self._consortium)
-        self._do("UPDATE entries SET number = ? + number WHERE consortium = ?", last + 1, self._consortium)
 
 
 @pytest.fixture(scope="module")
@@ -109,33 +55,6 @@ def founded(room: RoomProcess, tmp_path_factory: pytest.TempPathFactory) -> Foun
     made.stop()
     numbers = itertools.count(1)
     return made, Host(room, made), lambda: made.marked(f"{(n := next(numbers))}.safetensors", seed=n)
-
-
-def identity(group: Group, index: int) -> Identity:
-    home, unlock = group.homes[index]
-    return home.identity(unlock)
-
-
-def put_question(group: Group, suspect: Path, purpose: str = "a reseller") -> Query:
-    home, _ = group.homes[0]
-    return ask(group.client(0), home, identity(group, 0), suspect, purpose, answers=2)
-
-
-def about(group: Group, index: int, query: str) -> Callable[[], Matter | None]:
-    """The matter of a query at a member, once its agent has looked at it."""
-
-    def look() -> Matter | None:
-        for one in group.agent(index).desk.matters():
-            if one.state != "checking" and (query[:12] in one.title or dict(one.facts).get("query") == query):
-                return one
-        return None
-
-    return look
-
-
-def answered(group: Group, index: int) -> set[str]:
-    ours = group.homes[index][0].only_consortium()
-    return Ledger.open(ours, ours.manifest()).answered()
 
 
 # --- terms ------------------------------------------------------------------------------------------------

@@ -94,9 +94,9 @@ def open_(
     who do not open record what others opened (audit record): it is public, and must not be answered about again.
     """
     from quorumark.consortium.home import read_as
-    from quorumark.errors import EvidenceError
     from quorumark.files import write_shared
     from quorumark.verify.challenge import Challenge
+    from quorumark.verify.check import check_corroborated
     from quorumark.verify.ledger import Ledger
     from quorumark.verify.opening import open_leaves
 
@@ -105,11 +105,7 @@ def open_(
     ledger = Ledger.open(ours, ours.manifest())
     finding = _certified(certificate, ours.chain(), asked, ledger.audits())[0].finding
     query = finding.query
-    if finding.corroboration == "uncorroborated" and finding.members > finding.quorum:
-        raise EvidenceError(
-            "the certificate rests on t answers, of which one could have set its number: let another member answer, "
-            "combine again, and audit that"
-        )
+    check_corroborated(finding)
     opened = keys.unlock(here.home)
     with ledger.exclusive():
         answered = query.x in ledger.answered()
@@ -267,17 +263,8 @@ def _rows(result: AuditResult) -> dict[str, str]:
 def _certified(
     path: Path, chain: Sequence[Manifest], asked: Challenge, audits: Audits
 ) -> tuple[Certificate, list[Reason], list[Reason]]:
-    """A certificate that its members signed, that follows from its partials, and whose z is challenged.
-
-    With what was checked of it, and what was not.
-    """
-    from quorumark.errors import EvidenceError
-    from quorumark.verify.check import check_certificate
+    """The certificate that is challenged, with what was checked of it, and what was not."""
+    from quorumark.verify.check import check_challenged
 
     certificate = read_certificate(path)
-    checked, left = check_certificate(certificate, chain, audits=audits)
-    if asked.z != certificate.finding.z:
-        raise EvidenceError(
-            f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"
-        )
-    return certificate, checked, left
+    return certificate, *check_challenged(certificate, chain, asked, audits)

@@ -268,17 +268,18 @@ def show(
     console.print(f"{terms.name}: any {terms.threshold} of {terms.members} members; made {terms.created}")
     console.print(
         f"key {terms.key}, setup {terms.setup}, {terms.coordinates:,} coordinates, statistic {terms.statistic}"
+        if terms.has_key
+        else "no key: secure aggregation alone (setup sums)"
     )
     console.print(f"terms    {terms.digest().hex()}\nlayout   {terms.layout}\nanchor   {terms.anchor}")
     for what in Policy.DIGESTS:
         if (digest := getattr(terms.policy, what)) is not None:
             console.print(f"{what:<8} {digest}")
-    for title, settings in (("strength", terms.strength.as_dict()), ("policy", terms.policy.as_dict())):
+    titled = {"strength": terms.strength.as_dict()} if terms.has_key else {}
+    for title, settings in {**titled, "policy": terms.policy.as_dict()}.items():
         shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.DIGESTS]
         console.print(f"{title:<8} {' '.join(shown)}")
-    for line in _expected(terms):
-        console.print(line)
-    for line in _coverage_beside(file.parent, terms):
+    for line in [*_expected(terms), *_coverage_beside(file.parent, terms)] if terms.has_key else ():
         console.print(line)
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")

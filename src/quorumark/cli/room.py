@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quorumark.cli.bundles import Keys, bundled
-from quorumark.cli.options import DEFAULT_HOME, HomeOption, answered
+from quorumark.cli.bundles import Here, Keys, bundled
+from quorumark.cli.options import DEFAULT_HOME, HomeOption, Roots, answered
 
 if TYPE_CHECKING:
     from quorumark.consortium.identity import Identity
@@ -181,7 +181,9 @@ def _ask_at_terminal(agent: Agent) -> None:
             continue
         for line in _lines(matter):
             _say(line)
-        question = "agree, and make the key?" if matter.kind == "terms" else "answer, and sign what follows?"
+        questions = {"terms": "agree, and make the key?", "call": "agree, and do this with the others?"}
+        questions["audit"] = "open these pieces of your share, for good?"
+        question = questions.get(matter.kind, "answer, and sign what follows?")
         said = answered(lambda question=question: typer.confirm(question))  # type: ignore[misc]
         try:
             agent.desk.decide(matter.digest, matter.shown, "yes" if said else "no", "person")
@@ -230,6 +232,10 @@ def ask_room(
         bool, typer.Option("--align", help="First put the suspect's channels where the anchor has them.")
     ] = False,
     lora: Annotated[bool, typer.Option("--lora", help="The suspect is an adapter, or a model with one added.")] = False,
+    after: Annotated[
+        Path | None, typer.Option(help="Ask by layers, after this certificate of a plain query that did not pass.")
+    ] = None,
+    examiner: Annotated[Path | None, typer.Option(help="By layers: card of whom alone sees its numbers.")] = None,
     answers: Annotated[int, typer.Option(help="How many answers to combine; t+1 by default.", min=0)] = 0,
     keep_file: Annotated[
         bool, typer.Option("--keep-file", help="Do not upload the suspect: members get it by other means.")
@@ -240,7 +246,9 @@ def ask_room(
     keys: Keys,
 ) -> None:
     """Ask all members whether a model is the consortium's. Your agent combines their answers when enough are there."""
-    from quorumark.consortium.home import HomeFolder
+    from quorumark.cli.options import read_certificate
+    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.records import Card
     from quorumark.room.asking import ask
 
     client, identity = _client(home, keys, ca)
@@ -254,8 +262,169 @@ def ask_room(
         lora=lora,
         answers=answers,
         keep_file=keep_file,
+        after=None if after is None else read_certificate(after),
+        examiner=None if examiner is None else read_as(examiner, "a member's card", Card.from_bytes),
     )
     typer.echo(f"asked; query {query.digest()}\nmembers decide on their pages, you too")
+
+
+@app.command("call")
+@bundled
+def call_members(
+    purpose: Annotated[str, typer.Option(help="Why: all members read it before they agree.")],
+    terms: Annotated[
+        Path | None, typer.Option(help="New terms, from `quorumark consortium amend`: sign them, or hand the key on.")
+    ] = None,
+    new_shares: Annotated[
+        bool | None,
+        typer.Option("--new-shares/--same-shares", help="With --terms: whether all make new shares for them."),
+    ] = None,
+    recover: Annotated[
+        str | None, typer.Option(help="Get your lost share back: the points of t other members, like 2,3,5.")
+    ] = None,
+    ca: CaFile = None,
+    *,
+    here: Here,
+    keys: Keys,
+) -> None:
+    """Call all members to make new shares (a refresh), to change terms or members, or to bring your share back.
+
+    Each member sees the call on its page, and agrees or declines; the agents do the rest.
+    """
+    from quorumark.consortium.home import read_as
+    from quorumark.consortium.records import Terms
+    from quorumark.errors import InputError
+    from quorumark.room.calls import put_call
+
+    if terms is not None and recover is not None:
+        raise InputError("--terms and --recover", "must not be given together")
+    try:
+        helpers = tuple(int(x) for x in recover.split(",")) if recover else ()
+    except ValueError:
+        raise InputError("--recover", "must be points like 2,3,5", repr(recover)) from None
+    client, _ = _client(here.home, keys, ca)
+    agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
+    unlock = keys.unlock(here.home)
+    call = put_call(
+        client, here.member, unlock, here.folder, purpose, terms=agreed, new_shares=new_shares, helpers=helpers
+    )
+    typer.echo(f"called; {call.digest()}\nmembers decide on their pages, you too")
+
+
+@app.command("audit")
+@bundled
+def audit_certificate(
+    certificate: Annotated[Path, typer.Argument(help="The certificate that is audited.")],
+    purpose: Annotated[str, typer.Option(help="Why: all members read it before they open anything.")],
+    seed: Annotated[
+        str | None, typer.Option(help="32 bytes in hex, of a public coin; by default fresh random ones.")
+    ] = None,
+    source: Annotated[str, typer.Option(help="Who drew the seed, or which public coin it is from.")] = "challenger",
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Ask members to open a few pieces of their shares, for somebody who trusts none of them (a spot audit).
+
+    Each decides on its page: what is opened is public, and burnt. `verify audit check` then shows what it proves.
+    """
+    from quorumark.cli.options import read_certificate
+    from quorumark.consortium.home import HomeFolder
+    from quorumark.errors import InputError
+    from quorumark.room.auditing import bring_audit
+
+    try:
+        raw = None if seed is None else bytes.fromhex(seed)
+    except ValueError:
+        raise InputError("--seed", "must be 32 bytes in hex", repr(seed)) from None
+    client, identity = _client(home, keys, ca)
+    found = read_certificate(certificate)
+    made = bring_audit(client, HomeFolder(home), identity, found, purpose, raw, source)
+    typer.echo(
+        f"brought; audit {made.digest()}\n{len(made.leaves)} leaves are to be opened; members decide on their pages"
+    )
+
+
+@app.command("stamps")
+@bundled
+def share_stamps(
+    file: Annotated[Path, typer.Argument(help="The manifest, or a certificate that its members have signed.")],
+    roots: Roots = None,
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Put the time stamps beside a file into the room; with --tsa-roots, take those of the others that hold.
+
+    Time stamps are made with `quorumark stamp`.
+    """
+    from quorumark.room.stamping import put_stamps, take_stamps
+    from quorumark.stamps.tokens import read_roots
+
+    client, _ = _client(home, keys, ca)
+    if roots:
+        for one in take_stamps(client, file, read_roots(roots)):
+            typer.echo(f"existed by {one.when}, says {one.authority!r}; renew before {one.until}")
+        return
+    typer.echo(f"{put_stamps(client, file)} stamps are in the room")
+
+
+@app.command("examine")
+@bundled
+def examine_answers(
+    query: Annotated[str, typer.Argument(help="The start of the query's digest.")],
+    report: Annotated[
+        Path | None, typer.Option(help="Also write the numbers by layer as one HTML file, 0600: keep it to yourself.")
+    ] = None,
+    layout: Annotated[Path | None, typer.Option(help="With --report: layout.json, if this home has none.")] = None,
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Open the answers by layers that are sealed to you, and put your signed word into the room."""
+    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.errors import InputError
+    from quorumark.files import write_private
+    from quorumark.model.layout import ModelLayout
+    from quorumark.report.layers import layers_page
+    from quorumark.room.examining import examine_in_room
+    from quorumark.verify.reference import LAYOUT
+
+    client, identity = _client(home, keys, ca)
+    member = HomeFolder(home)
+    examined, manifest = examine_in_room(client, member, identity, query)
+    if report is not None:
+        ours = member.consortium_of(manifest.digest().hex())
+        if layout is None and ours is None:
+            raise InputError("--layout", "must be given where this home has no such consortium")
+        path = layout if layout is not None or ours is None else ours.path / LAYOUT
+        shape = read_as(path or Path(LAYOUT), "a layout", ModelLayout.from_bytes)
+        write_private(report, layers_page(examined, manifest, shape).encode())
+    wrong = ", ".join(manifest.terms.member(point).name for point in examined.opened.wrong)
+    typer.echo(f"Q = {examined.opened.q}; your word is in the room" + (f"; wrong: {wrong}" if wrong else ""))
+    typer.echo(f"it is about {manifest.terms.name}, manifest {manifest.digest().hex()}: compare this digest by phone")
+
+
+@app.command("accept-ledger")
+@bundled
+def accept_other_ledger(
+    name: Annotated[str, typer.Argument(help="Whose ledger was lost; your own name, if it is yours.")],
+    query: Annotated[str, typer.Argument(help="The start of the digest of the query that was stopped.")] = "",
+    home: HomeOption = DEFAULT_HOME,
+    ca: CaFile = None,
+    *,
+    keys: Keys,
+) -> None:
+    """Accept that a member's ledger was lost, and begins anew. Ask the member by phone first: whoever sets ledgers back
+    can ask for more than the budget."""
+    from quorumark.consortium.home import HomeFolder
+    from quorumark.room.heads import accept_ledger
+
+    client, identity = _client(home, keys, ca)
+    typer.echo(accept_ledger(client, HomeFolder(home), identity, name, query))
 
 
 @app.command("invite")

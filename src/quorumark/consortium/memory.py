@@ -66,9 +66,8 @@ class State(ABC):
             before = self._load()
             memory: Memory = json.loads(before)
             yield memory
-            after = canonical(memory)
-            if after != before:
-                self._save(after)
+            if memory != json.loads(before):  # most look only: this costs less than the canonical form
+                self._save(canonical(memory))
 
     def _alone(self) -> AbstractContextManager[Any]:
         return nullcontext()

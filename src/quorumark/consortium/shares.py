@@ -72,6 +72,9 @@ class ShareInfo:
             yield index, part, bool(self.block) and is_generated(self.point, index, self.threshold, self.members)
 
 
+_TOGETHER = 1 << 16  # elements that are read at once
+
+
 class ShareWriter:
     """Seals a share piece by piece: `with ShareWriter(…) as file: file.write(values)`, only what is not generated.
 
@@ -142,7 +145,11 @@ class ShareFile:
         return 8 * SALT_ELEMENTS * (1 + self.info.members) + 32
 
     def pieces(self) -> Iterator[Vector]:
-        """The share's elements in order, block by block."""
+        """The share's elements in order, in pieces of any size up to some 65,536."""
+        return (values for _, values in self._pieces())
+
+    def _pieces(self) -> Iterator[tuple[bool, Vector]]:
+        """The same, and whether a piece is generated: blocks that are stored are read together, not one by one."""
         pending, content = bytearray(), self._reader.chunks()
 
         def take(size: int) -> bytes:
@@ -155,22 +162,31 @@ class ShareFile:
             del pending[:size]
             return data
 
+        def stored(size: int) -> Vector:
+            values = np.frombuffer(take(8 * size), "<u8").astype(np.uint64)
+            field.check(values, "share")
+            return values
+
         take(self._head_size())
+        waiting = 0
         for index, part, generated in self.info.parts():
             size = part.stop - part.start
+            if waiting and (generated or waiting + size > _TOGETHER):
+                yield False, stored(waiting)
+                waiting = 0
             if generated:
-                yield generated_block(self._seed, self.info.point, index, size)
+                yield True, generated_block(self._seed, self.info.point, index, size)
             else:
-                values = np.frombuffer(take(8 * size), "<u8").astype(np.uint64)
-                field.check(values, "share")
-                yield values
+                waiting += size
+        if waiting:
+            yield False, stored(waiting)
         if pending or any(content):
             raise KeystoreError(f"{self._path!r} holds more than a share")
 
     def copy_to(self, path: str | os.PathLike[str], unlock: Unlock) -> None:
         """The same share, sealed anew under another secret."""
         with ShareWriter(path, unlock, self.info, self.salt, self.others_salts, self._seed) as file:
-            for (_, _, generated), piece in zip(self.info.parts(), self.pieces(), strict=True):
+            for generated, piece in self._pieces():
                 if not generated:
                     file.write(piece)
 

@@ -32,10 +32,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from quorumark.errors import InputError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.flower.simulation import CONSORTIUM, HOME
 from quorumark.flower.wire import flwr_app, records, split, tensors, to_record
 from quorumark.node.homes import Stages, Words, named_member, pins_of, simulated_member
 from quorumark.node.journal import MODEL
-from quorumark.node.member import RESULT, Config, refusal, refused, with_prefix
+from quorumark.node.member import RESULT, Config, MemberNode, refusal, refused, with_prefix
 
 __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 
@@ -143,7 +144,15 @@ def _train(
     about |= {"examples": examples, "joined": joined["joined"]}
     result = {RESULT + name: tensor for name, tensor in tensors(results[0]).items()}
     ready, _ = node.handle("ready", about, result)
-    return _reply(message, ready, {}, metrics)
+    return _reply(message, ready | _home(node, context), {}, metrics)
+
+
+def _home(node: Stages, context: Any) -> dict[str, str]:
+    """In a simulation: where this member's home is, so that the server's process can serve it (`flower.simulation`)."""
+    if not isinstance(node, MemberNode) or "partition-id" not in context.node_config:
+        return {}
+    home, consortium = node.simulated_home()
+    return {HOME: home, CONSORTIUM: consortium} if home else {}
 
 
 def _settings(plain: Any, context: Any) -> str:

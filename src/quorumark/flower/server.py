@@ -15,6 +15,7 @@ from typing import Any
 
 from quorumark.errors import InputError, RoundError
 from quorumark.flower.optimisers import averaging, check_optimiser
+from quorumark.flower.simulation import SimulationWire, is_simulation
 from quorumark.flower.wire import FlowerWire, exchange, flwr_app, tensors, to_record
 from quorumark.node.rounds import Rounds
 from quorumark.node.start import Start
@@ -70,10 +71,11 @@ def watermarked(
     for your own strategy: that what it makes of the replies depends on their weighted average alone. `seed` is for
     research.
     """
-    made = _wrapped(
+    return _wrapped(
         strategy,
         consortium,
         linear,
+        sums_alone=False,
         layout=layout,
         folder=folder,
         after=after,
@@ -82,10 +84,6 @@ def watermarked(
         patience=patience,
         go_on=go_on,
     )
-    if not made.manifest.terms.has_key:
-        rule = "must be the manifest of members with a key; for sums alone write secure(strategy, …)"
-        raise InputError("consortium", rule, f"{str(consortium)!r}, whose setup is 'sums'")
-    return made
 
 
 def secure(
@@ -106,10 +104,11 @@ def secure(
     `consortium` is the file of the manifest that the members signed (`quorumark setup sums`). All else is as in
     `watermarked`. FedAvg's model is the weighted average to K/2 units (docs/secagg.md), rounded to the model's types.
     """
-    made = _wrapped(
+    return _wrapped(
         strategy,
         consortium,
         linear,
+        sums_alone=True,
         layout=layout,
         folder=folder,
         after=after,
@@ -118,10 +117,6 @@ def secure(
         patience=patience,
         go_on=go_on,
     )
-    if made.manifest.terms.has_key:
-        rule = "must be a manifest without a key (quorumark setup sums); with a key write watermarked(strategy, …)"
-        raise InputError("consortium", rule, f"{str(consortium)!r}, whose setup is {made.manifest.terms.setup!r}")
-    return made
 
 
 def _wrapped(
@@ -129,6 +124,7 @@ def _wrapped(
     consortium: str | os.PathLike[str],
     linear: bool,
     *,
+    sums_alone: bool,
     layout: str | os.PathLike[str] | None,
     patience: float | None,
     **options: Any,
@@ -137,6 +133,7 @@ def _wrapped(
     if patience is not None and not patience >= 1:
         raise InputError("patience", "must be at least 1", str(patience))
     made = Watermarked(strategy, Path(consortium), layout, patience=patience, **options)
+    made._start.check_kind("strategy", sums_alone=sums_alone)
     check_optimiser(made.inner, made.manifest.terms)
     return made
 
@@ -271,7 +268,7 @@ class _Carrier:
 
     def __init__(self, grid: Any, owner: Watermarked, server: RoundServer) -> None:
         self._grid, self._owner, self._server = grid, owner, server
-        self._wire = FlowerWire(grid, "train")
+        self._wire = SimulationWire(grid, "train") if is_simulation(grid) else FlowerWire(grid, "train")
         self.rounds = Rounds(
             self._wire,
             server,

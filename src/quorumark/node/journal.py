@@ -40,7 +40,7 @@ from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.consortium.shares import ShareInfo
 from quorumark.errors import InputError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
-from quorumark.files import replacing, write_private
+from quorumark.files import append_private, replacing, syncs, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.node import remembered
 from quorumark.round import checked_sums
@@ -133,8 +133,7 @@ class Journal:
         self._sum_path = self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
-        self._marked_path = self._folder / _MARKED
-        self._vectors_path = self._folder / "optimiser.npz"
+        self._marked_path, self._vectors_path = self._folder / _MARKED, self._folder / "optimiser.npz"
         self.notes = Notes()
         if self._notes_path.exists():
             self.notes = Notes.from_bytes(read_file(self._notes_path, "a member's notes of rounds"))
@@ -250,16 +249,17 @@ class Journal:
             name = side.history.mark.model_digest.hex()
             known = self._marked_path.read_text().split() if self._marked_path.exists() else []
             if name not in known:
-                write_private(self._marked_path, "\n".join([*known, name, ""]).encode())
+                append_private(self._marked_path, name.encode())
 
     def check_other_keys(self, encoded: Vector) -> None:
         """Two keys in sums from one model show where they differ: half of the signs of both. A sum with a key and one
         without show all of them."""
         if not self.manifest.terms.has_key:
             return  # which `check_unmarked` has looked at
-        name = model_digest(encoded).hex()
-        for path in self.consortium.path.parent.glob(f"*/rounds/{_MARKED}"):
-            if path != self._marked_path and name in path.read_text().split():
+        others = [path for path in self.consortium.path.parent.glob(f"*/rounds/{_MARKED}") if path != self._marked_path]
+        name = model_digest(encoded).hex() if others else ""
+        for path in others:
+            if name in path.read_text().split():
                 raise RoundError(
                     f"{self.name} has trained this model in another consortium ({path.parts[-3][:16]}…), with its mark "
                     "or without any: sums from it with another key would show the keys. Go on with that consortium, or "
@@ -352,7 +352,7 @@ class Journal:
     def history(self, layout: ModelLayout) -> History:
         """What this member accepted, as it was written down."""
         files = self._anchor_path, self._model_path
-        known = remembered.find(self._named(), files)
+        known = remembered.find(self._named(), files if syncs() else None)
         if known is not None:
             return known
         try:
@@ -413,7 +413,7 @@ class Journal:
         else:
             own, model, verified = derived
             encoded, buffers = layout.encode(model), self._buffers(layout, model)
-        if own.mark.model_digest != model_digest(encoded):
+        if not np.array_equal(own.mark.model, encoded):
             raise RoundError(
                 "the model that the round starts from is not the one that the server's history names: start a new run",
                 code="round.other-history",

@@ -43,6 +43,7 @@ from quorumark.errors import (
     AnsweredError,
     CeremonyError,
     EncodingError,
+    InputError,
     MessageError,
     QuorumarkError,
     RecordError,
@@ -134,7 +135,8 @@ class MemberNode:
 
     `terms` is needed for setup: the server brings the terms, and the digest says that they are those that the members
     agreed on. `consortium` is the start of an id, if the home holds several. `seeds`: the operator lets the server
-    choose what training is seeded with, for a run that can be repeated.
+    choose what training is seeded with, for a run that can be repeated. `together`: this process serves all members of
+    a simulation, and the masks that two of them share, which cancel, are left out.
     """
 
     def __init__(
@@ -146,8 +148,9 @@ class MemberNode:
         manifest: str | None = None,
         consortium: str | None = None,
         seeds: bool = False,
+        together: bool = False,
     ) -> None:
-        self._home, self._unlock, self._seeds = home, unlock, seeds
+        self._home, self._unlock, self._seeds, self._together = home, unlock, seeds, together
         self._known: Identity | None = None
         self._terms, self._manifest, self._which = terms, manifest, consortium
         self._stages: dict[str, Callable[[Config, Arrays], Reply]] = {
@@ -178,6 +181,11 @@ class MemberNode:
             return self._stages[stage](fields, vectors)
         with self._alone(), unsynced() if self._is_simulation() else contextlib.nullcontext():
             return self._stages[stage](fields, vectors)
+
+    def simulated_home(self) -> tuple[str, str]:
+        """Where its home is, and which consortium it serves there, if that was made for a simulation; otherwise
+        nothing."""
+        return (str(self._home.path.absolute()), self._which or "") if self._is_simulation() else ("", "")
 
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
@@ -318,6 +326,7 @@ class MemberNode:
         trained_for = side.secagg.first_round() if repeats else round_no
         side.take_again(journal.kept_result(side.layout, side.state, trained_for))
         side.ready()  # as it was: a member that would join with anything else now is refused
+        side.secagg.together = self._others_here(journal)
         if side.checks:
             boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
             upload = side.upload(config["announcement"], boxes, vouches)
@@ -366,7 +375,9 @@ class MemberNode:
             name = str(memory["group"])
         groups = (group_of(manifest) for manifest in reversed(journal.chain))
         group = next((group for group in groups if group.id.hex() == name), journal.group)
-        return SecAggMember(journal.identity, group, journal.memory())
+        side = SecAggMember(journal.identity, group, journal.memory())
+        side.together = self._others_here(journal)
+        return side
 
     def _introduced(self, journal: Journal, config: Config) -> Config:
         """Which member this node is, signed for this node and run."""
@@ -385,6 +396,14 @@ class MemberNode:
             return False
         with FolderState(consortium.memory_path.parent, self._identity()).edit() as memory:
             return bool(memory["simulation"])
+
+    def _others_here(self, journal: Journal) -> frozenset[int]:
+        """With whom it shares this process, and no masks."""
+        if not self._together:
+            return frozenset()
+        if not self._is_simulation():
+            raise InputError("together", "must be for homes that were made for a simulation", str(self._home.path))
+        return frozenset(member.point for member in journal.group.roster)
 
     def _identity(self) -> Identity:
         """For as long as this object has what unlocks it."""

@@ -24,10 +24,12 @@ _MOST, _LARGEST = 2, 1 << 23  # histories, and weights of a model that is kept: 
 _KNOWN: dict[Name, tuple[History, set[tuple[object, ...]]]] = {}
 
 
-def find(name: Name, files: Sequence[Path]) -> History | None:
-    """The history of this name, if this process knows what is in these files."""
+def find(name: Name, files: Sequence[Path] | None) -> History | None:
+    """The history of this name, if this process knows what is in these files; None: whatever is in them, as in a
+    simulation, in which nobody looks for damaged files. The name says which history it is in any case."""
     history, seen = _KNOWN.get(name, (None, set()))
-    return history.copy() if history is not None and _seen(files) in seen else None
+    known = history is not None and (files is None or _seen(files) in seen)
+    return history.copy() if history is not None and known else None
 
 
 def match(name: Name, files: Sequence[Path], anchor: Vector, model: Vector) -> History | None:

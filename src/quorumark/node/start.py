@@ -32,11 +32,24 @@ class Start:
                 f"must be the file of the signed manifest; {elsewhere or 'name the whole path'}",
                 f"{str(consortium)!r}, looked for at {str(consortium.absolute())!r}",
             )
+        self._path = consortium
         earlier: list[Manifest]
         *earlier, self.manifest = read_chain(consortium)
         self.earlier = tuple(earlier)
         usual, self.anchor_path = consortium.parent / LAYOUT, consortium.parent / ANCHOR
         self._layout_path = Path(layout) if layout is not None else usual if usual.exists() else None
+
+    def check_kind(self, wraps: str, *, sums_alone: bool) -> None:
+        """Whether the members have a key where a mark is wanted, and none where sums alone are; `wraps` is what an
+        engine's functions take, a strategy or a recipe."""
+        if self.manifest.terms.has_key != sums_alone:
+            return
+        rule = (
+            f"must be a manifest without a key (quorumark setup sums); with a key write watermarked({wraps}, …)"
+            if sums_alone
+            else f"must be the manifest of members with a key; for sums alone write secure({wraps}, …)"
+        )
+        raise InputError("consortium", rule, f"{str(self._path)!r}, whose setup is {self.manifest.terms.setup!r}")
 
     def model(
         self,

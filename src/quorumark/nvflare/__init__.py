@@ -3,6 +3,10 @@
     from quorumark.nvflare import watermarked
     recipe = watermarked(recipe, "/srv/consortium/consortium.json")
 
+or, for members who agreed on sums alone, without a key
+
+    recipe = secure(recipe, "/srv/consortium/consortium.json")
+
 and for the key ceremony and verification over FLARE
 
     key_ceremony("/srv/consortium/terms.json").run(env)
@@ -20,7 +24,7 @@ except ImportError:
     raise MissingDependencyError("quorumark[nvflare]", "the NVIDIA FLARE integration") from None
 
 from quorumark.nvflare.controller import QuorumarkController
-from quorumark.nvflare.job import key_ceremony, verification, watermarked
+from quorumark.nvflare.job import key_ceremony, secure, verification, watermarked
 from quorumark.nvflare.site import JoinRound, KeepResult, NoPlainWeights, QuorumarkExecutor
 
 __all__ = [
@@ -30,6 +34,7 @@ __all__ = [
     "QuorumarkController",
     "QuorumarkExecutor",
     "key_ceremony",
+    "secure",
     "verification",
     "watermarked",
 ]

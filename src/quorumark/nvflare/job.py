@@ -26,7 +26,7 @@ from quorumark.nvflare.site import JoinRound, KeepResult, QuorumarkExecutor
 from quorumark.nvflare.wire import TASK
 from quorumark.round.group import group_of
 
-__all__ = ["key_ceremony", "verification", "watermarked"]
+__all__ = ["key_ceremony", "secure", "verification", "watermarked"]
 
 PACKAGE = "quorumark.nvflare."
 """What a site adds to the `class_allow_list` of its resources for jobs that bring no code of their own."""
@@ -59,6 +59,30 @@ def watermarked(
     Recipes for FedAvg can be changed so: their controller is replaced by one that opens the sum alone. The task of
     training, the script and its executor, and the persistor stay as they are.
     """
+    return _changed(recipe, consortium, homes, num_rounds, options)
+
+
+def secure(
+    recipe: Any,
+    consortium: str | os.PathLike[str],
+    *,
+    homes: str | os.PathLike[str] = "",
+    num_rounds: int = 0,
+    **options: Any,
+) -> Any:
+    """The same recipe (or FedJob), with secure aggregation alone: no key, no mark. The server sees sums and nothing
+    else. `consortium` is the file of the manifest that the members signed (`quorumark setup sums`, or `key_ceremony`
+    with such terms). All else is as in `watermarked`."""
+    return _changed(recipe, consortium, homes, num_rounds, {**options, "sums_alone": True})
+
+
+def _changed(
+    recipe: Any,
+    consortium: str | os.PathLike[str],
+    homes: str | os.PathLike[str],
+    num_rounds: int,
+    options: dict[str, Any],
+) -> Any:
     job = recipe if isinstance(recipe, FedJob) else getattr(recipe, "_job", None)
     if not isinstance(job, FedJob):
         raise InputError("recipe", "must be a recipe or a FedJob of nvflare", type(recipe).__name__)
@@ -89,7 +113,9 @@ def watermarked(
         job.to(KeepResult(), target, filter_type=FilterType.TASK_RESULT, tasks=[task])
         job.to(QuorumarkExecutor(where, pinned), target, tasks=[TASK])
     if path.is_file():  # a job ends when fewer sites than this are left, and a round can do with so many
-        job.job.min_clients = group_of(Start(path).manifest).least
+        start = Start(path)
+        start.check_kind("recipe", sums_alone=controller.sums_alone)
+        job.job.min_clients = group_of(start.manifest).least
     _leave_at_home(job)
     return recipe
 
@@ -171,7 +197,7 @@ def _take_controller(job: FedJob) -> Any:
     controller = workflows[0].controller
     for name, why in _UNUSED.items():
         if getattr(controller, name, None) or getattr(controller, f"_{name}", None):
-            raise InputError(name, f"must be left out of a watermarked recipe: {why}")
+            raise InputError(name, f"must be left out of the recipe: {why}")
     communicator = controller.communicator
     server.app_config.handlers[:] = [one for one in server.app_config.handlers if one is not communicator]
     server.app_config.ids.remove(workflows[0].id)

@@ -20,11 +20,14 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
+from quorumark.room.auditing import Auditing
+from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.founding import Founding
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
+from quorumark.room.seat import Seat
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
 
@@ -61,8 +64,9 @@ class Agent:
         self.desk = Desk(Decisions(self.place.folder() / "decisions.json"))
         self.stopped = threading.Event()
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
-        parts = (home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
-        self._founding, self._asking = Founding(*parts), Asking(*parts)
+        self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
+        self._founding, self._asking = Founding(self._seat), Asking(self._seat)
+        self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -136,12 +140,13 @@ class Agent:
                 self._again.clear()
                 self._first = False
                 self._founding.sent_again()
-                self._asking.sent_again()
+                self._changing.sent_again()
+                self._seat.sent.clear()  # what was sent may be lost there
             try:
                 if not self._first:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
-                    for part in (self._founding, self._asking):
+                    for part in (self._founding, self._changing, self._auditing, self._asking):
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Proposal:
     finished: list[str] = field(default_factory=list)
     author: str = ""  # the key of whoever brought the terms first
     layout: str = ""
+    epoch: int = 0
 
     @property
     def progress(self) -> list[tuple[str, int, bool]]:
@@ -94,8 +95,10 @@ class Board:
         self.now = (entries[-1].number if entries else 0) + sum(1 + (not one.active) for one in self.people)
         self.proposals = self._proposals(entries)
         self.questions = self._questions(entries)
-        self.manifest, terms = self._manifest(entries)
-        self.in_force = next((one for one in self.proposals if one.digest == terms), None)
+        self.manifest, body = self._manifest(entries)
+        self.in_force = next((one for one in self.proposals if one.digest == _genesis(body)), None)
+        if self.in_force is not None and body.get("predecessor") is not None:
+            self.in_force = self._as_it_is(self.in_force, body)
         self.files = {} if self.in_force is None else self._files(entries, self.in_force)
 
     def question(self, digest: str) -> Question:
@@ -112,23 +115,46 @@ class Board:
         except RoomError:
             return b""
 
-    def _manifest(self, entries: Iterable[Entry]) -> tuple[Entry | None, str]:
-        """The manifest that all of its members ended with, and its terms' digest; of several the largest consortium's,
-        then the latest: some members can agree on another one among themselves."""
+    def _manifest(self, entries: Iterable[Entry]) -> tuple[Entry | None, dict[str, Any]]:
+        """The manifest in force, as far as a room can tell: of the first ones that all of their members uploaded the
+        largest consortium's, then the latest (some members can agree on another one among themselves); and from
+        there on each successor that all of its own members uploaded."""
         uploaded: dict[str, dict[str, Entry]] = {}
         for entry in entries:
             if entry.name.startswith("manifest/") and not entry.gone:
                 uploaded.setdefault(entry.sha256, {})[entry.author] = entry
-        best: tuple[int, int] = (2, 0)  # two members at least
-        found: tuple[Entry | None, str] = (None, "")
+        whole: list[tuple[Entry, dict[str, Any]]] = []
         for by in uploaded.values():
             last = max(by.values(), key=lambda entry: entry.number)
-            terms = _object(self._read(last)).get("terms")
-            roster = _keys(terms)
-            if roster and roster <= by.keys() and (len(roster), last.number) > best:
-                best = len(roster), last.number
-                found = last, _terms_digest(terms)
+            body = _object(self._read(last))
+            roster = _keys(body.get("terms"))
+            if len(roster) > 1 and roster <= by.keys() and last.name == f"manifest/{_manifest_digest(body)}.json":
+                whole.append((last, body))
+        first = [one for one in whole if one[1].get("predecessor") is None]
+        if not first:
+            return None, {}
+        found = max(first, key=lambda one: (len(_keys(one[1].get("terms"))), one[0].number))
+        for _ in whole:
+            name = found[0].name.removeprefix("manifest/").removesuffix(".json")
+            later = [one for one in whole if one[1].get("predecessor") == name]
+            if not later:
+                break
+            found = max(later, key=lambda one: one[0].number)
         return found
+
+    def _as_it_is(self, proposal: Proposal, body: dict[str, Any]) -> Proposal:
+        """The consortium after its terms or shares were changed; the files beside the first terms stay."""
+        terms = body.get("terms")
+        terms = terms if isinstance(terms, dict) else {}
+        names = tuple(_text(one, "name") for one in terms.get("roster", ()) if isinstance(one, dict))
+        return replace(
+            proposal,
+            name=_text(terms, "name"),
+            threshold=_integer(terms, "threshold"),
+            members=names,
+            finished=list(names),  # all of them uploaded it
+            epoch=_integer(body, "epoch"),
+        )
 
     def _files(self, entries: Iterable[Entry], proposal: Proposal) -> dict[str, str]:
         """Layout, anchor and groups beside terms: name → SHA-256."""
@@ -163,7 +189,9 @@ class Board:
                 proposal.coordinates = _integer(body, "coordinates")
                 proposal.steps = {step: [] for step in STEPS}
                 found[about] = proposal
-            about = about.removesuffix(".msg").removesuffix(".json")
+            about = about.removesuffix(".msg")
+            if kind == "manifest":
+                about = _genesis(_object(self._read(entry)))
             if about not in found or who not in found[about].members:
                 continue
             if kind == "agreed" and who not in found[about].agreed:
@@ -235,11 +263,17 @@ def _object(data: bytes) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _terms_digest(terms: object) -> str:
+def _manifest_digest(body: dict[str, Any]) -> str:
     try:
-        return digest("terms", canonical({"format": "quorumark-terms/v1", **terms})).hex()  # type: ignore[dict-item]
+        return digest("manifest", canonical({name: body[name] for name in body if name != "signatures"})).hex()
     except (QuorumarkError, ValueError, TypeError):
         return ""
+
+
+def _genesis(body: dict[str, Any]) -> str:
+    """The digest of the first terms of a manifest."""
+    genesis = body.get("genesis")
+    return _text(genesis, "terms") if isinstance(genesis, dict) else ""
 
 
 def _keys(terms: object) -> set[str]:

@@ -29,6 +29,9 @@ STATUS = {
     "room.not-proposed": 409,
     "room.other-terms": 409,
     "room.other-query": 409,
+    "room.ledger-head": 409,
+    "room.other-call": 409,
+    "room.other-audit": 409,
     "room.not-shown": 409,
     "room.elsewhere": 403,
 }

@@ -1,40 +1,37 @@
 """An agent's part in making a key: terms that were proposed, the member's word, and the ceremony over a local folder.
 
-The ceremony itself is `setup.exchange`, unchanged: this carries messages between its folder and the room. It fetches
-only messages that the terms make it expect, from their authors, and no more bytes than each may have.
+The ceremony itself is `setup.exchange`, unchanged; `carrying` brings its messages to the room and back.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from quorumark.consortium.hiding import check_roster
-from quorumark.consortium.home import ConsortiumFolder, HomeFolder
-from quorumark.consortium.identity import Header, Identity, is_signed_by, open_message
-from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Terms
+from quorumark.consortium.home import ConsortiumFolder
+from quorumark.consortium.identity import Header, Identity, open_message
+from quorumark.consortium.records import Member, Terms
 from quorumark.errors import BusyError, CeremonyError, MessageError, QuorumarkError, RoomError
-from quorumark.files import write_exchanged, write_shared
+from quorumark.files import write_shared
+from quorumark.room.carrying import Carrier, sender_of
 from quorumark.room.client import Client, Notice
-from quorumark.room.desk import Desk, Matter, Mirror
-from quorumark.room.place import Place, Policy
+from quorumark.room.desk import Matter
+from quorumark.room.manifests import publish_chain
+from quorumark.room.seat import Seat
 from quorumark.setup.exchange import expected_messages, set_up
-from quorumark.setup.waiting import Progress
 from quorumark.verify.public import agreed, fits, keep_agreed
 from quorumark.verify.reference import ANCHOR
 
-__all__ = ["Founding", "facts_of", "propose"]
+__all__ = ["Founding", "facts_of", "fetch_agreed", "propose"]
 
 _LARGEST_TERMS = 1 << 22
 _LARGEST_RECORD = 1 << 26
 _WORD = 1 << 13
 _PROPOSED = re.compile("proposal/([0-9a-f]{64})/word.msg")
-_SENDER = re.compile(r"[1-9]-[a-z]{1,20}/([0-9]{1,6})(-to-[0-9]{1,6})?\.msg")
 
 
 def _word(step: str, terms: Terms, sender: int) -> Header:
@@ -61,26 +58,45 @@ def propose(client: Client, identity: Identity, folder: Path) -> str:
     return about
 
 
+def fetch_agreed(client: Client, terms: Terms, folder: Path, entries: Callable[[str], Sequence[Notice]]) -> None:
+    """The files beside terms, into a folder; each is what the terms name. `entries`: those with a file's name."""
+    for name in agreed(terms):
+        target, problem = folder / name, f"{name} is not in the room"
+        for notice in entries(name):
+            if not target.exists():
+                if name == ANCHOR:
+                    most = (
+                        16 * _LARGEST_RECORD + 64 * terms.coordinates
+                    )  # a model, in any format, with what cannot carry
+                    if notice.size > most:
+                        raise RoomError(f"the anchor has {notice.size:,} bytes, too many for it", code="room.too-large")
+                    client.download(notice.sha256, notice.size, target)
+                else:
+                    write_shared(target, client.small(notice, _LARGEST_RECORD))
+            if fits(name, folder, terms):
+                break
+            target.unlink()
+            problem = f"{name} in the room is not what the terms name"
+        else:
+            raise RoomError(problem, code="room.other-terms")
+
+
+def _expected(terms: Terms, point: int) -> dict[str, tuple[Member, int]]:
+    """The messages of others that this member takes in a setup: their senders, and the most bytes of each."""
+    names = expected_messages(terms, point)
+    return {name: (terms.member(sender_of(name)), most) for name, most in names.items()}
+
+
 class Founding:
     """One member's setups in a room."""
 
-    def __init__(
-        self,
-        home: HomeFolder,
-        unlock: Unlock,
-        identity: Identity,
-        place: Place,
-        desk: Desk,
-        mirror: Mirror,
-        policy: Policy,
-    ) -> None:
-        self._home, self._unlock, self._identity = home, unlock, identity
-        self._place, self._desk, self._mirror, self._policy = place, desk, mirror, policy
+    def __init__(self, seat: Seat) -> None:
+        self._home, self._unlock, self._identity = seat.home, seat.unlock, seat.identity
+        self._place, self._desk, self._mirror, self._policy = seat.place, seat.desk, seat.mirror, seat.policy
+        self._seat = seat
         self._terms: dict[str, Terms] = {}
-        self._progress: dict[str, Progress] = {}
-        self._fetched: dict[Path, str] = {}
+        self._carriers: dict[str, Carrier] = {}
         self._refused: dict[str, frozenset[str]] = {}  # what was there when it was refused
-        self._stuck: dict[str, str] = {}
 
     def step(self, client: Client) -> None:
         """Does what can be done now."""
@@ -125,35 +141,22 @@ class Founding:
 
     def _fetch_terms(self, client: Client, about: str, word: Notice) -> Terms:
         author, folder = word.author, self._place.folder("proposals", about)
-        terms = Terms.from_bytes(client.small(self._there(author, f"proposal/{about}/terms.json"), _LARGEST_TERMS))
+        terms = Terms.from_bytes(
+            client.small(self._seat.there(author, f"proposal/{about}/terms.json", "room.not-proposed"), _LARGEST_TERMS)
+        )
         if terms.digest().hex() != about:
             raise RoomError("the room's terms have another digest than their name says", code="room.other-terms")
         open_message(client.small(word, _WORD), terms, _word("proposal", terms, terms.point_of(author)))
         self._check_own(terms)
         check_roster(terms)
         write_shared(folder / "terms.json", terms.to_bytes())
-        for name in agreed(terms):
-            notice, target = self._there(author, f"proposal/{about}/{name}"), folder / name
-            if not target.exists():
-                if name == ANCHOR:
-                    most = (
-                        16 * _LARGEST_RECORD + 64 * terms.coordinates
-                    )  # a model, in any format, with what cannot carry
-                    if notice.size > most:
-                        raise RoomError(f"the anchor has {notice.size:,} bytes, too many for it", code="room.too-large")
-                    client.download(notice.sha256, notice.size, target)
-                else:
-                    write_shared(target, client.small(notice, _LARGEST_RECORD))
-            if not fits(name, folder, terms):
-                target.unlink()
-                raise RoomError(f"{name} in the room is not what the terms name", code="room.other-terms")
+        fetch_agreed(
+            client,
+            terms,
+            folder,
+            lambda name: [self._seat.there(author, f"proposal/{about}/{name}", "room.not-proposed")],
+        )
         return terms
-
-    def _there(self, author: str, name: str) -> Notice:
-        notice = self._mirror.find(author, name)
-        if notice is None:
-            raise RoomError(f"{name!r} is not in the room yet", code="room.not-proposed")
-        return notice
 
     def _own(self, terms: Terms) -> str:
         return terms.member(terms.point_of(self._identity.ed25519)).name
@@ -194,16 +197,16 @@ class Founding:
         point = terms.point_of(self._identity.ed25519)
         if self._mirror.find(self._identity.ed25519, f"agreed/{about}.msg") is None:
             client.upload(self._kept_word(about, terms, point), f"agreed/{about}.msg")
-        folder = self._place.folder("exchange", about)
-        ours = self._home.consortium(terms)
+        ours, carrier = self._home.consortium(terms), self._carrier(about, point)
         try:
-            self._check_not_set_back(client, about, point, folder, ours)
-            self._fetch_messages(client, about, terms, point, folder)
-            self._visit(about, terms, folder)
+            if not ours.manifest_path.exists():
+                carrier.check_not_set_back(client)
+            carrier.fetch(client, _expected(terms, point))
+            self._visit(about, terms, carrier)
         except BusyError as error:
             self._desk.move(about, "working", str(error))
         except MessageError as error:
-            self._stuck[about] = self._messages_of(folder)  # visited again once the room has something else
+            carrier.stuck()
             self._desk.move(about, "working", str(error), error.code)
         except (CeremonyError, RoomError) as error:
             if error.code == "room.unreachable":
@@ -211,8 +214,14 @@ class Founding:
             self._desk.move(about, "refused", str(error), error.code)
             return
         finally:
-            self._send_messages(client, about, point, folder)
+            carrier.send(client)
         self._finish(client, about, terms, ours)
+
+    def _carrier(self, about: str, point: int) -> Carrier:
+        if about not in self._carriers:
+            folder = self._place.folder("exchange", about)
+            self._carriers[about] = Carrier(self._seat, f"setup/{about}/", folder, point)
+        return self._carriers[about]
 
     def _kept_word(self, about: str, terms: Terms, point: int) -> bytes:
         path = self._place.folder("exchange") / f"{about}.agreed"
@@ -220,99 +229,25 @@ class Founding:
             write_shared(path, self._identity.write(_word("agreed", terms, point), b"agreed"))
         return path.read_bytes()
 
-    def _check_not_set_back(self, client: Client, about: str, point: int, folder: Path, ours: ConsortiumFolder) -> None:
-        """The room has no message that this member signed and this home does not know."""
-        if ours.manifest_path.exists():
-            return
-        start = f"setup/{about}/"
-        for notice in self._mirror.named(start, ".msg"):
-            sent = _SENDER.fullmatch(notice.name.removeprefix(start))
-            if notice.author != self._identity.ed25519 or sent is None or int(sent[1]) != point:
-                continue
-            path = folder / notice.name.removeprefix(start)
-            where = f"own {notice.name}"
-            if path.exists() and _sha256(path) == notice.sha256:
-                self._desk.trouble(where, "")
-            elif is_signed_by(client.small(notice, _LARGEST_RECORD), self._identity.ed25519):
-                raise RoomError(
-                    f"the room has {notice.name.removeprefix(start)!r} from this member, which this home did not send: "
-                    "the home was set back to an earlier day, or an agent with the same keys runs elsewhere; all "
-                    "discard this ceremony, and propose new terms",
-                    code="room.set-back",
-                )
-            else:
-                self._desk.trouble(where, f"the room has {notice.name!r} in this member's name, which it did not sign")
-
-    def _fetch_messages(self, client: Client, about: str, terms: Terms, point: int, folder: Path) -> None:
-        for name, most in expected_messages(terms, point).items():
-            sender = _SENDER.fullmatch(name)
-            if sender is None:
-                continue
-            notice = self._mirror.find(terms.member(int(sender[1])).ed25519, f"setup/{about}/{name}")
-            path = folder / name
-            if notice is None or self._fetched.get(path) == notice.sha256:
-                continue
-            if not path.exists() or _sha256(path) != notice.sha256:
-                try:
-                    data = client.small(notice, most)
-                except RoomError as error:
-                    if error.code == "room.unreachable":
-                        raise
-                    who = terms.member(int(sender[1])).name
-                    self._desk.trouble(f"{about[:8]}/{name}", f"the message {name} of {who} is refused: {error}")
-                    continue
-                write_exchanged(path, data)
-                self._progress.pop(about, None)
-            self._desk.trouble(f"{about[:8]}/{name}", "")
-            self._fetched[path] = notice.sha256
-
-    def _messages_of(self, folder: Path) -> str:
-        return " ".join(f"{path.name}:{sha}" for path, sha in sorted(self._fetched.items()) if folder in path.parents)
-
-    def _visit(self, about: str, terms: Terms, folder: Path) -> None:
-        """A visit to the folder, unless what it waits for is not there yet."""
-        if self._stuck.get(about) == self._messages_of(folder):
-            return
-        last = self._progress.get(about)
-        if last is not None and not last.finished and last.files and not last.now().finished:
-            waiting = last.now()
-        else:
-            waiting = self._progress[about] = set_up(self._home, self._unlock, terms, folder)
-        if not waiting.finished:
+    def _visit(self, about: str, terms: Terms, carrier: Carrier) -> None:
+        waiting = carrier.visit(lambda: set_up(self._home, self._unlock, terms, carrier.folder))
+        if waiting is not None and not waiting.finished:
             names = ", ".join(waiting.waiting)
             self._desk.move(about, "working", f"the key is being made; waiting for {names} ({waiting.step})")
 
-    def _send_messages(self, client: Client, about: str, point: int, folder: Path) -> None:
-        """This member's messages that the room does not have."""
-        for path in sorted(folder.glob("*/*.msg")):
-            name = path.relative_to(folder).as_posix()
-            sent = _SENDER.fullmatch(name)
-            if sent is None or int(sent[1]) != point:
-                continue
-            there = self._mirror.find(self._identity.ed25519, f"setup/{about}/{name}")
-            if there is None and self._fetched.get(path) != "sent":
-                client.upload(path, f"setup/{about}/{name}")
-                self._fetched[path] = "sent"
-
     def sent_again(self) -> None:
-        """After the room was away: what was sent may be lost there, so it is compared anew."""
-        self._fetched = {path: value for path, value in self._fetched.items() if value != "sent"}
+        for carrier in self._carriers.values():
+            carrier.sent_again()
 
     def _finish(self, client: Client, about: str, terms: Terms, ours: ConsortiumFolder) -> None:
-        progress = self._progress.get(about)
+        progress = self._carriers[about].progress
         if progress is None or progress.manifest is None:
             return
         strange = keep_agreed(ours, self._place.folder("proposals", about))
-        if self._mirror.find(self._identity.ed25519, f"manifest/{about}.json") is None:
-            client.upload(ours.manifest_path, f"manifest/{about}.json")
+        publish_chain(client, self._seat, ours)
         left = f"; {', '.join(strange)} was not what the terms name" if strange else ""
         count = f"any {terms.threshold} of {terms.members} can prove ownership"
         self._desk.move(about, "done", f"the key is made, and your share is sealed in your home; {count}{left}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def facts_of(terms: Terms, own: str) -> tuple[tuple[str, str], ...]:

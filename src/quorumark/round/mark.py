@@ -32,6 +32,8 @@ __all__ = [
     "weights",
 ]
 
+_PIECE = 1 << 16  # elements of a share that are worked on at once
+
 
 def weights(manifest: Manifest, members: Iterable[int]) -> dict[int, Fraction]:
     """a_k = n_k/Σ_U n, by the manifest's numbers of examples. `float` of it, rounded once, is what the codec takes."""
@@ -67,7 +69,19 @@ def marked_vector(
             code="round.too-few",
         )
     factor = shamir.lagrange(sorted(members))[sorted(members).index(point)]
-    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), share, packed)
+    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), _joined(share), packed)
+
+
+def _joined(pieces: Iterable[Vector]) -> Iterator[Vector]:
+    """The same elements in larger pieces: a share comes in blocks of a thousand, each of which costs as much again."""
+    held: list[Vector] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(map(len, held)) >= _PIECE:
+            yield np.concatenate(held)
+            held = []
+    if held:
+        yield np.concatenate(held)
 
 
 def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesis: Genesis | None = None) -> None:

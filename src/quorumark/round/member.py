@@ -231,7 +231,7 @@ class RoundMember:
     def is_marked(self) -> bool:
         """Whether the round starts from a model with a mark in it, or puts one in."""
         amplitudes = self._amplitudes("model")
-        return bool(self._known().mark.rho) or (amplitudes is not None and amplitudes.marks)
+        return (amplitudes is not None and amplitudes.marks) or bool(self._known().mark.rho)
 
     def length(self, purpose: str = "model") -> int:
         """Of the vectors that are summed: the model, the members' norms where the mark needs them, and a tag."""

@@ -51,7 +51,7 @@ from quorumark.setup.reshare import ReshareMember
 from quorumark.setup.sums import STEP, sign_terms
 from quorumark.setup.waiting import Progress
 
-__all__ = ["check", "discard", "expected_messages", "reshare", "set_up"]
+__all__ = ["check", "discard", "expected_in_resharing", "expected_messages", "reshare", "set_up"]
 
 _KIND = "ceremony"
 _LARGEST_WRAPPING = 1 << 13  # header, signature, and all that is not as long as the key
@@ -116,6 +116,21 @@ def expected_messages(terms: Terms, point: int) -> dict[str, int]:
         for x in openers(terms) if step == "open" else range(1, terms.members + 1):
             if x != point:
                 found[f"{number}-{step}/{x}{f'-to-{point}' if step == 'deal' else ''}.msg"] = most
+    return found
+
+
+def expected_in_resharing(terms: Terms, before: Manifest, point: int) -> dict[str, int]:
+    """The same for new shares, for the members in `terms`, after the manifest `before`."""
+    stay = check_terms_follow(terms, before.terms)
+    keys = ARCHIVE_KEY * leaf_count(terms.coordinates, terms.leaf)
+    # a dealer shares at most the numbers of a share under both polynomials, and its archive's keys
+    sizes = {"deal": 8 * (2 * before.share_length + keys), "difference": 8 * before.share_length}
+    found = {}
+    for number, step in enumerate(ReshareMember.STEPS, 1):
+        for x in stay if step == "difference" else range(1, terms.members + 1):
+            if x != point:
+                name = f"{number}-{step}/{x}{f'-to-{point}' if step == 'deal' else ''}.msg"
+                found[name] = _LARGEST_WRAPPING + sizes.get(step, 0)
     return found
 
 

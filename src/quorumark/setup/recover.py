@@ -38,7 +38,7 @@ from quorumark.field import P, Stream, derive_key
 from quorumark.files import only_one, write_shared
 from quorumark.setup.waiting import Progress
 
-__all__ = ["finish", "help_recover", "request"]
+__all__ = ["finish", "help_recover", "largest_answer", "request"]
 
 _FORMAT = "quorumark-recovery/v1"
 
@@ -127,7 +127,7 @@ def help_recover(home: HomeFolder, consortium: ConsortiumFolder, unlock: Unlock,
         state = consortium.path / f"help-{_hash(body)[:16]}.sealed"
         answer, answered = folder / f"answer-{own}.msg", _header(manifest, "answer", own, point, nonce)
         if not state.exists() and answer.exists():
-            check_sealed(read_file(answer, "an answer", _most(manifest)), terms, answered)
+            check_sealed(read_file(answer, "an answer", largest_answer(manifest)), terms, answered)
             return Progress("answer", (), finding=name)  # and the key for it is forgotten
         if not state.exists():
             new = X25519PrivateKey.generate().private_bytes_raw().hex()
@@ -210,12 +210,12 @@ def _read_answer(
     identity: Identity, manifest: Manifest, folder: Path, helper: int, header: Header, key: X25519PrivateKey
 ) -> field.Vector:
     name = manifest.terms.member(helper).name
-    data = read_file(folder / f"answer-{helper}.msg", f"the answer of {name!r}", _most(manifest))
+    data = read_file(folder / f"answer-{helper}.msg", f"the answer of {name!r}", largest_answer(manifest))
     answer = identity.read(data, manifest.terms, header, private=key)
     return np.frombuffer(answer[: len(answer) // 8 * 8], "<u8").astype(np.uint64)
 
 
-def _most(manifest: Manifest) -> int:
+def largest_answer(manifest: Manifest) -> int:
     """Bytes of an answer: as large as a share, with all salts and a header."""
     return 8 * (manifest.share_length + SALT_ELEMENTS * (1 + manifest.terms.members)) + (1 << 16)
 

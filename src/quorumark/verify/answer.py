@@ -33,15 +33,15 @@ from quorumark.reasons import Reason
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.combine import check_signed
 from quorumark.verify.evidence import Partial, Query, now
-from quorumark.verify.guard import check_query
+from quorumark.verify.guard import check_content, check_query
 from quorumark.verify.layered import Layers, seal
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.proof import Audit, explain
-from quorumark.verify.query import Progress, agreed_blocks, difference, prepare_again
+from quorumark.verify.query import Prepared, Progress, agreed_blocks, difference, prepare_again
 from quorumark.verify.reference import Reference
 from quorumark.verify.rules import AnswerRules, read_rules
 
-__all__ = ["answer", "answer_layers", "answer_with", "seal_context", "whitened"]
+__all__ = ["answer", "answer_layers", "answer_with", "check_answerable", "seal_context", "whitened"]
 
 
 def answer(
@@ -86,7 +86,9 @@ def answer(
         rules = rules or read_rules(home.rules_path)
         try:
             if query.layers is not None:
-                _check_before(query, query.layers, after, manifest, ledger)
+                found = _check_before(query, query.layers, after, manifest, ledger)
+                if ledger.known().get(query.x) != "failed":
+                    ledger.record_outcome(query.x, "failed", found.digest())
             approved_by = check_query(query, prepared.form.x, manifest, ledger, rules, approved, blocks)
         except GuardError as error:
             ledger.record_refusal(query, error.reason)
@@ -102,7 +104,31 @@ def answer(
     return answer_with(identity, manifest, query, values[0], members, history, ledger.head, opened)
 
 
-def _check_before(query: Query, layers: Layers, after: Certificate | None, manifest: Manifest, ledger: Ledger) -> None:
+def check_answerable(
+    home: HomeFolder,
+    reference: Reference,
+    prepared: Prepared,
+    *,
+    after: Certificate | None = None,
+    consortium: ConsortiumFolder | None = None,
+) -> None:
+    """Whether `answer` could answer once somebody approves: the checks that need no approval, before a person is asked.
+
+    `prepared` is what this member computed from the suspect. An error says why not; nothing is written.
+    """
+    consortium, query = consortium or home.only_consortium(), prepared.query
+    manifest = consortium.manifest()
+    ledger = Ledger.open(consortium, manifest)
+    with ledger.exclusive():
+        if query.layers is not None:
+            _check_before(query, query.layers, after, manifest, ledger)
+        rules = read_rules(home.rules_path)
+        check_content(query, prepared.form.x, manifest, ledger, rules, agreed_blocks(reference))
+
+
+def _check_before(
+    query: Query, layers: Layers, after: Certificate | None, manifest: Manifest, ledger: Ledger
+) -> Certificate:
     """A query by layers costs many equations: it is answered after a plain one about the same x did not pass."""
     if after is None or after.digest() != layers.after:
         raise EvidenceError("a query by layers takes the certificate of the plain query before it: pass it (--after)")
@@ -117,8 +143,7 @@ def _check_before(query: Query, layers: Layers, after: Certificate | None, manif
             "tell of the key",
             reason=Reason.of("guard.passed-before"),
         )
-    if ledger.known().get(query.x) != "failed":
-        ledger.record_outcome(query.x, "failed", after.digest())
+    return after
 
 
 def _inner_products(

@@ -14,6 +14,7 @@ from quorumark.model.layout import Source
 from quorumark.model.suspect import Suspect, read_suspect
 from quorumark.reasons import Reason
 from quorumark.verify.certificate import Certificate
+from quorumark.verify.challenge import Challenge
 from quorumark.verify.combine import again, check_signed
 from quorumark.verify.evidence import Finding, Query
 from quorumark.verify.ledger import Ledger
@@ -22,7 +23,7 @@ from quorumark.verify.omissions import Audits, Omitted
 from quorumark.verify.query import Progress, difference, how_aligned, prepare_again
 from quorumark.verify.reference import Reference
 
-__all__ = ["check_certificate", "sign"]
+__all__ = ["check_certificate", "check_challenged", "check_corroborated", "sign"]
 
 
 def sign(
@@ -113,6 +114,30 @@ def check_certificate(
             raise EvidenceError(f"the certificate's query does not follow: {difference(query, finding.query)}")
         checked.append(Reason.of("check.form"))
     return checked, left
+
+
+def check_challenged(
+    certificate: Certificate, chain: Sequence[Manifest], asked: Challenge, audits: Audits
+) -> tuple[list[Reason], list[Reason]]:
+    """A certificate that its members signed, that follows from its partials, and whose z is challenged.
+
+    What was checked of it, and what was not.
+    """
+    found = check_certificate(certificate, chain, audits=audits)
+    if asked.z != certificate.finding.z:
+        raise EvidenceError(
+            f"the challenge is for z = {asked.z}, but the certificate says {certificate.finding.z}: draw another"
+        )
+    return found
+
+
+def check_corroborated(finding: Finding) -> None:
+    """Whether members open anything for it: not if one liar could have set its number."""
+    if finding.corroboration == "uncorroborated" and finding.members > finding.quorum:
+        raise EvidenceError(
+            "the certificate rests on t answers, of which one could have set its number: let another member answer, "
+            "combine again, and audit that"
+        )
 
 
 def _check_left_out(

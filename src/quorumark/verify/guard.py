@@ -53,7 +53,7 @@ from quorumark.verify.residual import Asked, residual
 from quorumark.verify.rules import AnswerRules
 from quorumark.verify.vectors import Numbers
 
-__all__ = ["block_breadth", "budget", "check_query", "layers_offered", "least_effective"]
+__all__ = ["block_breadth", "budget", "check_content", "check_query", "layers_offered", "least_effective"]
 
 _ADDED = 1024  # coordinates that what a query adds must rest on
 _DISTINCT = 1e-10  # what floating point can tell: far above its 2^-52, below 1024 places in 10^9 coordinates
@@ -127,18 +127,14 @@ def check_query(
     --approve) or "rules".
     """
     with ledger.exclusive():
-        return _check_query(query, x, manifest, ledger, rules, approved, blocks)
+        check_content(query, x, manifest, ledger, rules, blocks)
+        return _approved_by(query, ledger, rules, approved)
 
 
-def _check_query(
-    query: Query,
-    x: Numbers,
-    manifest: Manifest,
-    ledger: Ledger,
-    rules: AnswerRules,
-    approved: bool,
-    blocks: Blocks | None,
-) -> str:
+def check_content(
+    query: Query, x: Numbers, manifest: Manifest, ledger: Ledger, rules: AnswerRules, blocks: Blocks | None = None
+) -> None:
+    """What this member refuses whatever a person says: so it can be told before anybody is asked. Changes nothing."""
     terms, d = manifest.terms, manifest.terms.coordinates
     again = query.equations <= ledger.opened(query.x)  # the same answer once more tells nobody anything
 
@@ -257,7 +253,9 @@ def _check_query(
     if not again:
         _check_residual(query, x, ledger, least, [slice(i * terms.leaf, (i + 1) * terms.leaf) for i in burnt], blocks)
 
-    # 8. A person approved it, or the member's rules do.
+
+def _approved_by(query: Query, ledger: Ledger, rules: AnswerRules, approved: bool) -> str:
+    """8. A person approved it, or the member's rules do."""
     if approved:
         return "person"
     _require(
@@ -266,6 +264,7 @@ def _check_query(
         "nobody has approved this query here; look at the suspect, its purpose and what it costs, then answer with "
         "--approve",
     )
+    again = query.equations <= ledger.opened(query.x)
     today = ledger.answers_since(calendar.timegm(time.gmtime()) - _DAY)
     _require(
         again or today < (rules.max_queries_per_day or 0),

@@ -63,7 +63,8 @@ class Ledger:
     """An append-only file of JSON lines. Each entry names the hash of the one before it, the first one a hash of the
     consortium's first terms; the last hash is kept in a second file, so that a cut is noticed too.
 
-    `entries` are the entries as dictionaries, `head` the hash of the last one (32 bytes in hex), `notes` sentences on
+    `entries` are the entries as dictionaries, `lines` their hashes (32 bytes in hex), `head` the last one, or that of
+    the terms, `notes` sentences on
     what was repaired when the ledger was read: an append that a crash interrupted. What is appended is on disk when the
     method returns, and commands that run at the same time wait for each other.
     """
@@ -73,6 +74,7 @@ class Ledger:
         self._start = digest("ledger", bytes.fromhex(manifest.genesis.terms)).hex()
         self._depth = 0
         self.entries: tuple[Mapping[str, Any], ...] = ()
+        self.lines: tuple[str, ...] = ()
         self.head = self._start
         self.notes: tuple[str, ...] = ()
 
@@ -127,7 +129,7 @@ class Ledger:
         if count == len(lines) - 1:
             self._keep_head(len(lines), hashes[-1])
             self.notes += (f"the head of {str(path)!r} was brought up to line {len(lines)} after a crash",)
-        self.entries, self.head = tuple(entries), hashes[-1]
+        self.entries, self.lines, self.head = tuple(entries), tuple(hashes[1:]), hashes[-1]
 
     def _check_chain(self, hashes: list[str], entries: list[dict[str, Any]], count: int, head: str) -> None:
         """hashes[i] is that of line i; line i+1 must name it, and the head that of line `count`."""
@@ -196,7 +198,7 @@ class Ledger:
             raise KeystoreError(f"cannot write {str(self._consortium.ledger_path)!r}: {error.strerror}") from None
         head = digest("ledger entry", line).hex()
         self._keep_head(number, head)
-        self.entries, self.head = (*self.entries, entry), head
+        self.entries, self.lines, self.head = (*self.entries, entry), (*self.lines, head), head
 
     def record_answer(self, query: Query, x: Numbers, approved_by: str) -> None:
         """Before an answer leaves. The same x again adds nothing, and puts a lost vector back.

@@ -3,7 +3,8 @@
 One simulation runs plain FedAvg, then the wrapped strategy, then plain FedAvg again, with the same nodes. Training
 moves every weight a little and takes no time worth mentioning, so the ratio is the worst there is; with real training
 both sides take that much longer. A round is timed from one model to the next. Messages and bytes are counted where the
-strategy meets Flower.
+strategy meets Flower, and with the mark as its report counts them: what a deployment sends, though in a simulation the
+stages of a sum are served without messages (`quorumark.flower.simulation`).
 
 The same comparison in a deployment is made by `examples/flower-hospitals/deploy --compare N`, whose summary.json
 `deployed` reads.
@@ -112,9 +113,13 @@ def _simulated(folder: Path, count: int, threshold: int, thousands: int) -> Flow
             if kind == "marked" and not strategy.reports[-1].marked:
                 raise AssertionError(strategy.reports[-1].given_up or "the mark is not what this row is about")
             names = ("seconds", "messages", "bytes_down", "bytes_up")
-            for before, after in list(pairwise(times))[_WARM if kind == "marked" else 1 :]:
+            for number, (before, after) in enumerate(pairwise(times)):
                 seconds, *others = np.subtract(after, before)
-                found[kind].append(dict(zip(names, (seconds, *(n / count for n in others)), strict=True)))
+                if kind == "marked":
+                    told = strategy.reports[number].metrics
+                    others = [told["messages"], told["bytes-down"], told["bytes-up"]]
+                if number >= (_WARM if kind == "marked" else 1):
+                    found[kind].append(dict(zip(names, (seconds, *(n / count for n in others)), strict=True)))
 
         measure("plain", _ROUNDS // 2)
         measure("marked", _ROUNDS)

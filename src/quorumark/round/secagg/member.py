@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from quorumark import field, shamir
 from quorumark.canonical import digest
@@ -478,6 +479,7 @@ class SecAggMember:
     def _pairs(self, entry: dict[str, Any], plan: Plan) -> dict[int, bytes]:
         """A secret with every member of U, bound to ctx; the one with itself seals its own box."""
         private, pairs = private_key(entry), {}
+        own = plan.keys[plan.members.index(self.point)]
         for point, key in zip(plan.members, plan.keys, strict=True):
             if point == self.point:
                 secret = bytes.fromhex(entry["secret"])
@@ -486,7 +488,8 @@ class SecAggMember:
                 try:
                     lasting = self._identity.exchange_lasting(self.group.member(point).x25519)
                     if known not in self._shared:
-                        self._shared[known] = exchange(private, key)
+                        here = point in self.together
+                        self._shared[known] = _exchanged_once(private, own, key) if here else exchange(private, key)
                 except MessageError:
                     raise MessageError(
                         f"{self.group.name(point)} sent an invalid public key (step 'secagg/ready')",
@@ -499,3 +502,19 @@ class SecAggMember:
 
     def _name(self) -> str:
         return self.group.name(self.point)
+
+
+_TOGETHER: dict[frozenset[str], bytes] = {}
+_MOST_TOGETHER = 1 << 19
+
+
+def _exchanged_once(private: X25519PrivateKey, own: str, other: str) -> bytes:
+    """The secret of two keys of a round, whose members are of a simulation and in one process: the second of them takes
+    what the first one computed."""
+    pair = frozenset((own, other))
+    found = _TOGETHER.pop(pair, None)
+    if found is None:
+        if len(_TOGETHER) >= _MOST_TOGETHER:  # of members who were lost before they took theirs
+            _TOGETHER.clear()
+        found = _TOGETHER[pair] = exchange(private, other)
+    return found

@@ -1,0 +1,403 @@
+"""The life of shares in a room: refresh, other members, other terms, a lost share. Each waits for people; a room that
+lies stops it or is passed over; nothing secret is left there; who left gets nothing."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from quorumark.consortium.home import ConsortiumFolder
+from quorumark.consortium.identity import Header, Identity
+from quorumark.consortium.records import Manifest, Terms
+from quorumark.errors import InputError, RoomError
+from quorumark.room.calls import Call, call_header, put_call
+from quorumark.room.client import Client
+from quorumark.room.desk import Matter
+from quorumark.room.place import Place, Policy, Settings
+from quorumark.setup import amend
+from tests.kit.overheard import samples, search, texts, windows
+from tests.kit.rooms import Group, Host, RoomProcess, identity, make_home, put_question, room_on, until
+
+pytest.importorskip("starlette")
+pytestmark = pytest.mark.room
+AVON, BIRCH, CEDAR, DELTA, ELM = range(5)
+
+
+def ours(group: Group, index: int) -> ConsortiumFolder:
+    return group.homes[index][0].only_consortium()
+
+
+def call(group: Group, index: int = AVON, **options: Any) -> Call:
+    home, unlock = group.homes[index]
+    return put_call(group.client(index), home, unlock, ours(group, index), "as agreed by phone", **options)
+
+
+def matter(group: Group, index: int, about: str) -> Matter | None:
+    every = group.agent(index).desk.matters()
+    return next((one for one in every if one.digest == about and one.state != "checking"), None)
+
+
+def wait(group: Group, index: int, about: str, state: str) -> Matter:
+    found: Matter = until(
+        lambda: (one := matter(group, index, about)) is not None and one.state == state and one,
+        f"{state} at {index}: {[(m.title, m.state, m.status) for m in group.agent(index).desk.matters()]}",
+    )
+    return found
+
+
+def agree(group: Group, index: int, about: str, said: str = "yes") -> Matter:
+    one = wait(group, index, about, "waiting")
+    group.agent(index).desk.decide(about, one.shown, said, "person")
+    return one
+
+
+def everybody(group: Group, about: str, *indices: int) -> None:
+    for index in indices:
+        agree(group, index, about)
+    for index in indices:
+        wait(group, index, about, "done")
+
+
+class Scene:
+    """Four members, two of whom prove ownership. Old shares are remembered, to look for them later."""
+
+    def __init__(self, folder: Path, room: RoomProcess) -> None:
+        self.room = room
+        self.group = Group.join(folder / "members", room.address, members=4, threshold=2)
+        self.group.start()
+        self.group.found()
+        self.host = Host(room, self.group)
+        self.shares: dict[str, Any] = {}
+        self.keep("first")
+
+    def keep(self, when: str) -> None:
+        for index, (home, unlock) in enumerate(self.group.homes):
+            if ours(self.group, index).share_path().exists():
+                self.shares[f"share of {home.card().name}, {when}"] = ours(self.group, index).share(unlock).vector()
+
+    def certified(self, seed: int, *indices: int) -> str:
+        """Somebody asks, and these approve; the verdict."""
+        query = put_question(self.group, self.group.marked(f"{seed}.safetensors", seed=seed), answers=len(indices))
+
+        def find(index: int, state: str) -> Matter | None:
+            every = self.group.agent(index).desk.matters()
+            return next((m for m in every if dict(m.facts).get("query") == query.digest() and m.state == state), None)
+
+        for index in indices:
+            one = until(lambda index=index: find(index, "waiting"), "the query")  # type: ignore[misc]
+            self.group.agent(index).desk.decide(one.digest, one.shown, "yes", "person")
+        done: Matter = until(lambda: find(indices[0], "done"), "the verdict")
+        return done.verdict
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("life")
+    with room_on(folder / "room") as room:
+        made = Scene(folder, room)
+        yield made
+        made.group.stop()
+
+
+def test_all_make_new_shares_once_every_person_agreed(scene: Scene) -> None:
+    group, before = scene.group, ours(scene.group, AVON).manifest()
+    about = call(group).digest()
+    facts = dict(wait(group, BIRCH, about, "waiting").facts)
+    assert facts["who calls"] == "Avon"
+    assert facts["why"] == "as agreed by phone"
+    assert facts["manifest in force"] == before.digest().hex()
+    for index in (AVON, BIRCH, CEDAR):
+        agree(group, index, about)
+    until(lambda: len(scene.host.names(f"call/{about}/1-commit/")) == 3, "three commitments")
+    until(lambda: "Delta" in wait(group, AVON, about, "working").status, "they wait for Delta")
+    assert ours(group, AVON).manifest().epoch == 0
+    everybody(group, about, DELTA)
+    for index in range(4):
+        wait(group, index, about, "done")
+        manifest = ours(group, index).manifest()
+        assert (manifest.epoch, manifest.predecessor) == (1, before.digest().hex())
+        ours(group, index).verify_share(group.homes[index][1])
+        assert [p.name for p in ours(group, index).path.glob("share-*.sealed")] == ["share-1.sealed"]
+        key = identity(group, index).ed25519
+        names = {(key, f"manifest/{link.digest().hex()}.json") for link in (before, manifest)}
+        until(lambda names=names: names <= set(scene.host.names("manifest/")), "both manifests in the room")  # type: ignore[misc]
+    scene.keep("refreshed")
+    assert scene.certified(11, AVON, BIRCH, DELTA) == "PASSED"
+
+
+def test_a_number_of_examples_changes(scene: Scene) -> None:
+    group = scene.group
+    terms = amend.propose(ours(group, AVON).manifest().terms, examples={2: 777})
+    about = call(group, CEDAR, terms=terms).digest()
+    facts = dict(wait(group, DELTA, about, "waiting").facts)
+    assert facts["change 1"] == "Birch: examples 200 → 777"
+    assert facts["the new terms' digest"] == terms.digest().hex()
+    everybody(group, about, AVON, BIRCH, CEDAR, DELTA)
+    assert {ours(group, index).manifest().terms.digest() for index in range(4)} == {terms.digest()}
+
+
+def test_a_lost_share_comes_back(scene: Scene) -> None:
+    group = scene.group
+    ours(group, BIRCH).share_path().unlink()
+    about = call(group, BIRCH, helpers=(1, 3)).digest()
+    facts = dict(wait(group, AVON, about, "waiting").facts)
+    assert "Birch lost its share" in facts["what"]
+    assert "Avon, Cedar" in facts["what"]
+    assert matter(group, DELTA, about) is None  # it was not asked
+    for index in (AVON, CEDAR):
+        agree(group, index, about)
+    wait(group, BIRCH, about, "done")
+    ours(group, BIRCH).verify_share(group.homes[BIRCH][1])
+    scene.keep("recovered")
+
+
+def test_a_member_leaves_another_comes_and_who_left_gets_nothing(scene: Scene) -> None:
+    group = scene.group
+    home, unlock = make_home(group.folder, "Elm")
+    text = group.client(AVON).post("invite", count=1)["invitations"][0]
+    Client(group.address, home.identity(unlock), group.consortium).join(urlsplit(text).fragment)
+    Place(home.path).remember(Settings(group.address, group.consortium, 500))
+    group.homes.append((home, unlock))
+    group.start(ELM)
+    before = ours(group, AVON).manifest()
+    terms = amend.propose(before.terms, removed=[4], added=[(home.card(), 500)])
+    with pytest.raises(InputError, match="another member"):
+        call(group, terms=terms)
+    about = call(group, terms=terms, new_shares=True).digest()
+    facts = dict(wait(group, ELM, about, "waiting").facts)
+    assert facts["manifest in force"] == before.digest().hex()
+    assert "by phone" in facts["you are new"]
+    everybody(group, about, AVON, BIRCH, CEDAR, ELM)
+    assert matter(group, DELTA, about) is None
+    manifest = ours(group, ELM).manifest()
+    assert manifest.digest() == ours(group, AVON).manifest().digest()
+    assert [member.name for member in manifest.terms.roster] == ["Avon", "Birch", "Cedar", "Elm"]
+    ours(group, ELM).verify_share(unlock)
+    assert (ours(group, ELM).path / "anchor.safetensors").exists()
+    scene.keep("reshared")
+    former = group.client(DELTA)
+    until(lambda: refused(former) == "room.not-a-member", "Delta's place is gone")
+    for what in ("ticket", "entry"):
+        with pytest.raises(RoomError) as caught:
+            former.post(what, **({} if what == "ticket" else {"name": "note/1", "sha256": "ab" * 32}))
+        assert caught.value.code == "room.not-a-member"
+    assert scene.certified(12, AVON, BIRCH, ELM) == "PASSED"
+    # started anew, an agent takes part in nothing that is over, and knows the verdicts of before
+    birch = group.agent(BIRCH)
+    before_it = sorted(scene.host.names("call/"))
+    birch.stop()
+    group.agents.remove(birch)
+    group.start(BIRCH)
+    desk = group.agent(BIRCH).desk
+    until(lambda: sum(m.state == "done" for m in desk.matters() if m.kind == "call") == 3, "its calls are over")
+    until(lambda: [m.verdict for m in desk.matters() if m.kind == "query"] == ["PASSED", "PASSED"], "both verdicts")
+    assert sorted(scene.host.names("call/")) == before_it
+    assert not ours(group, BIRCH).under_way()
+
+
+def refused(client: Client) -> str:
+    try:
+        client.log(0)
+    except RoomError as error:
+        return error.code
+    return ""
+
+
+def test_nothing_secret_of_any_ceremony_is_in_the_room(scene: Scene) -> None:
+    """Shares of every epoch, keys and what sealed state holds, in the room's database, files and log; with controls."""
+    content = b"".join(p.read_bytes() for p in sorted(scene.room.folder.rglob("*")) if p.is_file())
+    wanted = {name: windows(share) for name, share in scene.shares.items()}
+    wanted |= {f"samples of {name}": samples(share) for name, share in scene.shares.items()}
+    assert len(scene.shares) >= 12
+    for home, unlock in scene.group.homes:
+        mine = home.identity(unlock)
+        wanted[f"keys of {mine.name}"] = texts(mine.to_secret_bytes())
+        wanted[f"key file of {mine.name}"] = texts((home.path.parent / f"{mine.name}.key").read_bytes())
+    suspect = np.frombuffer((scene.group.folder / "12.safetensors").read_bytes(), np.uint8)
+    wanted["control: a suspect"] = windows(suspect[-4096:])
+    wanted["control: a public key"] = texts(bytes.fromhex(scene.group.homes[ELM][0].card().ed25519))
+    found = search(content, wanted)
+    control = {name: part for name, part in found.items() if name.startswith("control")}
+    assert control["control: a suspect"] > 0.99
+    assert control["control: a public key"] > 0.1
+    assert {name: part for name, part in found.items() if part > 0 and name not in control} == {}
+    share = scene.shares["share of Elm, reshared"]
+    planted = search(content + base64.b64encode(share[:400].tobytes()) + share[500:600].tobytes(), wanted)
+    assert planted["share of Elm, reshared"] > 0
+    assert planted["samples of share of Elm, reshared"] > 0
+
+
+# --- a room that lies -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Group, Host]]:
+    """Three members with a key; their agents are not running."""
+    folder = tmp_path_factory.mktemp("lies")
+    with room_on(folder / "room") as room:
+        group = Group.join(folder / "members", room.address, members=3, threshold=2)
+        group.start()
+        group.found()
+        group.stop()
+        yield group, Host(room, group)
+        group.stop()
+
+
+@pytest.fixture(autouse=True)
+def _still(founded: tuple[Group, Host]) -> Iterator[None]:
+    yield
+    founded[0].stop()
+
+
+Lie = Callable[[Group, Host, Call, Terms], None]
+
+
+def _other_terms(group: Group, host: Host, called: Call, terms: Terms) -> None:
+    """The terms of the call with a threshold that lets fewer prove ownership."""
+    other = replace(terms, roster=(*terms.roster[:2], replace(terms.roster[2], examples=999)))
+    host.put(identity(group, AVON).ed25519, f"call/{called.digest()}/terms.json", other.to_bytes())
+
+
+def _other_call(group: Group, host: Host, called: Call, _: Terms) -> None:
+    other = replace(called, purpose="something else")
+    message = identity(group, AVON).write(call_header(other, 1), other.to_bytes())
+    host.put(identity(group, AVON).ed25519, f"call/{called.digest()}/call.msg", message)
+
+
+def _not_signed(group: Group, host: Host, called: Call, _: Terms) -> None:
+    message = identity(group, BIRCH).write(call_header(called, 1), called.to_bytes())
+    host.put(identity(group, AVON).ed25519, f"call/{called.digest()}/call.msg", message)
+
+
+def _a_stranger(group: Group, host: Host, called: Call, terms: Terms) -> None:
+    stranger, start = Identity.generate("Mallory"), f"call/{called.digest()}"
+    host.put(stranger.ed25519, f"{start}/terms.json", terms.to_bytes())
+    host.put(stranger.ed25519, f"{start}/call.msg", stranger.write(call_header(called, 1), called.to_bytes()))
+    host.withhold(identity(group, AVON).ed25519, f"{start}/call.msg")
+
+
+def _words_of_another(group: Group, host: Host, called: Call, _: Terms) -> None:
+    header = Header(called.manifest, called.digest(), "room/ask", 1)
+    message = identity(group, AVON).write(header, called.to_bytes())
+    host.put(identity(group, AVON).ed25519, f"call/{called.digest()}/call.msg", message)
+
+
+@pytest.mark.parametrize("lie", [_other_terms, _other_call, _not_signed, _a_stranger, _words_of_another])
+def test_a_call_that_was_swapped_is_not_put_before_the_member(founded: tuple[Group, Host], lie: Lie) -> None:
+    group, host = founded
+    terms = amend.propose(ours(group, AVON).manifest().terms, examples={2: 777})
+    called = call(group, terms=terms)
+    lie(group, host, called, terms)
+    group.start(CEDAR)
+    one = wait(group, CEDAR, called.digest(), "refused")
+    assert one.code == "room.other-call"
+    with pytest.raises(RoomError):
+        group.agent(CEDAR).desk.decide(called.digest(), one.shown, "yes", "person")
+    sent = [name for author, name in host.names("call/") if author == identity(group, CEDAR).ed25519]
+    assert not sent
+
+
+def test_terms_with_another_key_for_a_member_are_refused_by_that_member(founded: tuple[Group, Host]) -> None:
+    """A caller who would put its own sealing key in Cedar's place."""
+    group, _ = founded
+    before = ours(group, AVON).manifest().terms
+    stolen = replace(before.roster[2], x25519=Identity.generate("x").x25519)
+    terms = replace(before, roster=(*before.roster[:2], stolen), created="2026-03-01T12:00:00Z")
+    called = call(group, terms=terms)
+    group.start(CEDAR)
+    assert wait(group, CEDAR, called.digest(), "refused").code == "room.other-call"
+
+
+def test_a_policy_agrees_to_named_calls_only_and_declining_sends_nothing(founded: tuple[Group, Host]) -> None:
+    group, host = founded
+    one, two, three = call(group), call(group), call(group)
+    policy = Policy(agree=(one.digest(), one.manifest), askers=("Avon",), most_equations=99, most_a_day=99)
+    group.start(CEDAR, policy=policy)
+    wait(group, CEDAR, one.digest(), "working")
+    wait(group, CEDAR, two.digest(), "waiting")
+    agree(group, CEDAR, three.digest(), "no")
+    wait(group, CEDAR, three.digest(), "declined")
+    group.stop()
+    cedar = identity(group, CEDAR).ed25519
+    assert {name.split("/")[1] for author, name in host.names("call/") if author == cedar} == {one.digest()}
+    ours(group, CEDAR).ceremony_path.unlink()  # as quorumark setup discard does
+
+
+def test_a_refresh_waits_names_a_damaged_message_and_goes_on(founded: tuple[Group, Host]) -> None:
+    group, host = founded
+    about, birch = call(group).digest(), identity(group, BIRCH).ed25519
+    group.start(AVON, BIRCH)
+    for index in (AVON, BIRCH):
+        agree(group, index, about)
+    name = f"call/{about}/1-commit/2.msg"
+    until(lambda: len(host.names(f"call/{about}/1-commit/")) == 2, "both commitments")
+    right = host.read(birch, name)
+    host.withhold(birch, name)
+    group.start(CEDAR)
+    agree(group, CEDAR, about)
+    until(lambda: "waiting for Birch (commit)" in wait(group, CEDAR, about, "working").status, "Cedar waits")
+    for data, code in ((right[:-1] + bytes([right[-1] ^ 1]), "message.altered"), (b"", "message.malformed")):
+        host.put(birch, name, data)
+        until(lambda code=code: wait(group, CEDAR, about, "working").code == code, code)  # type: ignore[misc]
+    host.put(birch, name, bytes(1 << 20))
+    until(lambda: any("of Birch is refused" in text for text in group.agent(CEDAR).desk.troubles.values()), "its size")
+    cedar = identity(group, CEDAR).ed25519
+    assert (cedar, f"call/{about}/2-reveal/3.msg") not in host.names("call/")
+    host.put(birch, name, right)
+    until(lambda: not wait(group, CEDAR, about, "working").code, "the right one")
+    group.stop()
+    host.reverse()
+    group.start()
+    for index in range(3):
+        wait(group, index, about, "done")
+        ours(group, index).verify_share(group.homes[index][1])
+    # replayed: the same call again is over, and does nothing
+    before = {ours(group, index).manifest().digest() for index in range(3)}
+    avon, word = identity(group, AVON).ed25519, f"call/{about}/call.msg"
+    host.put(avon, word, host.read(avon, word))
+    group.stop()
+    group.start()
+    wait(group, CEDAR, about, "done")
+    assert {ours(group, index).manifest().digest() for index in range(3)} == before
+
+
+def test_a_room_cannot_invent_the_consortium_that_a_new_member_joins(founded: tuple[Group, Host]) -> None:
+    """The call names the manifest, the person compares its digest; the room gives another, none, or one unsigned."""
+    group, host = founded
+    home, unlock = make_home(group.folder, "Delta")
+    text = group.client(AVON).post("invite", count=1)["invitations"][0]
+    Client(group.address, home.identity(unlock), group.consortium).join(urlsplit(text).fragment)
+    Place(home.path).remember(Settings(group.address, group.consortium, 400))
+    group.homes.append((home, unlock))
+    manifest = ours(group, AVON).manifest()
+    terms = amend.propose(manifest.terms, added=[(home.card(), 400)])
+    called, name = call(group, terms=terms), f"manifest/{manifest.digest().hex()}.json"
+    authors = [author for author, found in host.names("manifest/") if found == name]
+    right = host.read(authors[0], name)
+    unsigned = replace(manifest, signatures={}).to_bytes()
+    fewer = replace(manifest, signatures={**manifest.signatures, 1: "00" * 64}).to_bytes()
+    first = ours(group, AVON).chain()[0].to_bytes()
+    codes = []
+    try:
+        for data in (unsigned, fewer, first):
+            for author in authors:
+                host.put(author, name, data)
+            group.start(DELTA)
+            codes.append(wait(group, DELTA, called.digest(), "refused").code)
+            group.stop()
+        for author in authors:
+            host.put(author, name, right)
+        group.start(DELTA)
+        wait(group, DELTA, called.digest(), "waiting")
+    finally:
+        group.stop()
+        group.homes.pop()
+    assert set(codes) <= {"room.not-found", "room.other-call"}
+    assert Manifest.from_bytes(right).digest() == manifest.digest()
