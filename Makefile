@@ -37,7 +37,7 @@ deploy-test: .venv/.flower
 nvflare-test: .venv/.nvflare
 	$(BIN)/python -m pytest -m "not slow" $(TOGETHER) tests/nvflare
 
-# a room and its agents on loopback, hostile and killed; up to three minutes
+# a room and its agents on loopback, hostile and killed; up to four minutes
 room-test: setup
 	$(BIN)/python -m pytest -m "room and not slow" tests/room
 

@@ -14,12 +14,13 @@ each *span* of the vector (a tensor). Rounding to units is to nearest, with ties
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from quorumark import field
 from quorumark.errors import EncodingError, InputError
@@ -35,6 +36,7 @@ __all__ = [
     "pack",
     "pack_update",
     "unpack",
+    "unpack_onto",
     "weighted_moves",
 ]
 
@@ -120,11 +122,8 @@ def pack_update(
     target = np.empty(length, np.uint64) if out is None else out
     field.check_output(target, (length,))
     extra = np.empty(0, np.int64) if noise is None else noise
-    # pieces of the elements in each of which every row has one unit
-    cuts = {0, length, *(place.start % length for place, _ in spans), *(place.stop % length for place, _ in spans)}
-    ordered = sorted(cuts)
-    for begin, end in pairwise(ordered):
-        scales = np.array([2.0 ** -_shift_at(spans, row * length + begin) for row in range(count)])
+    for begin, end, shifts in _pieces(spans, count, length):
+        scales = np.array([2.0**-shift for shift in shifts])
         found = parallel.spread(
             lambda b, e, s=begin, k=scales: parts.pack_update(  # type: ignore[misc]
                 after, before, weight, extra, k, bits, length, s + b, target[s + b : s + e]
@@ -132,36 +131,79 @@ def pack_update(
             end - begin,
             smallest=parallel.SMALLEST_PART // count,
         )
-        if _most(found) >= 1 << (bits - 1):
+        if _outermost(found) >= 1 << (bits - 1):
             rule = f"must be below 2^{bits - 1} units to be packed {count} in an element"
             raise EncodingError("an update", rule, "a larger one", begin)
     return target
 
 
-def _shift_at(spans: Sequence[Span], place: int) -> int:
-    return next((shift for where, shift in spans if where.start <= place < where.stop), 0)
-
-
-def unpack(packed: Vector, size: int, spans: Iterable[Span], count: int) -> tuple[Moves, list[bool]]:
+def unpack(packed: Vector, size: int, spans: Sequence[Span], count: int) -> tuple[Moves, list[bool]]:
     """The numbers in integers of 2^-40, and for each span whether all of its elements can be sums of what members may
     send. One that has a part out of range, or a number where there is none, says nothing about its other parts."""
+    table = _table(packed, size, count)
+    moves, fits = table.reshape(-1)[:size], _fits(table, size, spans)
+    for place, shift in spans:
+        moves[place] <<= shift
+    return moves, fits
+
+
+def unpack_onto(
+    before: Vector, packed: Vector, spans: Sequence[Span], count: int, dtype: DTypeLike = np.float32
+) -> tuple[NDArray[Any], list[bool]]:
+    """The floats that `before`, E of a model, becomes with the numbers of a packed sum, in one pass, rounded once; and
+    what `unpack` says of each span. A number that does not fit counts all the same."""
+    length, bits = elements(before.size, count), BITS[count]
+    kind: np.dtype[Any] = np.dtype(dtype)
+    _check_packed(packed, length)
+    if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise InputError("dtype", "must be float32 or float64", kind)
+    out, fine = np.empty(before.size, kind), True
+    scale = kind.type(2.0**-40)
+    for begin, end, found_shifts in _pieces(spans, count, length):
+        shifts = np.array(found_shifts)
+        found = parallel.spread(
+            lambda b, e, s=begin, k=shifts: parts.move_by_parts(  # type: ignore[misc]
+                packed, before, k, bits, length, s + b, s + e, scale, out
+            ),
+            end - begin,
+            smallest=parallel.SMALLEST_PART // count,
+        )
+        fine &= _outermost(found) < 1 << (bits - 1) and not any(one[2] for one in found)  # type: ignore[index]
+    return out, [True] * len(spans) if fine else _fits(_table(packed, before.size, count), before.size, spans)
+
+
+def _pieces(spans: Sequence[Span], count: int, length: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Pieces of the elements in each of which every part has one unit, and the shifts of these."""
+    cuts = {0, length, *(place.start % length for place, _ in spans), *(place.stop % length for place, _ in spans)}
+    starts = [place.start for place, _ in spans]
+    for begin, end in pairwise(sorted(cuts)):
+        found = (bisect_right(starts, row * length + begin) - 1 for row in range(count))
+        yield begin, end, [spans[i][1] if i >= 0 else 0 for i in found]
+
+
+def _table(packed: Vector, size: int, count: int) -> Moves:
+    """The parts of all elements, in units: a row for each place in an element."""
     length = elements(size, count)
+    _check_packed(packed, length)
+    table = np.empty((count, length), np.int64)
+    parallel.spread(lambda b, e: parts.split(packed[b:e], BITS[count], b, table), length)
+    return table
+
+
+def _check_packed(packed: Vector, length: int) -> None:
     if packed.shape != (length,):
         raise InputError("packed", f"must have {length} elements", packed.shape)
     field.check(packed, "packed")
-    most = (1 << (BITS[count] - 1)) - 1
-    table = np.empty((count, length), np.int64)
-    found = parallel.spread(lambda b, e: parts.split(packed[b:e], BITS[count], b, table), length)
-    moves, beyond = table.reshape(-1)[:size], table.reshape(-1)[size:]
-    wrong: NDArray[np.bool_] = np.zeros(0, np.bool_)
-    if beyond.any() or (length and _most(found) > most):
-        wrong = np.any(np.abs(table) > most, axis=0)
-        wrong[(size + np.flatnonzero(beyond)) % length] = True
-    fits = []
-    for place, shift in spans:
-        fits.append(not wrong.size or not wrong[np.arange(place.start, place.stop) % length].any())
-        moves[place] <<= shift
-    return moves, fits
+
+
+def _fits(table: Moves, size: int, spans: Sequence[Span]) -> list[bool]:
+    count, length = table.shape
+    wrong = np.any(np.abs(table) >= 1 << (BITS[count] - 1), axis=0)
+    beyond = table.reshape(-1)[size:]
+    wrong[(size + np.flatnonzero(beyond)) % length] = True
+    if not wrong.any():
+        return [True] * len(spans)
+    return [not wrong[np.arange(place.start, place.stop) % length].any() for place, _ in spans]
 
 
 def _size_of(part: Moves) -> int:
@@ -170,6 +212,11 @@ def _size_of(part: Moves) -> int:
 
 def _most(found: Iterable[Any]) -> int:
     return max(int(most) for most in found)
+
+
+def _outermost(found: Iterable[Any]) -> int:
+    """The largest size among pairs of a largest and a least number."""
+    return max(max(int(high), -int(low)) for high, low, *_ in found)
 
 
 def _check_count(count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quorumark.errors import KeystoreError
-from quorumark.files import locked, only_one, replacing
+from quorumark.files import append_private, locked, only_one, replacing, syncs, unsynced, write_private
 
 HOLD = """
 import sys
@@ -76,3 +77,35 @@ def test_what_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="half"):
         half()
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_a_line_that_a_crash_cut_short_stays_apart_from_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "marked.txt"
+    for line in (b"one", b"two"):
+        append_private(path, line)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 2)
+    append_private(path, b"three")
+    assert path.read_text().split() == ["one", "tw", "three"]
+    with pytest.raises(KeystoreError, match="cannot write"):
+        append_private(tmp_path / "nowhere" / "marked.txt", b"four")
+
+
+def test_lines_and_files_are_on_disk_unless_it_is_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    append_private(tmp_path / "lines", b"one")
+    write_private(tmp_path / "file", b"one")
+    assert len(synced) == 4  # each file, and the folder that names it
+    with unsynced():
+        assert not syncs()
+        append_private(tmp_path / "lines", b"two")
+        write_private(tmp_path / "file", b"two")
+        with contextlib.suppress(ZeroDivisionError), replacing(tmp_path / "file") as file:
+            file.write(b"three")
+            raise ZeroDivisionError  # what the caller does fails: the file stays as it was
+    assert syncs()
+    assert len(synced) == 4
+    assert (tmp_path / "file").read_bytes() == b"two"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lines"]

@@ -46,13 +46,24 @@ def test_what_is_too_small_or_too_short_is_told(coordinates: int, rounds: int, c
     assert plan.least_z < 12
 
 
+def test_it_proposes_the_fewest_rounds_that_are_enough() -> None:
+    for given in ({}, {"dither": "2"}, {"lr": "cosine:40"}, {"decay": "0.005"}):
+        plan = Plan.propose(CNN, strength=given)
+        assert plan.enough
+        assert plan == Plan.propose(CNN, plan.rounds, strength=given)
+        assert not Plan.propose(CNN, plan.rounds - 1, strength=given).enough
+    assert Plan.propose(CNN, target_z=14).rounds > Plan.propose(CNN).rounds
+    never = Plan.propose(20_000)
+    assert (never.rounds, codes(never)) == (60, ["plan.too-small"])
+
+
 def test_what_it_says_would_help_helps() -> None:
     """The rounds and the carriers that an advice names are enough, and clearly fewer are not."""
     short = Plan.propose(CNN, 5)
-    assert "19 rounds" in short.advice[0].text
-    assert Plan.propose(CNN, 19).least_z >= 12 > Plan.propose(CNN, 15).least_z
-    assert "300,000 carrying" in short.advice[0].text
-    assert Plan.propose(300_000, 5).enough
+    assert "20 rounds" in short.advice[0].text
+    assert Plan.propose(CNN, 20).least_z >= 12 > Plan.propose(CNN, 15).least_z
+    assert "1,400,000 carrying" in short.advice[0].text
+    assert Plan.propose(1_400_000, 5).enough
     small = Plan.propose(20_000, 30)
     assert "82,000 carrying" in small.advice[0].text
     assert Plan.propose(82_000, 30).enough
@@ -79,7 +90,7 @@ def test_it_leaves_what_is_set_and_tells_what_it_costs() -> None:
     assert (loud.strength["rho"], loud.strength["c_max"]) == ("0.2", "0.16")
     assert "plan.loud" in codes(loud)
     assert loud.expected_z > Plan.propose(20_000, 30).expected_z
-    assert Plan.propose(CNN, 30, target_z=15).least_z > 15
+    assert Plan.propose(CNN, 30, target_z=15).least_z >= 15
     assert codes(Plan.propose(CNN, 30, strength={"rule": "paper", "c": "0.02"})) == ["plan.no-forecast"]
     assert codes(Plan.propose(CNN, 200, strength={"lr": "cosine:40"})) == ["plan.rate-ends"]
     assert Plan.propose(CNN, 30, strength={"rule": "relative", "c": "0.08"}).enough
@@ -118,6 +129,10 @@ def test_terms_are_agreed_on_with_a_plan(cards: list[Any]) -> None:
         qm.Terms.agree("trial", 2, cards, model(100, 200), rounds=30, **options)
     with pytest.warns(PlanWarning, match=r"plan\.no-rounds"):
         qm.Terms.agree("trial", 2, cards, large, **options)
+    told = qm.Terms.agree("trial", 2, cards, large, target_z=12, **options)
+    assert told.strength.rounds == Plan.propose(160_000).rounds
+    with pytest.raises(InputError, match="target_z"):
+        qm.Terms.agree("trial", 2, cards, large, target_z=0, **options)
     silent = qm.Terms.agree("trial", 2, cards, large, strength=own, **options)  # who sets it knows
     assert silent.strength.rounds == 0
 
@@ -151,7 +166,10 @@ def test_the_command_line_plans_and_shows_it(tmp_path: Path, cards: list[Any]) -
     policy = Terms.from_bytes((tmp_path / "adam" / "terms.json").read_bytes()).policy.as_dict()
     assert policy["optimiser"] == "fedadam:eta=0.01,beta_1=0.9,beta_2=0.99,tau=0.001"
     create("wrong", "large.safetensors", "--rounds", "30", "--policy", "optimiser=fedadam:eta=7e3", code=2)
-    create("six", "large.safetensors", "--target-z", "20", code=2)
+    longer = create("six", "large.safetensors", "--target-z", "14")
+    assert agreed("six")["rounds"] == str(Plan.propose(160_000, target_z=14).rounds)
+    assert f"plan: after {agreed('six')['rounds']} rounds" in longer
+    create("eight", "large.safetensors", "--target-z", "0", code=2)
     create("seven", "large.safetensors", "--rounds", "0", code=2)
     shown = run({}, "consortium", "show", str(tmp_path / "one" / "terms.json")).stdout
     assert f"a z of {Plan.propose(160_000, 30).expected_z:.0f} is expected" in " ".join(shown.split())

@@ -90,6 +90,7 @@ def test_what_the_mark_costs_is_measured_in_simulation(tmp_path: Path, environme
 
 
 QUICKSTART = ROOT / "examples" / "flower-quickstart"
+PLANNED = 21  # rounds that the plan proposes for the quickstart's network
 
 
 def _changed(folder: Path) -> Path:
@@ -115,22 +116,24 @@ def test_the_documented_diff_makes_the_example_of_the_plain_app(tmp_path: Path) 
 
 
 def test_the_plain_app_with_the_documented_diff_passes_on_the_first_try(tmp_path: Path) -> None:
-    """`prepare`, the run as its pyproject.toml has it, and the README's lines for verification."""
+    """`prepare`, the run with the rounds that it plans, and the README's lines for verification."""
     pytest.importorskip("ray", reason="flwr's simulation is not installed")
     app = _changed(tmp_path)
     path = f"{app}:{ROOT / 'src'}:{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     verify = (QUICKSTART / "README.md").read_text().split("```python\n")[1].split("```")[0]
     said = []
-    for words in ([str(QUICKSTART / "prepare")], ["-m", "tests.kit.flower_quickstart"], ["-c", verify]):
+    rounds = PLANNED
+    for words in ([str(QUICKSTART / "prepare")], ["-m", "tests.kit.flower_quickstart", str(rounds)], ["-c", verify]):
         command = [sys.executable, *words]
         done = subprocess.run(command, cwd=app, env=environment, capture_output=True, text=True, timeout=300)
         said.append(done.stdout + done.stderr)
         assert done.returncode == 0, said[-1][-3000:]
     prepared, run, verified = said
-    assert f"--run-config \"quorumark-homes='{app}/consortium'\"" in prepared
-    assert run.count("of 5 members, not marked, attempt 1") == 2
-    assert run.count("of 5 members, marked, attempt 1") == 4
+    assert f"--run-config \"quorumark-homes='{app}/consortium' num-server-rounds={rounds}\"" in prepared
+    marked = re.findall(r"of 5 members, (not marked|marked), attempt 1", run)
+    assert len(marked) == rounds
+    assert marked[:3] == ["not marked", "not marked", "marked"]
     assert "given up" not in run
     accuracy = [float(found) for found in re.findall(r"'eval_acc': ([0-9.]+)}", run)]
     assert accuracy[-1] > 0.8  # without the mark it is as high; by chance it would be 0.1

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quorumark.cli import app
+from quorumark.consortium.plan import Plan
 
 
 def test_every_direct_dependency_is_pinned(root: Path) -> None:
@@ -65,6 +66,26 @@ def test_the_figures_of_many_members_are_the_measured_ones(root: Path) -> None:
                 about = f"| `Federation` of {row['members']}, {text} | {row['weights']:,}"
                 assert f"{about} | {before:.1f} s | {now:.1f} s | {before / now:.1f} × |" in page
                 assert before >= 3 * now
+
+
+def test_the_planned_runs_are_the_measured_ones(root: Path) -> None:
+    """Each row of the table; the forecast is within max(10 %, 2) of z in the mean, and the README's figures hold."""
+    from tests.kit.planned_runs import ROWS, line
+
+    page = (root / "docs/strength.md").read_text()
+    rows = json.loads((root / "benchmarks/results/plans.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [planned.name for planned in ROWS]
+    for row in rows:
+        assert line(row) in page, row["name"]
+        forecast, z = (sum(row[name]) / len(row[name]) for name in ("forecast", "z"))
+        assert abs(forecast - z) < max(0.1 * z, 2), row["name"]
+        plan = Plan.propose(row["carriers"], row["rounds"])
+        planned = {"rho": row["rho"], "c_max": row["c_max"]}.items() <= plan.strength.items()
+        assert planned or "decay" in row["name"], "the plan has changed since"
+    first = rows[0]
+    assert min(first["z"]) >= 12
+    assert first["accuracy"] == first["plain_accuracy"]  # as the page says
+    assert f"has a cosine of {max(first['seen']):.2f} with the key in runs" in (root / "README.md").read_text()
 
 
 def test_the_gpu_figure_is_the_measured_one(root: Path) -> None:

@@ -40,6 +40,7 @@ def in_a_room(folder: Path, _: Path) -> Iterator[Kind]:
     for kind in ("refresh", "reshare", "recover"):
         call = Call(
             kind,
+            identity.ed25519,
             manifest.digest().hex(),
             "ab" * 32 if kind == "reshare" else "",
             "cd" * 32 if kind == "recover" else "",

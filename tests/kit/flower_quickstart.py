@@ -1,9 +1,10 @@
-"""Runs the quickstart app that is in this folder in Flower's simulation, with the settings of its pyproject.toml and
-the consortium that `prepare` made here."""
+"""Runs the quickstart app that is in this folder in Flower's simulation, with the settings of its pyproject.toml, the
+consortium that `prepare` made here, and the rounds that it planned: python -m tests.kit.flower_quickstart ROUNDS."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quickstart import client_app, server_app
 SETTINGS = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 assert "quorumark-homes" in SETTINGS  # Flower refuses others in --run-config
 SETTINGS["quorumark-homes"] = str(Path("consortium").resolve())
+SETTINGS["num-server-rounds"] = int(sys.argv[1])
 
 
 class Configured(ClientApp):  # type: ignore[misc]

@@ -70,6 +70,19 @@ class Recipe:
     split: str = "iid"
 
 
+def quickstart_net() -> nn.Module:
+    """Flower's quickstart: 137,104 weights carry."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def quickstart(rate: float, epochs: int) -> Recipe:
+    return Recipe(make=quickstart_net, optimiser="sgd", learning_rate=rate, epochs=epochs)
+
+
 def digits(split: str = "iid", seed: int = 0) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
     """Each member's part, and the test set."""
     pixels, labels = load_digits(return_X_y=True)

@@ -4,6 +4,7 @@ lies stops it or is passed over; nothing secret is left there; who left gets not
 from __future__ import annotations
 
 import base64
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,9 @@ def test_a_member_leaves_another_comes_and_who_left_gets_nothing(scene: Scene) -
     facts = dict(wait(group, ELM, about, "waiting").facts)
     assert facts["manifest in force"] == before.digest().hex()
     assert "by phone" in facts["you are new"]
+    shown = dict(wait(group, BIRCH, about, "waiting").facts)
+    assert shown["terms.roster.4.ed25519"].endswith(f"→ {home.card().ed25519}")
+    assert shown["terms.roster.4.x25519"].endswith(f"→ {home.card().x25519}")
     everybody(group, about, AVON, BIRCH, CEDAR, ELM)
     assert matter(group, DELTA, about) is None
     manifest = ours(group, ELM).manifest()
@@ -304,6 +308,29 @@ def test_a_call_that_was_swapped_is_not_put_before_the_member(founded: tuple[Gro
     assert not sent
 
 
+def test_a_request_of_another_member_is_not_helped_with(founded: tuple[Group, Host]) -> None:
+    """Avon calls for a recovery with Birch's request in its place, or with helpers that it did not ask."""
+    group, host = founded
+    path, kept = ours(group, BIRCH).share_path(), group.folder / "kept"
+    path.rename(kept)
+    try:
+        right = call(group, BIRCH, helpers=(1, 3))
+        asked = host.read(identity(group, BIRCH).ed25519, f"call/{right.digest()}/request.msg")
+        avon = identity(group, AVON)
+        lies = [replace(right, caller=avon.ed25519), replace(right, caller=avon.ed25519, helpers=(2, 3))]
+        for lie in lies:
+            host.put(avon.ed25519, f"call/{lie.digest()}/request.msg", asked)
+            host.put(avon.ed25519, f"call/{lie.digest()}/call.msg", avon.write(call_header(lie, 1), lie.to_bytes()))
+        group.start(CEDAR)
+        for lie in lies:
+            assert wait(group, CEDAR, lie.digest(), "refused").code == "room.other-call"
+        wait(group, CEDAR, right.digest(), "waiting")
+    finally:
+        group.stop()
+        kept.rename(path)
+        (ours(group, BIRCH).path / "recovery.sealed").unlink()
+
+
 def test_terms_with_another_key_for_a_member_are_refused_by_that_member(founded: tuple[Group, Host]) -> None:
     """A caller who would put its own sealing key in Cedar's place."""
     group, _ = founded
@@ -328,6 +355,24 @@ def test_a_policy_agrees_to_named_calls_only_and_declining_sends_nothing(founded
     cedar = identity(group, CEDAR).ed25519
     assert {name.split("/")[1] for author, name in host.names("call/") if author == cedar} == {one.digest()}
     ours(group, CEDAR).ceremony_path.unlink()  # as quorumark setup discard does
+
+
+def test_a_home_that_was_set_back_in_a_refresh_sends_nothing(founded: tuple[Group, Host]) -> None:
+    group, host = founded
+    called, home = call(group), group.homes[CEDAR][0].path
+    shutil.copytree(home, group.folder / "yesterday")
+    group.start(CEDAR)
+    agree(group, CEDAR, called.digest())
+    until(lambda: host.names(f"call/{called.digest()}/1-commit/3"), "Cedar's commitment")
+    group.stop()
+    before = host.names("call/")
+    shutil.rmtree(home)
+    shutil.copytree(group.folder / "yesterday", home)
+    group.start(CEDAR)
+    agree(group, CEDAR, called.digest())
+    assert wait(group, CEDAR, called.digest(), "refused").code == "room.set-back"
+    assert host.names("call/") == before
+    assert not ours(group, CEDAR).under_way()
 
 
 def test_a_refresh_waits_names_a_damaged_message_and_goes_on(founded: tuple[Group, Host]) -> None:

@@ -110,9 +110,11 @@ def test_every_statistic_has_a_forecast(statistic: str) -> None:
 # --- is the run on course? ---
 
 
-def on_course(done: int, planned: int, z: float, rho: float = 0.02, threshold: float = 6.0, **settings: str) -> Any:
+def on_course(
+    done: int, planned: int, z: float, rho: float = 0.02, threshold: float = 6.0, spent: float = 0.0, **settings: str
+) -> Any:
     strength = Strength.of({"rho": "0.1", "c_max": "0.03", **settings}, 150_000)
-    return course(strength, threshold, done, planned, z, rho, coordinates=150_000)
+    return course(strength, threshold, done, planned, z, rho, coordinates=150_000, spent=spent)
 
 
 def test_a_run_on_course_for_too_little_says_so_as_soon_as_it_can_be_known() -> None:
@@ -136,6 +138,16 @@ def test_what_the_rule_will_stop_at_limits_what_is_expected() -> None:
     assert free.final_z > 1.5 * stopped.final_z
     assert "rounds instead" in on_course(10, 12, 8.0).advice
     assert "rounds instead" not in stopped.advice
+
+
+def test_a_leak_that_is_used_up_limits_what_is_expected() -> None:
+    """Eight marked rounds took half of it: the mark ends after eight more. Where nothing is left, z stays."""
+    free, half, over = (on_course(10, 60, 7.0, spent=spent) for spent in (0.0, 0.5, 1.0))
+    assert over.final_z == pytest.approx(7.0)
+    assert half.final_z == pytest.approx(on_course(10, 18, 7.0).final_z)
+    assert over.final_z < half.final_z < free.final_z
+    assert "rounds instead" in on_course(10, 12, 7.0).advice
+    assert "rounds instead" not in over.advice
 
 
 def test_a_federation_says_so_in_its_reports_its_events_and_its_last_line(tmp_path: Path) -> None:

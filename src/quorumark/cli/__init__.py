@@ -22,6 +22,7 @@ from quorumark.cli import (
     lab,
     layout,
     member,
+    new,
     public,
     room,
     setup,
@@ -47,6 +48,7 @@ class _InOrder(typer.core.TyperGroup):
 ORDER = (
     "demo",
     "try",
+    "new",
     "doctor",
     "member",
     "consortium",
@@ -97,6 +99,7 @@ app.command("calibrate", short_help="Measure the null: z of models under random 
 app.command("demo", short_help="Five hospitals train one model; three prove that it is theirs.")(demo.demo)
 app.command("doctor", short_help="Is this machine fit for it, and this member's home in order?")(doctor.doctor)
 app.command("try", short_help="Does it work for your model? One file, one answer.")(trial.try_file)
+app.command("new", short_help="Write a small Flower or FLARE app with the mark, to begin with.")(new.new)
 app.command("layout", short_help="Show which weights of a model would carry a mark.")(layout.layout)
 app.command("groups", short_help="Find which channels of a model belong together.")(groups.groups)
 app.add_typer(attack.app, name="attack", short_help="How hard is the mark to remove? Research only.")

@@ -69,7 +69,11 @@ def create(
         int | None, typer.Option(help="How many rounds you will train: how strong the mark must be depends on it.")
     ] = None,
     target_z: Annotated[
-        float | None, typer.Option(help="What z a verification should find after those; 12 by default.")
+        float | None,
+        typer.Option(
+            help="What z a verification should find after those; 12 by default. Without --rounds, the plan says how "
+            "many it takes."
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -196,11 +200,9 @@ def _planned(
     from quorumark.consortium.strength import Strength
     from quorumark.errors import InputError
 
-    if rounds is None and target_z is not None:
-        raise InputError("--target-z", "must come with --rounds")
-    if rounds is None:
+    if rounds is None and target_z is None:
         chosen = Strength.of(given, coordinates)
-        return chosen, [f"WARNING: {unplanned(chosen, coordinates).text}: --rounds"]
+        return chosen, [f"WARNING: {unplanned(chosen, coordinates).text}: --rounds, or --target-z alone"]
     if "rounds" in given:
         raise InputError("--strength", "must not set rounds: pass --rounds", given["rounds"])
     plan = Plan.propose(coordinates, rounds, target_z=TARGET_Z if target_z is None else target_z, strength=given)

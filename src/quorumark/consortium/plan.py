@@ -21,7 +21,7 @@ from quorumark.consortium.strength import ONE, Strength
 from quorumark.errors import InputError
 from quorumark.model.layout import ModelLayout
 
-__all__ = ["TARGET_Z", "Advice", "Plan", "PlanWarning", "growth", "unplanned"]
+__all__ = ["SPARED", "TARGET_Z", "Advice", "Plan", "PlanWarning", "growth", "unplanned"]
 
 TARGET_Z = 12.0
 """What a plan aims at: twice the usual threshold, so that a suspect may lose half of the mark."""
@@ -31,10 +31,12 @@ MOST_RHO = MOST_C = 0.1  # a plan proposes no more of either: what the trajector
 USUAL_RHO, USUAL_C = 0.05, 0.03  # nor less: a stronger mark than z = 12 needs stands more
 SPARED = 2  # rounds before the mark begins
 
-# z/(c·√d) after so many rounds, of fifteen kinds of training of small models (docs/strength.md has the table)
-_LEAST = {3: 0.1, 4: 0.19, 5: 0.22, 8: 0.25, 15: 0.26, 20: 0.33, 30: 0.42, 45: 0.47, 60: 0.5}
+# z/(c·√d) after so many rounds, of eighteen kinds of training of small models (docs/strength.md has the table); where z
+# dips on its way, the least has the dip before it, too, so that more rounds never promise less
+_LEAST = {3: 0.06, 4: 0.1, 8: 0.105, 10: 0.14, 13: 0.142, 15: 0.165, 20: 0.31, 30: 0.42, 45: 0.455, 60: 0.46}
 _LIKELY = {3: 0.18, 4: 0.3, 5: 0.37, 8: 0.48, 10: 0.52, 15: 0.6, 20: 0.68, 30: 0.8, 45: 0.92, 60: 1.0}
-_LEAST_SHARE, _LIKELY_SHARE = 0.7, 0.85  # z/(ρ·√d) of the same runs
+# z/(ρ*·√d) of the same runs; the least is one whose steps soon became small, so that L was used up far below ρ*
+_LEAST_SHARE, _LIKELY_SHARE = 0.44, 0.85
 _FELT = 0.75  # ‖S‖/(c·‖D‖): amplitudes are the least of rows, columns and taps
 _LONGEST = 60  # what longer runs reach beyond this was not measured, and is not counted on
 
@@ -75,17 +77,26 @@ class Plan:
     def propose(
         cls,
         model: ModelLayout | int,
-        rounds: int,
+        rounds: int | None = None,
         *,
         target_z: float = TARGET_Z,
         strength: Mapping[str, str] | None = None,
     ) -> Plan:
         """The strength for a model (its layout, or how many weights carry), with whatever `strength` sets already.
 
-        It never proposes more than ρ = 0.1 and c = 0.1, though terms may have more: the advice says what that would
-        bring.
+        Without `rounds` it proposes the fewest that are enough, or the longest run that was measured if none is. It
+        never proposes more than ρ = 0.1 and c = 0.1, though terms may have more: the advice says what that would bring.
         """
         coordinates = model if isinstance(model, int) else model.coordinates
+        if rounds is None:
+            plans = (
+                cls.propose(coordinates, number, target_z=target_z, strength=strength)
+                for number in range(1, _LONGEST + 1)
+            )
+            for plan in plans:
+                if plan.enough:
+                    break
+            return plan
         if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds < 10**6:
             raise InputError("rounds", "must be an integer from 1 to 999999", repr(rounds))
         if not 0 < target_z <= 1e6:
@@ -96,7 +107,7 @@ class Plan:
             first = Strength.of(settings, coordinates)
             aim, root = target_z + CHANCE, sqrt(coordinates)
             if "rho" not in given:
-                settings["rho"] = _text(min(MOST_RHO, max(USUAL_RHO, aim / (_LEAST_SHARE * root))))
+                settings["rho"] = _text(min(MOST_RHO, max(USUAL_RHO, target_z / (_LEAST_SHARE * root))))
             if "c_max" not in given:
                 most = _most_c(first)
                 reach = _reach(_LEAST, _full_rounds(first, rounds))

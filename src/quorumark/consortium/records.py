@@ -188,7 +188,7 @@ class Terms:
         without_alignment: bool = False,
         policy: Mapping[str, str] | None = None,
         rounds: int | None = None,
-        target_z: float = TARGET_Z,
+        target_z: float | None = None,
         strength: Mapping[str, str] | Strength | None = None,
         **settings: Any,
     ) -> Self:
@@ -197,8 +197,9 @@ class Terms:
         `layout` says which weights carry, if the default will not do. `groups` are the channels that belong together
         (`derive_groups`). Without them no suspect can be aligned later, so that anyone who renumbers channels hides the
         mark; that must be said with `without_alignment`. `rounds` is how long you will train: the strength is chosen so
-        that a verification finds `target_z` then, but for what `strength` sets; a `PlanWarning` says where that may not
-        be reached (`quorumark.consortium.plan`). The others are fields of the terms. `setup="sums"`: there is no key,
+        that a verification finds `target_z` (12) then, but for what `strength` sets; a `PlanWarning` says where that
+        may not be reached (`quorumark.consortium.plan`). With `target_z` alone the plan says how many rounds it takes:
+        `terms.strength.rounds`. The others are fields of the terms. `setup="sums"`: there is no key,
         and none of this about a mark; members sum securely, and that is all.
         """
         has_key = settings.get("setup") != "sums"
@@ -279,15 +280,16 @@ class Terms:
 
 
 def _planned(
-    coordinates: int, rounds: int | None, target_z: float, strength: Mapping[str, str] | Strength | None
+    coordinates: int, rounds: int | None, target_z: float | None, strength: Mapping[str, str] | Strength | None
 ) -> Strength:
     """The strength for so many rounds, with a warning where it may not be enough, or where nobody said."""
     given = strength.as_dict() if isinstance(strength, Strength) else strength
-    if rounds is None:
+    if rounds is None and target_z is None:
         chosen = Strength.of(given or {}, coordinates)
         advice: tuple[Advice, ...] = () if given else (unplanned(chosen, coordinates),)
     else:
-        plan = Plan.propose(coordinates, rounds, target_z=target_z, strength=given)
+        aim = TARGET_Z if target_z is None else target_z
+        plan = Plan.propose(coordinates, rounds, target_z=aim, strength=given)
         chosen, advice = Strength.of(plan.strength, coordinates), () if plan.enough else plan.advice
     for one in advice:
         warnings.warn(f"{one.text} ({one.code})", PlanWarning, stacklevel=3)

@@ -13,6 +13,7 @@ from quorumark.field.kernels import P, kernel
 
 _HALF = P // 2
 _SCALE, _ROUND = 2.0**40, 1.5 * 2.0**52
+_ROUND_BITS = int(np.float64(_ROUND).view(np.int64))
 _BLOCK = 2048  # sums that stay in the first-level cache
 
 
@@ -101,13 +102,17 @@ def pack_update(
     after: Any, before: Any, weight: float, noise: Any, scales: Any, bits: int, length: int, begin: int, out: Any
 ) -> Any:
     """out[i] = Σ_j 2^(j·bits)·v_j as field elements, with v_j = ((after·2^40 − before)·weight + noise)·scales[j] at
-    place j·length + begin + i, to nearest with ties to even; places beyond the end are 0. Returns the largest |v_j|.
+    place j·length + begin + i, to nearest with ties to even; places beyond the end are 0. Returns the largest and the
+    least v_j.
 
-    `after` are floats, `before` is E of others, `noise` is in 2^-40, or empty. Below 2^51 a number rounds to an integer
-    where it is added to 1.5·2^52, with no call of a function: LLVM makes vectors of the inner loop.
+    `after` are floats, `before` is E of others, `noise` is in 2^-40, or empty. A number below 2^51 rounds to an integer
+    where it is added to 1.5·2^52, and that integer is the difference of the two floats' bits: no call of a function
+    and no conversion, so that LLVM makes vectors of the loops. Of a larger number, or none, the difference is 2^51 or
+    more in size, since bits of positive floats are in order, and those of negative ones are far away.
     """
-    most, noisy = np.int64(0), noise.size > 0
-    total = np.empty(_BLOCK, np.int64)
+    high, low, noisy = np.int64(0), np.int64(0), noise.size > 0
+    total, sums = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.float64)
+    bits_of_sums = sums.view(np.int64)
     for start in range(0, out.size, _BLOCK):
         count = min(_BLOCK, out.size - start)
         total[:] = 0
@@ -115,28 +120,72 @@ def pack_update(
             first = j * length + begin + start
             here, scale = max(0, min(count, after.size - first)), scales[j]
             factor = weight * scale
+            mine, theirs = after[first : first + here], before[first : first + here]
             for i in range(here):
-                b = np.int64(before[first + i])
+                b = np.int64(theirs[i])
                 b -= P if b > _HALF else 0
-                d = (np.float64(after[first + i]) * _SCALE - np.float64(b)) * factor
-                if noisy:
-                    d += noise[first + i] * scale
-                v = np.int64((d + _ROUND) - _ROUND)
+                sums[i] = (np.float64(mine[i]) * _SCALE - np.float64(b)) * factor
+            if noisy:
+                extra = noise[first : first + here]
+                for i in range(here):
+                    sums[i] += extra[i] * scale
+            for i in range(here):
+                sums[i] += _ROUND
+            for i in range(here):
+                v = bits_of_sums[i] - _ROUND_BITS
                 total[i] = (total[i] << bits) + v
-                most = max(most, abs(v))
+                high, low = max(high, v), min(low, v)
             for i in range(here, count):
                 total[i] <<= bits
         for i in range(count):
             t = total[i]
             out[start + i] = np.uint64(t + P if t < 0 else t)
-    return most
+    return high, low
 
 
 @kernel
-def split(elements: Any, bits: int, begin: int, parts: Any) -> Any:
-    """The parts of each element, from the lowest up, each as a signed remainder; the last one is what is left. Returns
-    the largest |part|."""
-    count, most = parts.shape[0], np.int64(0)
+def move_by_parts(
+    elements: Any, before: Any, shifts: Any, bits: int, length: int, begin: int, end: int, scale: Any, out: Any
+) -> Any:
+    """out = (before + v·2^shift)·scale in out's own precision, for the parts v of elements[begin:end], as `split` reads
+    them: part j of element i is at place j·length + i. Returns the largest and the least part, and whether a place
+    beyond the end has a number. With a power of two for the scale, of out's type, there is one rounding."""
+    high, low, beyond = np.int64(0), np.int64(0), np.int64(0)
+    half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
+    left, part = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+    for start in range(begin, end, _BLOCK):
+        count = min(_BLOCK, end - start)
+        for i in range(count):
+            n = np.int64(elements[start + i])
+            left[i] = n - P if n > _HALF else n
+        for j in range(shifts.size):
+            if j == shifts.size - 1:
+                part[:count] = left[:count]
+            else:
+                for i in range(count):
+                    v = ((left[i] + half) & rest) - half
+                    part[i] = v
+                    left[i] = (left[i] - v) >> bits
+            first, shift = j * length + start, shifts[j]
+            here = max(0, min(count, out.size - first))
+            old, new = before[first : first + here], out[first : first + here]
+            for i in range(here):
+                v = part[i]
+                high, low = max(high, v), min(low, v)
+                n = np.int64(old[i])
+                n += (v << shift) - (P if n > _HALF else 0)
+                new[i] = n
+            for i in range(here):
+                new[i] *= scale
+            for i in range(here, count):
+                beyond |= part[i]
+    return high, low, beyond != 0
+
+
+@kernel
+def split(elements: Any, bits: int, begin: int, parts: Any) -> None:
+    """The parts of each element, from the lowest up, each as a signed remainder; the last one is what is left."""
+    count = parts.shape[0]
     half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
     for i in range(elements.size):
         left = np.int64(elements[i])
@@ -145,8 +194,5 @@ def split(elements: Any, bits: int, begin: int, parts: Any) -> Any:
         for j in range(count - 1):
             v = ((left + half) & rest) - half
             parts[j, begin + i] = v
-            most = max(most, abs(v))
             left = (left - v) >> bits
         parts[count - 1, begin + i] = left
-        most = max(most, abs(left))
-    return most

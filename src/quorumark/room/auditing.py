@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quorumark.canonical import canonical, parse
+from quorumark.canonical import canonical, digest, parse
 from quorumark.checks import is_text, require, take
 from quorumark.consortium.archive import leaf_count
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
@@ -114,37 +114,40 @@ class Auditing:
             found = _BROUGHT.fullmatch(notice.name)
             if found is None:
                 continue
-            if found[1] not in self._brought:
-                self._look(client, found[1], notice)
-            if found[1] in self._brought:
-                self._go_on(client, found[1], self._brought[found[1]])
+            # this member's very words about this challenge: an approval is for no others
+            parts = (notice.author, found[1], notice.sha256)
+            about = digest("room audit", *(bytes.fromhex(part) for part in parts)).hex()
+            if about not in self._brought:
+                self._look(client, about, found[1], notice)
+            if about in self._brought:
+                self._go_on(client, about, self._brought[about])
 
     # --- what is asked ---
 
-    def _look(self, client: Client, about: str, word: Notice) -> None:
-        there = frozenset(one.sha256 for one in self._seat.mirror.named(f"audit/{about}/", ".json"))
+    def _look(self, client: Client, about: str, name: str, word: Notice) -> None:
+        there = frozenset(one.sha256 for one in self._seat.mirror.named(f"audit/{name}/", ".json"))
         if self._refused.get(about) == there:
             return
         try:
-            brought = self._check(client, about, word)
+            brought = self._check(client, name, word)
         except QuorumarkError as error:
             if error.code == "room.unreachable":
                 raise
             self._refused[about] = there
             code = error.code if error.code.startswith("room.") else "room.other-audit"
-            self._seat.desk.put(Matter("audit", about, f"Audit {about[:12]}…", (), "refused", str(error), code))
+            self._seat.desk.put(Matter("audit", about, f"Audit {name[:12]}…", (), "refused", str(error), code))
             return
         self._brought[about] = brought
         self._seat.desk.put(Matter("audit", about, "Open a part of your share for an audit", self._facts(brought)))
         answered = brought.asked.x in Ledger.open(brought.ours, brought.manifest).answered()
         self._seat.desk.move(about, "waiting" if answered else "working")
 
-    def _check(self, client: Client, about: str, word: Notice) -> _Brought:
+    def _check(self, client: Client, name: str, word: Notice) -> _Brought:
         """1. The challenge has the digest in its name, and is about the manifest in force here."""
-        seat, start = self._seat, f"audit/{about}"
+        seat, start = self._seat, f"audit/{name}"
         there = seat.there(word.author, f"{start}/challenge.json")
         asked = Challenge.from_bytes(client.small(there, _LARGEST_CHALLENGE))
-        if asked.digest() != about:
+        if asked.digest() != name:
             raise RoomError("the room's challenge has another digest than its name says", code="room.other-audit")
         ours = seat.home.consortium_of(asked.manifest)
         if ours is None or not ours.manifest_path.exists() or ours.manifest().digest().hex() != asked.manifest:
@@ -164,7 +167,7 @@ class Auditing:
         check_challenge(asked, certificate.finding.query, manifest)
         brought = _Brought(asked, certificate, bringer, str(said["purpose"]), ours, manifest)
         # 4. A member opens only so much in its life.
-        known = about in ledger.audits()
+        known = name in ledger.audits()
         if not known and LIFE * len({*ledger.burnt(), *asked.leaves}) > brought.total:
             raise EvidenceError(f"with this audit more than one leaf in {LIFE} would be burnt: members open no more")
         return brought
@@ -210,8 +213,8 @@ class Auditing:
             desk.move(about, "refused", str(error), error.code or "room.other-audit")
 
     def _open(self, client: Client, brought: _Brought) -> None:
-        seat, about = self._seat, brought.asked.digest()
-        path = seat.place.folder("answers") / f"{about}-opening.json"
+        seat = self._seat
+        path = seat.place.folder("answers") / f"{brought.asked.digest()}-opening.json"
         if not path.exists():
             ledger = Ledger.open(brought.ours, brought.manifest)
             with ledger.exclusive():

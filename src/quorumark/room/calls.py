@@ -37,13 +37,14 @@ class Call:
     """What a member calls for: new shares (refresh), new shares under new terms (reshare), signatures of new terms with
     the shares as they are (sign), or its own share back (recover).
 
-    `manifest` is the one in force, `terms` the digest of new terms, `request` the SHA-256 of a recovery's request, and
-    `helpers` whom it asks.
+    `caller` is the key of who calls, `manifest` the one in force, `terms` the digest of new terms, `request` the
+    SHA-256 of a recovery's request, and `helpers` whom it asks.
     """
 
     FORMAT: ClassVar[str] = "quorumark-room-call/v1"
 
     kind: str
+    caller: str
     manifest: str
     terms: str
     request: str
@@ -125,6 +126,7 @@ def put_call(
         asked = (folder / "request.msg").read_bytes()
     call = Call(
         kind,
+        identity.ed25519,
         manifest.digest().hex(),
         "" if terms is None else terms.digest().hex(),
         hashlib.sha256(asked).hexdigest() if asked else "",

@@ -33,7 +33,7 @@ from quorumark.room.calls import Call, call_header, read_call
 from quorumark.room.carrying import Carrier, sender_of
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Matter
-from quorumark.room.founding import fetch_agreed
+from quorumark.room.founding import fetch_agreed, flat
 from quorumark.room.manifests import fetch_chain, publish_chain
 from quorumark.room.seat import Seat
 from quorumark.setup import amend, exchange, recover
@@ -131,8 +131,8 @@ class Changing:
     def _check(self, client: Client, about: str, word: Notice) -> _Called | None:
         """1. The call has the digest in its name. None: this member has no part in it."""
         call = read_call(client.small(word, _LARGEST_WORD))
-        if call.digest() != about:
-            raise RoomError("the room's call has another digest than its name says", code="room.other-call")
+        if call.digest() != about or call.caller != word.author:
+            raise RoomError("the room's call is not what its name says, or another member's", code="room.other-call")
         # 2. It is about the manifest in force here; a member who is new has the chain from the room.
         ours = self._seat.home.consortium_of(call.manifest)
         ours = ours if ours is not None and ours.manifest_path.exists() else None
@@ -185,9 +185,14 @@ class Changing:
         notice = self._seat.there(called.caller.ed25519, f"call/{called.call.digest()}/request.msg")
         if notice.sha256 != called.call.request:
             raise RoomError("the room's request is not that of the call", code="room.other-call")
+        data = client.small(notice, _SMALL)
+        if recover.read_asked(data, called.before) != (called.caller.point, called.call.helpers):
+            raise RoomError(
+                "the request is another member's, or asks others than the call says", code="room.other-call"
+            )
         path = self._seat.place.folder("exchange", called.call.digest()) / "request.msg"
         if not path.exists():
-            write_exchanged(path, client.small(notice, _SMALL))
+            write_exchanged(path, data)
 
     # --- what follows ---
 
@@ -336,6 +341,16 @@ class Changing:
                 client.post("remove", name=named[0])
 
 
+def _differences(terms: Terms, before: Terms) -> list[tuple[str, str]]:
+    """Every field that differs, the keys of new members among them: whatever `changes` has no words for."""
+    now, then = dict(flat("terms", terms.as_dict())), dict(flat("terms", before.as_dict()))
+    return [
+        (path, f"{then.get(path, 'not there')} → {now.get(path, 'not there')}")
+        for path in sorted(now.keys() | then.keys())
+        if now.get(path) != then.get(path)
+    ]
+
+
 def _facts(called: _Called) -> tuple[tuple[str, str], ...]:
     """What a person must see before it agrees; all of it was computed or checked here."""
     call, terms, before = called.call, called.terms, called.before
@@ -352,6 +367,7 @@ def _facts(called: _Called) -> tuple[tuple[str, str], ...]:
         what = "new shares of the same key; old ones count no longer" if called.new_shares else "the shares stay"
         facts += [("what", f"other terms; {what}")]
         facts += [(f"change {number}", text) for number, text in enumerate(amend.changes(terms, before.terms), 1)]
+        facts += _differences(terms, before.terms)
         facts += [("members then", ", ".join(f"{m.name} ({m.examples:,} examples)" for m in terms.roster))]
         facts += [("the new terms' digest", terms.digest().hex())]
     if called.ours is None:

@@ -26,7 +26,7 @@ from quorumark.setup.exchange import expected_messages, set_up
 from quorumark.verify.public import agreed, fits, keep_agreed
 from quorumark.verify.reference import ANCHOR
 
-__all__ = ["Founding", "facts_of", "fetch_agreed", "propose"]
+__all__ = ["Founding", "facts_of", "fetch_agreed", "flat", "propose"]
 
 _LARGEST_TERMS = 1 << 22
 _LARGEST_RECORD = 1 << 26
@@ -261,18 +261,18 @@ def facts_of(terms: Terms, own: str) -> tuple[tuple[str, str], ...]:
         ("carrying weights", f"{terms.coordinates:,}"),
         ("alignment", "agreed" if terms.policy.groups else "not possible"),
         ("files", "layout, initial model and groups are what the terms name"),
-        *_flat("terms", terms.as_dict() | {"policy": settings}),
+        *flat("terms", terms.as_dict() | {"policy": settings}),
         ("digest, to compare by phone with all members", terms.digest().hex()),
     )
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+def flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Every leaf of a record with its path, like terms.policy.z: a new field is shown without a line here."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _flat(f"{path}.{name}", inner)
+            yield from flat(f"{path}.{name}", inner)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value, 1):
-            yield from _flat(f"{path}.{number}", inner)
+            yield from flat(f"{path}.{number}", inner)
     else:
         yield path, "empty" if value == "" else str(value)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec
-from quorumark.consortium.plan import Plan, growth
+from quorumark.consortium.plan import SPARED, Plan, growth
 from quorumark.consortium.strength import ONE, Strength
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
@@ -83,20 +83,32 @@ class Course:
 
 
 def course(
-    strength: Strength, threshold: float, done: int, planned: int, z: float, rho: float, *, coordinates: int
+    strength: Strength,
+    threshold: float,
+    done: int,
+    planned: int,
+    z: float,
+    rho: float,
+    *,
+    coordinates: int,
+    spent: float = 0.0,
 ) -> Course:
-    """From what is expected after `done` rounds: z grows as it did in most runs, up to where the rule stops at ρ*.
+    """From what is expected after `done` rounds: z grows as it did in most runs, up to where the rule stops.
 
-    `z` and `rho` are those of the present model, `threshold` is z*. A run should end at z* + 4 or more.
+    It stops at ρ*, and where L is at its limit. `z` and `rho` are those of the present model, `spent` is L² over its
+    limit's: if rounds go on to take as much of it, the mark ends after so many more. `threshold` is z*. A run should
+    end at z* + 4 or more.
     """
     ends, warm = max(done, planned), strength.warmup_rounds
     if strength.rule == "paper" or not planned or done < min(FIRST + warm, planned):
         return Course()
     steered, limit = strength.rule in ("rho", "target"), strength.rho / ONE
+    marked = max(1, done - warm - SPARED)
+    stops = done + int(marked * (1 - spent) / spent) if spent else 10**9
 
     def after(rounds: int) -> float:
         left = prod(strength.kept(number) / ONE for number in range(done + 1, rounds + 1))
-        grown = z * (left + growth(strength, done, rounds) - 1)
+        grown = z * (left + growth(strength, done, min(rounds, max(done, stops))) - 1)
         return min(grown, max(z, z * limit / rho) if steered and rho > 0 else inf)
 
     final, needed = after(ends), threshold + SPARE

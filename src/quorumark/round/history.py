@@ -17,7 +17,7 @@ from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import move, unpack
+from quorumark.packing import unpack, unpack_onto
 from quorumark.round.amplitudes import Amplitudes, MarkState, model_digest
 from quorumark.round.group import word
 from quorumark.round.mark import Packed
@@ -228,10 +228,9 @@ class History:
         layout = self.layout
         with self._under(under or self.manifest):
             size = self.mark.packing.length(layout)
-            summed, held = self._unpacked(opened[:size], level)
+            take = self._unpacked if self.mark.applied is None else self._stepped
+            vector, held, taken = take(opened[:size], level)
             amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
-        summed, taken = self._stepped(summed, held)
-        vector = codec.decode(summed, layout.dtype)
         with np.errstate(over="ignore"):
             rounded = layout.flatten(layout.unflatten(vector, like))
         summed_norms = opened[size:].copy() if norms else None
@@ -259,34 +258,38 @@ class History:
             encoded[places[name]] = self.mark.model[places[name]]
         return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood, taken)
 
-    def _stepped(self, summed: Vector, held: set[str]) -> tuple[Vector, Taken | None]:
-        """What the server optimiser makes of the sum of the models, as E; the sum itself where there is none. Adds to
-        `held` the tensors whose sum or step no model may have."""
-        applied = self.mark.applied
-        if applied is None:
-            return summed, None
-        average, before = field.to_signed(summed), field.to_signed(self.mark.model)
+    def _unpacked(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str], Taken | None]:
+        """The sum of the models, and the tensors whose parts no members could have sent."""
+        mark, dtype = self.mark, self.layout.dtype
+        if not mark.packing.packs:
+            return codec.decode(opened, dtype), set(), None
+        vector, fits = unpack_onto(mark.model, opened, mark.spans(level), mark.packing.count, dtype)
+        return vector, self._unfit(fits), None
+
+    def _unfit(self, fits: Sequence[bool]) -> set[str]:
+        return {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
+
+    def _stepped(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str], Taken | None]:
+        """What the server optimiser makes of the sum of the models; also the tensors whose sum or step no model may
+        have; and the step."""
+        mark, held = self.mark, set[str]()
+        assert mark.applied is not None  # noqa: S101
+        before = field.to_signed(mark.model)
+        if mark.packing.packs:
+            raw, fits = unpack(opened, self.layout.size, mark.spans(level), mark.packing.count)
+            held = self._unfit(fits)
+        else:
+            raw = field.to_signed(opened) - before
         running = [place for spec, place in self.layout.spans("plain") if spec.name.endswith(_RUNNING)]
-        taken = applied.state.take(average - before).averaged(running)
+        taken = mark.applied.state.take(raw).averaged(running)
         after = before + taken.moves
         most = (int(codec.LIMIT) << codec.FRACTION_BITS) - 1
         for spec, place in self.layout.spans():
-            if place.stop > place.start and max(np.abs(v[place]).max() for v in (average, after)) > most:
+            here = (before[place] + taken.raw[place], after[place])
+            if place.stop > place.start and max(np.abs(v).max() for v in here) > most:
                 held.add(spec.name)
                 after[place] = before[place]
-        return field.from_signed(after), taken
-
-    def _unpacked(self, opened: Vector, level: bytes) -> tuple[Vector, set[str]]:
-        """The sum of the models, as E, and the tensors whose parts no members could have sent."""
-        mark = self.mark
-        if not mark.packing.packs:
-            return opened, set()
-        moves, fits = unpack(opened, self.layout.size, mark.spans(level), mark.packing.count)
-        held = {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
-        if held:
-            for spec, place in self.layout.spans():
-                moves[place] *= spec.name not in held
-        return move(mark.model, moves), held
+        return codec.decode(field.from_signed(after), self.layout.dtype), held, taken
 
     def read_mark(
         self, data: bytes, model: Vector, anchor: Vector, vectors: Mapping[str, NDArray[Any]] | None = None

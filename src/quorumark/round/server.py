@@ -483,8 +483,9 @@ class RoundServer:
         if not self.marks:
             return Course()
         terms, mark = self.manifest.terms, self.history.mark
-        threshold, coordinates = float(terms.policy.z), terms.coordinates
-        return course(terms.strength, threshold, mark.round, self.planned, z, self.rho, coordinates=coordinates)
+        threshold, about = float(terms.policy.z), {"coordinates": terms.coordinates}
+        spent = (mark.leak / mark.leak_limit) ** 2 if mark.leak_limit else 1.0
+        return course(terms.strength, threshold, mark.round, self.planned, z, self.rho, **about, spent=spent)
 
     def accept(self, model: Weights) -> None:
         """The model that the strategy made of the last sum is the global one now."""

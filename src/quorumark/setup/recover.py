@@ -28,7 +28,7 @@ from quorumark import field, shamir
 from quorumark.canonical import canonical, parse
 from quorumark.checks import take
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder, read_file
-from quorumark.consortium.identity import Header, Identity, check_sealed, exchange
+from quorumark.consortium.identity import Header, Identity, check_sealed, exchange, open_message
 from quorumark.consortium.keystore import Unlock, read_sealed, write_sealed
 from quorumark.consortium.merkle import SALT_ELEMENTS
 from quorumark.consortium.records import Manifest
@@ -38,7 +38,7 @@ from quorumark.field import P, Stream, derive_key
 from quorumark.files import only_one, write_shared
 from quorumark.setup.waiting import Progress
 
-__all__ = ["finish", "help_recover", "largest_answer", "request"]
+__all__ = ["finish", "help_recover", "largest_answer", "read_asked", "request"]
 
 _FORMAT = "quorumark-recovery/v1"
 
@@ -78,6 +78,13 @@ def request(
         message = identity.write(_header(manifest, "request", point), body)
         write_shared(folder / "request.msg", bytes([point >> 8, point & 255]) + message)
         return nonce
+
+
+def read_asked(data: bytes, manifest: Manifest) -> tuple[int, tuple[int, ...]]:
+    """Whose request a file is, by its point, and whom it asks; the signature is checked."""
+    point = int.from_bytes(data[:2], "big")
+    body = open_message(data[2:], manifest.terms, _header(manifest, "request", point))
+    return point, _read_request(body, manifest, point)[1]
 
 
 def _asked(

@@ -111,14 +111,17 @@ def compare(
     their_work: float = 1.0,
     repeats: int = 9,
     clock: Callable[[], float] = time.perf_counter,
+    between: Callable[[], object] = lambda: None,
 ) -> Row:
-    """Times both in turns after one untimed call each; the row holds the ratio of the medians per unit of work."""
-    ours()
-    theirs()
-    our_times, their_times = [], []
-    for _ in range(max(5, repeats)):
-        our_times.append(_seconds(ours, clock))
-        their_times.append(_seconds(theirs, clock))
+    """Times both in turns after one untimed call each; the row holds the ratio of the medians per unit of work.
+    `between` is called before each call and not timed."""
+    our_times: list[float] = []
+    their_times: list[float] = []
+    for _ in range(max(5, repeats) + 1):
+        for call, times in ((ours, our_times), (theirs, their_times)):
+            between()
+            times.append(_seconds(call, clock))
+    del our_times[0], their_times[0]
     mine, other = statistics.median(our_times), statistics.median(their_times)
     return Row(name, against, size, threads, (mine / work) / (other / their_work), mine)
 

@@ -196,8 +196,7 @@ class _Packed(_Ours):
 
     def server(self) -> object:
         self.full._stage = "unmask"
-        moves, _ = packing.unpack(self.full.finish(), self.model.size, self.spans, self.count)
-        return codec.decode(packing.move(self.start, moves), checked=False)
+        return packing.unpack_onto(self.start, self.full.finish(), self.spans, self.count)
 
 
 class _Flower:
