@@ -254,7 +254,8 @@ class Host:
     def put(self, author: str, name: str, data: bytes) -> None:
         """In anybody's name, with a later number, so that all hear of it."""
         sha256 = hashlib.sha256(data).hexdigest()
-        (self._files / sha256).write_bytes(data)
+        if not (self._files / sha256).exists():  # somebody may be reading it
+            (self._files / sha256).write_bytes(data)
         self._do("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", self._consortium, sha256, len(data), author)
         self.withhold(author, name)
         statement = "INSERT INTO entries SELECT ?1, MAX(MAX(number), ?2) + 1, ?3, ?4, ?5, ?6, 0, 0 FROM entries "

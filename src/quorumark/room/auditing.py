@@ -233,13 +233,20 @@ class Auditing:
         found = []
         for member in brought.manifest.terms.roster:
             notice = self._seat.mirror.find(member.ed25519, f"{brought.start}/opening.json")
-            if notice is not None:
+            if notice is None:
+                continue
+            try:
                 data = self._seat.cached(client, notice, most)
                 sound, _ = from_shares(brought.asked, brought.ours.chain(), [data])
-                text = "" if member.point in sound else f"the opening of {member.name} is not used: it does not hold"
+                require(member.point in sound, "an opening", "must be its member's, of the asked leaves")
+            except QuorumarkError as error:
+                if error.code == "room.unreachable":
+                    raise
+                text = f"the opening of {member.name} is not used: {error}"
                 self._seat.desk.trouble(notice.name + member.name, text)
-                if not text:
-                    found.append(data)
+                continue
+            self._seat.desk.trouble(notice.name + member.name, "")
+            found.append(data)
         return found
 
     def _record(self, client: Client, brought: _Brought, openings: list[bytes]) -> None:
