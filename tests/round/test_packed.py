@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from copy import copy
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -436,6 +437,34 @@ def test_bytes_a_weight_up_and_down(count: int, most: float) -> None:
     boxes = 2 * 48 * members + 200 * members  # of the round's key, both ways, and vouchers
     assert (vector_bytes + head + boxes) / layout.size <= most
     assert (vector_bytes + len(layout.to_bytes()) + boxes + 4096) / layout.size <= most
+
+
+def test_the_table_of_the_demo_s_model_is_what_was_measured(root: Path) -> None:
+    rows = json.loads((root / "benchmarks" / "results" / "packing.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    for count in (1, 2, 3, 4):
+        mine = [row for row in rows if row["packing"] == count and row.get("case", "digits") == "digits"]
+        assert [row["seed"] for row in mine] == [1, 2, 3]
+        right, z = [100 * row["accuracy"] for row in mine], [row["z"] for row in mine]
+        line = (
+            f"| {count} | {mine[0]['bytes_up']:.2f} | {np.mean(right):.1f} % ({', '.join(f'{n:.1f}' for n in right)}) "
+            f"| {np.mean(z):.1f} ({', '.join(f'{n:.1f}' for n in z)}) |"
+        )
+        assert line in page, line
+
+
+def test_the_table_of_cpu_time_is_what_was_measured(root: Path) -> None:
+    rows = json.loads((root / "benchmarks" / "results" / "secagg-packed.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    found = {row["name"]: row["ratio"] for row in rows if row["against"] == "one weight in an element"}
+    for count in (2, 3, 4):
+        cells = [
+            found[f"{who}, {count} weights in an element, K={members}, CPU time"]
+            for who in ("a client masks", "the server unmasks")
+            for members in (8, 32)
+        ]
+        line = f"| {count} | {' | '.join(f'{ratio:.2f}' for ratio in cells)} |"
+        assert line in page, line
 
 
 # --- what a member may do ---------------------------------------------------------------------------------
