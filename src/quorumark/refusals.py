@@ -53,6 +53,7 @@ Refusal: TypeAlias = Literal[
     "round.other-integers",
     "round.other-manifest",
     "round.other-memory",
+    "round.other-optimiser",
     "round.other-plan",
     "round.other-repeat",
     "round.other-rule",

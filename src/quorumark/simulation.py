@@ -330,7 +330,8 @@ class Federation:
             if settled.norms is not None:
                 self.norms[number] = settled.norms
             for member in self.members.values():
-                member.accept(number, settled.encoded, settled.embedded, settled.norms, level, stood=settled.stood)
+                summed = settled.encoded, settled.embedded, settled.norms, level
+                member.accept(number, *summed, stood=settled.stood, taken=settled.taken)
         report.rho = server.rho
         with timed(report, "forecast"):
             report.expected_z = server.expected_z

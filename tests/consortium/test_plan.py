@@ -161,6 +161,11 @@ def test_the_command_line_plans_and_shows_it(tmp_path: Path, cards: list[Any]) -
     create("five", "large.safetensors", "--rounds", "30", "--target-z", "20", "--strength", "rho=0.09")
     assert agreed("five")["rho"] == "0.09"
     assert float(agreed("five")["c_max"]) > float(agreed("one")["c_max"])
+    told = create("adam", "large.safetensors", "--rounds", "30", "--policy", "optimiser=fedadam:eta=0.010")
+    assert "that is for FedAvg" in told  # a plan knows nothing of optimisers
+    policy = Terms.from_bytes((tmp_path / "adam" / "terms.json").read_bytes()).policy.as_dict()
+    assert policy["optimiser"] == "fedadam:eta=0.01,beta_1=0.9,beta_2=0.99,tau=0.001"
+    create("wrong", "large.safetensors", "--rounds", "30", "--policy", "optimiser=fedadam:eta=7e3", code=2)
     longer = create("six", "large.safetensors", "--target-z", "14")
     assert agreed("six")["rounds"] == str(Plan.propose(160_000, target_z=14).rounds)
     assert f"plan: after {agreed('six')['rounds']} rounds" in longer

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from flwr.app import Message, RecordDict
-from flwr.serverapp import strategy as strategies
 
 from quorumark.flower import watermarked
 from quorumark.flower.wire import exchange, records
@@ -63,17 +62,6 @@ def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path, 
     down, up = (wrapped.reports[1].metrics[f"bytes-{way}"] for way in ("down", "up"))
     assert down / 5 < 1.1 * up / 4
     assert more.reports[-1].marked
-
-
-def test_where_sums_are_checked_a_server_optimiser_is_told_why_not(tmp_path: Path) -> None:
-    world = Consortium.make(tmp_path, policy={"sums": "checked"})
-    inner = strategies.FedAdam(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, eta=0.01)
-    wrapped = watermarked(inner, world.path, seed=SEED)
-    start = {"initial_arrays": records_of(world.model), "num_rounds": 3, "timeout": 60}
-    with stopped("round.not-the-sum"):
-        wrapped.start(grid=LocalGrid(app_for(world.folder), 5), **start)
-    assert wrapped.reports[0].given_up == ""
-    assert {report.given_up_code for report in wrapped.reports[1:]} == {"round.not-the-sum"}
 
 
 def test_evaluation_passes_and_metrics_say_what_a_round_cost(world: Consortium) -> None:

@@ -15,6 +15,7 @@ from flwr.serverapp import strategy as strategies
 
 import quorumark as qm
 from quorumark import field, shamir
+from quorumark.consortium.optimiser import Optimiser
 from quorumark.consortium.records import Manifest, Terms, anchor_of
 from quorumark.errors import InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.flower import make_key, secure, watermarked
@@ -30,6 +31,7 @@ from tests.kit import commands
 from tests.kit.flower_runs import SEED, InOrder, as_stages, fedavg
 from tests.kit.flowers import Consortium, LocalGrid, Model, app_for, records_of, same, train
 from tests.kit.opened import summed
+from tests.kit.optimiser_oracle import Oracle
 from tests.kit.refusals import stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -167,25 +169,29 @@ def test_a_server_that_changes_the_sum_is_refused(tmp_path: Path, monkeypatch: p
     assert len(wrapped.reports[1].excluded_codes) == 5
 
 
-def test_a_server_optimiser_gets_the_exact_average(tmp_path: Path, opened: Opened) -> None:
-    """Where sums are unchecked: FedAdam works with the opened sum, which the first test compares with fractions, in
-    the model's types."""
-    got: list[Model] = []
+@pytest.mark.parametrize("packing", ["1", "2"])
+def test_fedadam_is_exact_to_its_own_arithmetic(tmp_path: Path, packing: str, opened: Opened) -> None:
+    """The opened sum is the weighted average to K/2 units, against fractions; every model is what the oracle makes of
+    that sum in Python's integers, rounded to the model's types once."""
+    text = "fedadam:eta=0.02,beta_2=0.9,tau=0.0001"
+    world, seen = made(tmp_path, optimiser=text, packing=packing), Recorded()
 
-    class Adam(strategies.FedAdam):  # type: ignore[misc]
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            found = list(replies)
-            got.append({name: array.numpy() for name, array in found[0].content["arrays"].items()})
-            return super().aggregate_train(server_round, found)
+    class Adam(InOrder, strategies.FedAdam):  # type: ignore[misc]
+        pass
 
-    world = made(tmp_path, sums="unchecked")
-    inner = Adam(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, eta=0.01)
-    wrapped, model = run(world, LocalGrid(app_for(world.folder), 5), 3, inner, linear=True)
+    inner = Adam(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, eta=0.02, beta_2=0.9, tau=0.0001)
+    wrapped, model = run(world, LocalGrid(app_for(world.folder, trained=seen), 5), 3, inner)
     assert [report.given_up for report in wrapped.reports] == [""] * 3
-    for total, seen in zip(opened, got, strict=True):
-        flat = (total.astype(np.float64) / 2.0**40).astype(np.float32)
-        assert all(np.array_equal(flat[place], np.ravel(seen[spec.name])) for spec, place in world.layout.spans())
-    assert not same(model, got[-1])  # it did something with it
+    chosen = Optimiser.of(text)
+    oracle = Oracle(chosen.name, dict(chosen.settings), world.layout.size)
+    for number, (total, units) in enumerate(zip(opened, opened.units, strict=True)):
+        assert furthest(world, total, seen.after[5 * number : 5 * number + 5], units) <= Fraction(5, 2)
+        before = [round(Fraction(float(v)) * 2**40) for v in world.layout.flatten(seen.before[5 * number])]
+        moves = oracle.take([int(x) - b for x, b in zip(total, before, strict=True)])
+        wanted = np.array([(b + m) / 2**40 for b, m in zip(before, moves, strict=True)]).astype(np.float32)
+        after = seen.before[5 * number + 5] if number < 2 else model
+        assert np.array_equal(world.layout.flatten(after), wanted)
+    assert not np.array_equal(wanted, (opened[-1] / 2.0**40).astype(np.float32))  # it did something
 
 
 def test_a_changed_number_of_examples_is_signed_as_elsewhere(tmp_path: Path) -> None:

@@ -74,36 +74,6 @@ def test_fedprox_is_fedavg_of_what_its_term_makes_of_the_members(world: Consorti
     assert not same(model, world.in_process(4, SEED).model)
 
 
-OPTIMISERS = {
-    "FedAvgM": {"server_momentum": 0.5},
-    "FedAdam": {"eta": 0.01},
-    "FedYogi": {"eta": 0.01},
-    "FedAdagrad": {"eta": 0.01},
-}
-
-
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_server_optimisers_work_with_the_average_and_the_mark(tmp_path: Path, name: str) -> None:
-    """What they get is the sum that FedAvg gets in the same round, to the bit; the history follows what they make."""
-    strength = {"rule": "relative", "c": "0.02", "alike": "mark", "dither": "0"}
-    world = Consortium.make(tmp_path, strength=strength)
-    kind = getattr(strategies, name)
-    got: list[Model] = []
-
-    class Watched(kind):  # type: ignore[misc, valid-type]
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
-            got.append({k: a.numpy() for k, a in replies[0].content["arrays"].items()})
-            return super().aggregate_train(server_round, replies)
-
-    inner = Watched(min_train_nodes=5, min_available_nodes=5, fraction_evaluate=0.0, **OPTIMISERS[name])
-    wrapped, model = run(world, LocalGrid(app_for(tmp_path), 5), 4, inner, linear=True)
-    assert [r.given_up for r in wrapped.reports] == [""] * 4
-    assert [r.marked for r in wrapped.reports] == [False, False, True, True]
-    assert same({**got[0], "steps": world.model["steps"]}, world.in_process(1, SEED).model)
-    assert not same(model, world.in_process(4, SEED).model)
-    assert all(model[k].dtype == world.model[k].dtype for k in model)
-
-
 def test_clipping_at_the_members_and_noise_at_the_server(world: Consortium) -> None:
     """DifferentialPrivacyClientSideFixedClipping: its mod clips before the mark's mod sees the model."""
     from flwr.clientapp.mod import fixedclipping_mod

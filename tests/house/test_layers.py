@@ -175,6 +175,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.research.bench.flower",
         "quorumark.research.bench.secagg",
         "quorumark.flower.client",
+        "quorumark.flower.optimisers",
         "quorumark.flower.server",
         "quorumark.flower.wire",
     },

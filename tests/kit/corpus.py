@@ -46,6 +46,7 @@ from quorumark.research.rows import parsed_rows
 from quorumark.room.statement import Standing
 from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState
+from quorumark.round.applied import read_vectors, write_vectors
 from quorumark.round.memory import MemoryState
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Upload, pack, unpack
@@ -79,6 +80,8 @@ from tests.kit import mutations as m
 from tests.kit.authority import make_authority
 from tests.kit.consortium import World, make_world, trained_from
 from tests.kit.flowers import Consortium, train
+from tests.kit.optimised import run as run_optimised
+from tests.kit.optimised import walk
 from tests.kit.rounds import SEED, Run
 
 Mutators = tuple[m.Mutator, ...]
@@ -752,6 +755,27 @@ def _servers(folder: Path, world: Consortium, run: _Recorded) -> Iterator[Kind]:
         MarkState.from_bytes(data, strength, world.layout, manifest.terms.key, *vectors)
 
     yield _bytes_kind("mark state", marked, JSON, beside["state"].tobytes())
+    yield from _optimised(folder / "optimised")
+
+
+def _optimised(folder: Path) -> Iterator[Kind]:
+    """A state under a server optimiser, and the vectors beside it."""
+    ran = run_optimised("fedadam:eta=0.01", 4, 1, {"rho": "0.1", "c_max": "0.1"}, world=walk).history
+    assert ran is not None
+    mark = ran.mark
+    folder.mkdir()
+    (folder / "state.json").write_bytes(mark.to_bytes())
+    write_vectors(folder / "optimiser.npz", mark.vectors())
+
+    def read(here: Path) -> Any:
+        data = read_file(here / "state.json", "a state")
+        return ran.read_mark(data, mark.model, mark.anchor, read_vectors(here / "optimiser.npz")).digest()
+
+    def state(here: Path) -> None:  # which other members' digests settle
+        read(here)
+
+    yield FileKind("optimiser state", state, JSON, "state.json", beside=folder)
+    yield FileKind("optimiser vectors", read, _with(m.in_zip(folder / "no")), "optimiser.npz", beside=folder)
 
 
 def _simulated(folder: Path, world: Consortium) -> Iterator[Kind]:

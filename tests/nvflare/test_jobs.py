@@ -14,11 +14,13 @@ from nvflare.app_common.workflows.cyclic import Cyclic
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.client.config import ExchangeFormat
 
+from quorumark.consortium.optimiser import Optimiser
 from quorumark.errors import InputError
 from quorumark.nvflare import key_ceremony, secure, verification, watermarked
 from quorumark.nvflare.controller import QuorumarkController
 from tests.kit.flare_runs import SCRIPT, training_job
 from tests.kit.flowers import Consortium
+from tests.kit.refusals import stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -105,6 +107,27 @@ def test_other_controllers_and_missing_rounds_are_refused(world: Consortium) -> 
     assert caught.value.argument == "num_rounds"
     with pytest.raises(InputError):
         watermarked("job.py", world.path)
+
+
+def test_fedopt_is_told_what_to_agree_on(world: Consortium) -> None:
+    """Its settings are read; the arithmetic is the members', and the recipe FedAvg's."""
+    from nvflare.app_opt.pt.fedopt import PTFedOptModelShareableGenerator
+
+    cases: dict[str, dict[str, Any]] = {
+        "fedavgm:server_learning_rate=0.5,server_momentum=0.9": {
+            "path": "torch.optim.SGD",
+            "args": {"lr": 0.5, "momentum": 0.9},
+        },
+        "fedadam:eta=0.01,beta_1=0.9,beta_2=0.999,tau=0.00000001": {"path": "torch.optim.Adam", "args": {"lr": 0.01}},
+    }
+    for text, chosen in cases.items():
+        job = training_job()
+        job.to_server(FedAvg(num_clients=5, num_rounds=7))
+        job.to_server(PTFedOptModelShareableGenerator(optimizer_args=chosen), id="generator")
+        with stopped("round.other-optimiser") as caught:
+            watermarked(job, world.path)
+        named = str(caught.value).split("optimiser=")[1].rstrip(")")
+        assert str(Optimiser.of(named)) == text
 
 
 def test_a_manifest_of_the_other_kind_is_refused(world: Consortium, tmp_path: Path) -> None:

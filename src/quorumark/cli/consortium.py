@@ -78,8 +78,9 @@ def create(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort, or sums: checked (the default: "
-            "members check what the server announces, for FedAvg and FedProx) or unchecked; may be repeated."
+            help="NAME=VALUE: z (6 by default), budget, effective, attempts, cohort, optimiser (such as "
+            "fedadam:eta=0.01; docs/optimisers.md), or sums: checked (the default: members check what the server "
+            "announces) or unchecked; may be repeated."
         ),
     ] = None,
     statistic: Annotated[str, typer.Option(help="What a suspect is tested by.")] = "balanced-anchor/v1",
@@ -185,7 +186,7 @@ def create(
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
     covered = _coverage(coupled, layout if adapted is None else base_layout(adapted)) if terms.has_key else []
-    typer.echo("\n".join([*covered, *expected]))
+    typer.echo("\n".join([*covered, *expected, *_optimised(terms)]))
     if room is not None:
         Place(room).hand_over(terms.digest().hex(), out)
         typer.echo("your agent proposes it to all who are in the room")
@@ -213,8 +214,17 @@ def _expected(terms: Terms) -> list[str]:
     from quorumark.consortium.plan import Plan, unplanned
 
     if not terms.strength.rounds:
-        return [unplanned(terms.strength, terms.coordinates).text]
-    return Plan.of(terms.strength, terms.coordinates, terms.strength.rounds).lines()
+        return [unplanned(terms.strength, terms.coordinates).text, *_optimised(terms)]
+    return [*Plan.of(terms.strength, terms.coordinates, terms.strength.rounds).lines(), *_optimised(terms)]
+
+
+def _optimised(terms: Terms) -> list[str]:
+    """A plan's figures were measured without a server optimiser."""
+    if terms.policy.optimiser is None or not terms.has_key:
+        return []
+    return [
+        "that is for FedAvg: with a server optimiser less of the mark arrives; the forecast in each round says how much"
+    ]
 
 
 def _coverage(groups: Groups | None, layout: ModelLayout) -> list[str]:

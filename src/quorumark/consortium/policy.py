@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 from quorumark.checks import is_count, is_hex, plain_decimal
+from quorumark.consortium.optimiser import Optimiser
 from quorumark.errors import InputError
 from quorumark.model.blocks import RULES
 from quorumark.packing import BITS
@@ -41,14 +42,16 @@ class Policy:
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
     effective:  on how many coordinates a query must rest; None: `guard.least_effective`.
     cohort:     how many members are drawn from each state; None: all take part.
+    optimiser:  what members make of a sum, in place of FedAvg: "fedadam:eta=0.01,…"; None: the sum is the model.
     groups:     digest of the agreed groups of channels; None: nothing is aligned.
     lora:       digest of the agreed factors of an adapter; None: the model is no adapter.
     blocks:     the rule that cuts the coordinates into blocks for a test by layers, or "none".
     """
 
     DIGESTS: ClassVar[tuple[str, ...]] = ("groups", "lora")
-    FIXED: ClassVar[tuple[str, ...]] = (*DIGESTS, "blocks")
-    """How suspects are read, matched and cut: agreed on with the first terms or never."""
+    FIXED: ClassVar[tuple[str, ...]] = (*DIGESTS, "blocks", "optimiser")
+    """How suspects are read, matched and cut, and what a run's state consists of: agreed on with the first terms or
+    never."""
 
     z: Decimal = Decimal(6)
     sums: str = ""
@@ -57,6 +60,7 @@ class Policy:
     budget: int | None = None
     effective: int | None = None
     cohort: int | None = None
+    optimiser: Optimiser | None = None
     groups: str | None = None
     lora: str | None = None
     blocks: str = RULES[0]
@@ -81,6 +85,11 @@ class Policy:
             object.__setattr__(self, "sums", "checked" if self.cohort is None else "unchecked")
         if self.sums not in ("checked", "unchecked"):
             raise InputError("policy 'sums'", "must be checked or unchecked", repr(self.sums))
+        if self.optimiser is not None and not isinstance(self.optimiser, Optimiser):
+            raise InputError("policy 'optimiser'", "must be an Optimiser", type(self.optimiser).__name__)
+        if self.optimiser is not None and self.sums != "checked":
+            rule = "must be checked with a server optimiser: members compute its model from the sum"
+            raise InputError("policy 'sums'", rule, repr(self.sums))
         if self.sums == "checked" and self.cohort is not None:
             rule = "must be unchecked where cohorts are drawn, since their members change: set sums=unchecked"
             raise InputError("policy 'sums'", rule, repr(self.sums))
@@ -143,4 +152,12 @@ def _integer(name: str, text: str) -> int:
     return int(text)
 
 
-_READ: dict[str, Callable[[str, str], Any]] = {"z": _decimal, **dict.fromkeys(_INTEGERS, _integer)}
+def _optimiser(name: str, text: str) -> Optimiser:  # noqa: ARG001 - all readers take both
+    return Optimiser.of(text)
+
+
+_READ: dict[str, Callable[[str, str], Any]] = {
+    "z": _decimal,
+    "optimiser": _optimiser,
+    **dict.fromkeys(_INTEGERS, _integer),
+}

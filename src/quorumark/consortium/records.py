@@ -170,6 +170,8 @@ class Terms:
             object.__setattr__(self, "strength", Strength.of(self.strength, self.coordinates))
             object.__setattr__(self, "policy", Policy.of(self.policy))
             self.policy.check_possible(members, self.threshold, self.coordinates, self.key)
+            if self.policy.optimiser is not None and self.strength.rule == "paper":
+                raise InputError("strength 'rule'", "must not be paper with a server optimiser", "paper")
         except InputError as error:
             raise RecordError(f"the terms' {error}") from None
 

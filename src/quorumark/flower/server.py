@@ -3,18 +3,18 @@
 `watermarked(strategy, …)` has `start`, like every strategy, and hands the strategy a Grid that looks like Flower's.
 What the strategy sends for training goes to the nodes with what the members must know; of what comes back it sees one
 reply, which holds the opened sum: the average of the members' models, by the manifest's weights, plus the mark. So any
-strategy works that is a function of that average.
+strategy works that takes that average as it is. Server optimisers are the members' own (`flower.optimisers`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
 from quorumark.errors import InputError, RoundError
+from quorumark.flower.optimisers import averaging, check_optimiser
 from quorumark.flower.simulation import SimulationWire, is_simulation
 from quorumark.flower.wire import FlowerWire, exchange, flwr_app, tensors, to_record
 from quorumark.node.rounds import Rounds
@@ -41,7 +41,6 @@ _REASONS = {
     "DifferentialPrivacyClientSideAdaptiveClipping": "it reads every member's own norm bit; use a fixed clipping norm "
     "(DifferentialPrivacyClientSideFixedClipping with fixedclipping_mod)",
 }
-_ADAPTIVE = ("FedAdam", "FedYogi", "FedAdagrad")
 _NOISY = "DifferentialPrivacyClientSideFixedClipping"
 
 
@@ -72,10 +71,6 @@ def watermarked(
     for your own strategy: that what it makes of the replies depends on their weighted average alone. `seed` is for
     research.
     """
-    for kind in type(strategy).__mro__:
-        if kind.__name__ in _ADAPTIVE and kind.__module__.startswith("flwr."):
-            text = "quorumark: %s divides every weight's step by its own size, and may leave little of the mark"
-            _log()(WARNING, text + ": measure z before you rely on it (docs/flower.md)", kind.__name__)
     return _wrapped(
         strategy,
         consortium,
@@ -139,6 +134,7 @@ def _wrapped(
         raise InputError("patience", "must be at least 1", str(patience))
     made = Watermarked(strategy, Path(consortium), layout, patience=patience, **options)
     made._start.check_kind("strategy", sums_alone=sums_alone)
+    check_optimiser(made.inner, made.manifest.terms)
     return made
 
 
@@ -193,7 +189,7 @@ class Watermarked:
         self.manifest, self._go_on = self._start.manifest, go_on
         self._folder, self._after, self._seed, self._timeout = folder, after, seed, stage_timeout
         self._patience = patience
-        self._inner = strategy.strategy if type(strategy).__name__ == _NOISY else strategy
+        self.inner = strategy.strategy if type(strategy).__name__ == _NOISY else strategy
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.strategy, name)
@@ -237,21 +233,22 @@ class Watermarked:
             num_rounds = max(0, num_rounds - server.accepted)
         server.planned = server.history.mark.round + num_rounds
         evaluate = evaluate_fn and (lambda round_no, arrays: evaluate_fn(round_no, carrier.in_own_types(arrays)))
-        metrics = self._inner.train_metrics_aggr_fn
-        self._inner.train_metrics_aggr_fn = carrier.metrics
+        metrics = self.inner.train_metrics_aggr_fn
+        self.inner.train_metrics_aggr_fn = carrier.metrics
         carrier.gather = metrics
         try:
-            result = self.strategy.start(
-                grid=carrier,
-                initial_arrays=initial_arrays,
-                num_rounds=num_rounds,
-                timeout=timeout,
-                train_config=train_config,
-                evaluate_config=evaluate_config,
-                evaluate_fn=evaluate,
-            )
+            with averaging(self.inner, self.manifest.terms):
+                result = self.strategy.start(
+                    grid=carrier,
+                    initial_arrays=initial_arrays,
+                    num_rounds=num_rounds,
+                    timeout=timeout,
+                    train_config=train_config,
+                    evaluate_config=evaluate_config,
+                    evaluate_fn=evaluate,
+                )
         finally:
-            self._inner.train_metrics_aggr_fn = metrics
+            self.inner.train_metrics_aggr_fn = metrics
         if result.arrays:
             result.arrays = carrier.in_own_types(result.arrays)
             server.close(tensors(result.arrays))
@@ -309,7 +306,7 @@ class _Carrier:
 
     def _round(self, messages: list[Any], timeout: float) -> list[Any]:
         """All stages of a round; one reply with the sum, or none if the round is given up."""
-        flwr, key = flwr_app(), self._owner._inner.weighted_by_key
+        flwr, key = flwr_app(), self._owner.inner.weighted_by_key
         name, record = next(iter(messages[0].content.array_records.items()))
         model = tensors(record)
         self._wire.kind = messages[0].metadata.message_type

@@ -6,6 +6,7 @@ for the consortium, whatever its manifests.
     memory/rounds.sealed   what it must not do twice (`consortium.memory`)
     notes.json             the state that it is at, and the round that it joined (`Notes`)
     model.safetensors      the model of that state
+    optimiser.npz          the server optimiser's numbers for each weight at that state, where the terms name one
     anchor.npy             E of the model that the run began with
     layout.json            where each weight is in the vector
     sum.npz                what the others check that model by, if this member hands it out
@@ -43,7 +44,8 @@ from quorumark.files import append_private, replacing, syncs, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.node import remembered
 from quorumark.round import checked_sums
-from quorumark.round.amplitudes import MarkState, model_digest
+from quorumark.round.amplitudes import model_digest
+from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, write_vectors
 from quorumark.round.group import group_of
 from quorumark.round.history import History, checks_sums, packing_of
 from quorumark.round.member import RoundMember
@@ -131,7 +133,7 @@ class Journal:
         self._sum_path = self._folder / "sum.npz"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
-        self._marked_path = self._folder / _MARKED
+        self._marked_path, self._vectors_path = self._folder / _MARKED, self._folder / "optimiser.npz"
         self.notes = Notes()
         if self._notes_path.exists():
             self.notes = Notes.from_bytes(read_file(self._notes_path, "a member's notes of rounds"))
@@ -216,9 +218,8 @@ class Journal:
     def kept_result(self, layout: ModelLayout, state: bytes, round_no: int) -> NDArray[Any]:
         """What this member trained for a round from a state."""
         path = self._result_path(round_no)
-        missing = RoundError(
-            f"{self.name} has not trained in round {round_no} from this model", code="round.not-trained"
-        )
+        text = f"{self.name} has not trained in round {round_no} from this model"
+        missing = RoundError(text, code="round.not-trained")
         if not path.exists():
             raise missing
         reader = SealedReader(path, Unlock.by_identity(self.identity), _RESULT)
@@ -365,7 +366,7 @@ class Journal:
             ) from None
         history = remembered.match(self._named(), files, anchor, model)
         if history is None:
-            history = self._restored(layout, anchor, model, mark, buffers)
+            history = self._restored(layout, anchor, model, mark, buffers, read_vectors(self._vectors_path))
             remembered.keep(self._named(), files, history)
         return history
 
@@ -373,12 +374,11 @@ class Journal:
         """What a history is a function of: the manifests, and what was noted, which names model and anchor."""
         return tuple(link.digest() for link in self.chain), self.notes.mark.encode(), self.notes.buffers.encode()
 
-    def _restored(self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, buffers: bytes) -> History:
+    def _restored(
+        self, layout: ModelLayout, anchor: Vector, model: Vector, state: bytes, buffers: bytes, vectors: Arrays
+    ) -> History:
         history = History(self.manifest, layout, anchor, self.chain[:-1])  # checks that it is the manifest's anchor
-        start = model if history.warming else anchor  # in warm-up rounds every model is the next anchor
-        key = self.manifest.terms.key
-        mark = MarkState.from_bytes(state, history.strength, layout, key, model, start, history.packing)
-        return history.restored(mark, buffers)
+        return history.restored(history.read_mark(state, model, anchor, vectors), buffers)
 
     def follow(
         self, config: Config, arrays: Arrays, layout: ModelLayout, given: Mapping[str, Any]
@@ -406,11 +406,8 @@ class Journal:
                 return "model", {}
             encoded, buffers = layout.encode(given), self._buffers(layout, given)
             self.check_other_keys(encoded)
-            own, model, verified = (
-                self._restored(layout, anchor, encoded, _content(arrays["state"]), buffers),
-                given,
-                False,
-            )
+            model, verified, state = given, False, _content(arrays["state"])
+            own = self._restored(layout, anchor, encoded, state, buffers, optimiser_vectors(arrays))
             _check_history(own, config, self.name)
             _keep(self._anchor_path, anchor)
         else:
@@ -434,6 +431,8 @@ class Journal:
             )
         self._check_back(layout, own, turn)
         write_safetensors(dict(model), self._model_path)
+        if own.optimiser is not None:
+            write_vectors(self._vectors_path, own.mark.vectors())
         self._keep_sum(config, arrays)
         self.note(
             mark=own.mark.to_bytes().decode(),
@@ -491,8 +490,8 @@ class Journal:
             self.check_other_keys(own.mark.model)
             if given and model_digest(layout.encode(given)) != own.mark.model_digest:
                 raise RoundError(
-                    "the model that the server announces is not the sum that it announces with it: use a strategy that "
-                    "takes the sum as it is, such as FedAvg",
+                    "the model that the server announces is not what follows from the sum that it announces with it: "
+                    "use a strategy that takes the sum as it is, such as FedAvg, or the optimiser that the terms name",
                     code="round.not-the-sum",
                 )
             if given and layout.buffers_digest(given) != own.buffers:
@@ -553,7 +552,8 @@ class Journal:
             )
         like, norms = read_safetensors(self._model_path), own.norms > 0
         settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
-        own.accept(number, settled.encoded, settled.embedded, settled.norms, name, level, stood=settled.stood)
+        summed = settled.encoded, settled.embedded, settled.norms, name, level
+        own.accept(number, *summed, stood=settled.stood, taken=settled.taken)
         return settled.weights, found is True
 
     def _anchor(self, arrays: Arrays) -> Vector | None:
@@ -608,6 +608,7 @@ class Journal:
         config: Config = {f"sum-{name}": value for name, value in about.items()}
         arrays["state"] = np.frombuffer(self.notes.mark.encode(), np.uint8)
         arrays |= {MODEL + name: np.array(tensor) for name, tensor in read_safetensors(self._model_path).items()}
+        arrays |= {OPTIMISER + name: vector for name, vector in read_vectors(self._vectors_path).items()}
         return config, arrays
 
 

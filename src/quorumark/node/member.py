@@ -190,14 +190,15 @@ class MemberNode:
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
 
-        A round brings vectors like the model: it itself or the sum, norms and perhaps the anchor. Until the
-        layout is known, and for suspects, which are any file, there is no limit but the signer's own.
+        A round brings vectors like the model: it itself or the sum, norms and perhaps the anchor and what a server
+        optimiser keeps. Until the layout is known, and for suspects, which are any file, there is no limit but the
+        signer's own.
         """
         if stage in ("upload", "unmask", "again", "never", "state", "sign"):
             return 0
         if stage in ("join", "ready"):
             for path in self._home.only_consortium(self._which).path.glob("rounds/layout.json"):
-                return 64 * ModelLayout.from_bytes(path.read_bytes()).size + _BESIDE
+                return 128 * ModelLayout.from_bytes(path.read_bytes()).size + _BESIDE
         return 1 << 62
 
     # --- a round ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from nvflare.recipe.spec import Recipe
 
 from quorumark.consortium.home import read_as
 from quorumark.consortium.records import Terms
-from quorumark.errors import InputError
+from quorumark.errors import InputError, RoundError
 from quorumark.node.start import Start
 from quorumark.nvflare.controller import QuorumarkController
 from quorumark.nvflare.site import JoinRound, KeepResult, QuorumarkExecutor
@@ -186,6 +187,7 @@ def _take_controller(job: FedJob) -> Any:
     kinds = [type(one.controller).__name__ for one in workflows]
     if not workflows:
         return None
+    _check_fedopt(server.app_config)
     if len(workflows) > 1 or not any(kind.__name__ in _OURS for kind in type(workflows[0].controller).__mro__):
         raise InputError(
             "recipe",
@@ -201,6 +203,36 @@ def _take_controller(job: FedJob) -> Any:
     server.app_config.ids.remove(workflows[0].id)
     workflows.clear()
     return controller
+
+
+def _check_fedopt(app: Any) -> None:
+    """A server optimiser of FLARE's is read for its settings: members compute it, if the terms name it."""
+    for one in app.components.values():
+        if any(kind.__name__ == "PTFedOptModelShareableGenerator" for kind in type(one).__mro__):
+            raise RoundError(
+                "FedOpt is a server optimiser, which members compute: take the FedAvg recipe, and agree on the "
+                f"optimiser in the terms (quorumark consortium create --policy optimiser={_fedopt(one)})",
+                code="round.other-optimiser",
+            )
+
+
+def _fedopt(generator: Any) -> str:
+    """As the policy `optimiser` spells it; a hint where there is no such one."""
+    about = dict(generator.optimizer_args or {})
+    name = str(about.get("path") or about.get("class_path") or about.get("name") or "").rpartition(".")[2]
+    args = dict(about.get("args") or {})
+    betas = args.get("betas", (0.9, 0.999))
+    known = {
+        "SGD": ("fedavgm", {"server_learning_rate": args.get("lr", 1.0), "server_momentum": args.get("momentum", 0.0)}),
+        "Adam": (
+            "fedadam",
+            {"eta": args.get("lr", 1e-3), "beta_1": betas[0], "beta_2": betas[1], "tau": args.get("eps", 1e-8)},
+        ),
+        "Adagrad": ("fedadagrad", {"eta": args.get("lr", 1e-2), "tau": args.get("eps", 1e-10)}),
+    }
+    if name not in known or generator.lr_scheduler_args:
+        return "…: see docs/optimisers.md, which has none with these settings"
+    return f"{known[name][0]}:" + ",".join(f"{k}={Decimal(repr(float(v))):f}" for k, v in known[name][1].items())
 
 
 def _leave_at_home(job: FedJob) -> None:

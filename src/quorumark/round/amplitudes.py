@@ -16,7 +16,7 @@ take part this is S ⊙ τ, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -28,12 +28,14 @@ from numpy.typing import NDArray
 
 from quorumark import codec, field
 from quorumark.canonical import canonical, digest, parse
+from quorumark.consortium.optimiser import Optimiser
 from quorumark.consortium.records import KEY_KINDS
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError
 from quorumark.field import P, Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import Span
+from quorumark.packing import Span, move
+from quorumark.round.applied import Applied
 from quorumark.round.continuity import Pace, plain_moves
 from quorumark.round.movement import (
     Axes,
@@ -45,10 +47,13 @@ from quorumark.round.movement import (
     distance,
     learnt_axes,
     least,
+    least_by_weight,
     moved_axes,
     norm_count,
     norm_of,
+    signed_norm,
 )
+from quorumark.round.optimiser import Taken
 from quorumark.round.units import Packing, are_possible, first_reach, follow_lift, follow_reach
 
 __all__ = ["HALVINGS", "Amplitudes", "MarkState", "PaperScale", "model_digest", "paper_amplitudes"]
@@ -79,8 +84,8 @@ def _mark_squares(amplitudes: Amplitudes | None, carriers: list[Carrier]) -> lis
 class Amplitudes:
     """How strong the mark of one round is, weight by weight: public, and the same for everybody.
 
-    A weight's amplitude is the least of its axes' `scales` (in 2^-40). `c` and `rho`, in 2^-32, say how it came about:
-    the factor of this round, and ρ before it.
+    A weight's amplitude is the least of its axes' `scales` (in 2^-40) and, under a server optimiser, of its own limit
+    in `most`. `c` and `rho`, in 2^-32, say how it came about: the factor of this round, and ρ before it.
     """
 
     layout: ModelLayout
@@ -89,28 +94,21 @@ class Amplitudes:
     c: int
     rho: int
     scales: tuple[Axes, ...]
+    most: Vector | None = None
 
     @property
     def marks(self) -> bool:
         """Whether there is anything to add."""
+        if self.most is not None:
+            return bool(self.vector.any())
         return any(all(map(any, axes)) for axes in self.scales)
 
     @cached_property
     def vector(self) -> Vector:
         """S for each of the d carrying coordinates: S·τ has 40 fractional bits for the key's own τ."""
-        layout, bits = self.layout, np.uint64(KEY_BITS[self.key])
-        carrying = layout.carrying()
-        out = np.zeros(layout.coordinates, np.uint64)
-        for carrier, axes in zip(carriers_of(layout), self.scales, strict=True):
-            rows, *others = (np.array(values, np.uint64) for values in axes)
-            across = others[0] if len(others) == 1 else np.minimum.outer(*others).reshape(-1)
-            if isinstance(carrying, slice):
-                target = out[carrier.place].reshape(carrier.rows, -1)
-                np.minimum(rows[:, None], across[None, :], out=target)
-            else:
-                part = slice(*np.searchsorted(carrying, (carrier.place.start, carrier.place.stop)))
-                row, column = np.divmod(carrying[part] - carrier.place.start, across.size)
-                out[part] = np.minimum(rows[row], across[column])
+        bits, out = np.uint64(KEY_BITS[self.key]), least_by_weight(self.layout, self.scales)
+        if self.most is not None:
+            np.minimum(out, self.most, out=out)
         return out >> bits if bits else out
 
     def tensors(self) -> Iterator[tuple[str, slice]]:
@@ -138,7 +136,8 @@ class Amplitudes:
     @cached_property
     def _digest(self) -> bytes:
         about = {"key": self.key, "round": self.round, "scales": self.scales}
-        return digest("amplitudes", bytes.fromhex(self.layout.digest()), canonical(about))
+        limits = [] if self.most is None else [self.most.astype("<u8", copy=False).tobytes()]
+        return digest("amplitudes", bytes.fromhex(self.layout.digest()), canonical(about), *limits)
 
 
 def model_digest(model: Vector) -> bytes:
@@ -154,6 +153,9 @@ class MarkState:
     L = √Σ(‖S‖/‖D‖)² over all rounds, which no decay takes back: who sees the models can undo a decay that is public.
     `under` is the manifest under which the last one was summed. Two states with the same `digest` and strength give the
     same amplitudes for ever.
+
+    Under a server optimiser (`applied`) a model is not the sum: rows, columns and taps move as the sums do, ρ and L are
+    those of the models, and `applied` has the others.
     """
 
     FORMAT = "quorumark-mark-state/v3"
@@ -166,6 +168,7 @@ class MarkState:
         model: Vector,
         start: int = 0,
         packing: Packing = NOT_PACKED,
+        optimiser: Optimiser | None = None,
     ) -> None:
         """Before the first round, from the initial model E(θ_0): the anchor, unless there are warm-up rounds; after
         those, `start` is how many there were. `packing` is in force for the next round.
@@ -187,12 +190,14 @@ class MarkState:
         self._leak = self._path = self._step = 0  # L² in 2^-64; Σ‖D‖² and the last ‖D‖², in 2^-80
         self._pace, self._silenced = Pace(), 0
         self.packing = packing
+        self.applied = None if optimiser is None else Applied.start(optimiser, layout, nothing)
         self.stood = False  # whether another sum from this model could show the mark of the last one
         self._reach: tuple[int, ...] = ()  # what units follow from (`round.units`), once a packed round was accepted
         self._lift: tuple[int, ...] = ()
         self._first_reach: tuple[int, ...] | None = None
         self._written = b""  # what `to_bytes` gave, until the next round is accepted
-        self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest)
+        agreed = [] if optimiser is None else [str(optimiser).encode()]
+        self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest, *agreed)
 
     # --- what it says ---
 
@@ -219,20 +224,26 @@ class MarkState:
         """
         if self.strength.rule not in ("rho", "target"):
             return None
-        straight = max(self._path, self._distance**2)
-        return 9 * self.strength.rho**2 * straight // (4 * self._path) if self._path else 0
+        return self._limit(self._path, self._distance)
+
+    def _limit(self, path: int, straight: int) -> int:
+        return 9 * self.strength.rho**2 * max(path, straight**2) // (4 * path) if path else 0
 
     def _reached(self) -> int:
         """‖A‖. Of A the state has each tensor's sum, exactly, and a shape M ≥ A: the least of the axes' totals.
 
         So it is √Σ_tensors ‖M‖²·(Σ A)²/(Σ M)².
         """
+        if self.applied is not None:
+            return signed_norm(self.applied.embedded)
         shapes = [least(tensor) for tensor in self._total]
         return isqrt(sum(q * a * a // (m * m) for a, (m, q) in zip(self._sums, shapes, strict=True) if m))
 
     def embedded(self) -> NDArray[np.float64]:
         """What is left in each carrying weight of all that was added, over its sign in the key: A as far as the state
         knows it, of each tensor the shape M, scaled to its sum."""
+        if self.applied is not None:
+            return self.applied.embedded / 2.0**codec.FRACTION_BITS
         scaled = []
         for tensor, total in zip(self._total, self._sums, strict=True):
             shape, _ = least(tensor)
@@ -266,12 +277,44 @@ class MarkState:
             ratio = self._rate_ratio(round_no) if halvings < HALVINGS else Fraction(0)
             base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, HALVINGS))
             c = self.strength.c_max
+            if self.applied is not None:
+                return self._amplitudes_for(self.applied, round_no, base, ratio)
             if rule != "relative":
                 # towards f·‖A‖ + c·‖base‖ = ρ·‖θ − θ_a‖
                 full = norm_of(base)
                 missing = self.strength.rho * self._distance - self.strength.kept(round_no) * self._reached()
                 c = min(c, max(0, missing) // full, self._quiet_c(full, round_no)) if full else 0
         return self.in_units(Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE)))
+
+    def _amplitudes_for(self, applied: Applied, round_no: int, base: tuple[Axes, ...], ratio: Fraction) -> Amplitudes:
+        """The same under a server optimiser: both the sum and the step that follows from it hide the mark, in the next
+        round (`Applied.room`) and in all rounds together.
+
+        With `share` of the largest mark: what is embedded and still to come stays within ρ of the model's way, Σ‖S‖
+        within ρ of the sums' way, and both leaks within their limits.
+        """
+        most, key = self.strength.c_max, KEY_BITS[self.key]
+        room = applied.room(self.layout, base, ratio.as_integer_ratio(), most)
+        share, full, raw = ONE, signed_norm(room.gained), signed_norm(room.most.astype(np.int64))
+        if self.strength.rule != "relative" and raw:
+            kept = self.strength.kept(round_no)
+            coming = ONE * signed_norm(room.pending)
+            missing = self.strength.rho * self._distance - kept * self._reached() - coming
+            shown = isqrt(max(0, self._limit(self._path, self._distance) - self._leak)) * isqrt(self._step)
+            summed = isqrt(max(0, self._limit(applied.path, applied.straight) - applied.leak)) * isqrt(applied.step)
+            limits = [
+                missing // max(1, full),
+                (self.strength.rho * applied.straight - ONE * applied.spent) // raw,
+                (shown - coming * room.first // ONE) * ONE // max(1, full * room.first),
+                summed // raw,
+            ]
+            share = max(0, min(share, *limits))
+        scales, part = _scaled(base, most, ONE), np.uint64(share)
+        low = (room.most & np.uint64(ONE - 1)) * part >> np.uint64(32)
+        vector = (room.most >> np.uint64(32)) * part + low
+        if key:
+            vector = vector >> np.uint64(key) << np.uint64(key)
+        return self.in_units(Amplitudes(self.layout, self.key, round_no, most * share // ONE, self.rho, scales, vector))
 
     def spans(self, level: bytes = b"") -> list[Span]:
         """Each tensor's place in the model, and the shift of the units of the next round, of this level."""
@@ -293,7 +336,12 @@ class MarkState:
             tuple(tuple(min(n // unit, most) * unit for n in values) for values in axes)
             for axes, unit in zip(amplitudes.scales, units, strict=True)
         )
-        return replace(amplitudes, scales=rounded)
+        limits = amplitudes.most
+        if limits is not None:
+            limits = limits.copy()
+            for (_, part), unit in zip(amplitudes.tensors(), units, strict=True):
+                limits[part] = np.minimum(limits[part] // np.uint64(unit), np.uint64(most)) * np.uint64(unit)
+        return replace(amplitudes, scales=rounded, most=limits)
 
     def _quiet_c(self, full: int, round_no: int) -> int:
         """The largest c with L² + (c·‖base‖/‖D‖)² within the limit, if the next update is as large as the last one."""
@@ -323,10 +371,11 @@ class MarkState:
         under: str = "",
         level: bytes = b"",
         stood: bool = False,
+        taken: Taken | None = None,
     ) -> None:
         """A round's global model was accepted; `embedded` is what was added in it, None if nothing; `under` is the
         digest of the manifest that it was summed under, `level` that of its units. `stood`: a tensor kept its weights
-        though its opened sum was marked.
+        though its opened sum was marked. `taken` is the server optimiser's step, if there is one.
 
         `norms` is the opened sum of the members' norms, if the strength needs them; a run without the mark may leave
         them out, and then nothing counts as learnt. A round that is given up is not told: the last model stands.
@@ -341,12 +390,15 @@ class MarkState:
                 f"round {round_no} cannot have embedded the amplitudes of round {embedded.round}",
                 code="round.wrong-number",
             )
+        if (taken is None) != (self.applied is None):
+            raise InputError("taken", "must be the optimiser's step where the terms name one, and only there")
         checked = self._checked_norms(norms, embedded)
         used = self.spans(level)
         self._written = b""
         before, self.model = self.model, checked_model("model", model, self.layout)
         self.model_digest = model_digest(self.model)
-        sums = [axis_sums(carrier, self.model, before) for carrier in self._carriers]
+        summed = self.model if taken is None else move(before, taken.raw)
+        sums = [axis_sums(carrier, summed, before) for carrier in self._carriers]
         noise, quiet = self._noise(embedded)
         quiet = self._with_rounding(quiet, used)
         self._moved = tuple(map(moved_axes, self._carriers, sums, quiet))
@@ -358,14 +410,20 @@ class MarkState:
             apart = zip(self._carriers, sums, noise, strict=True)
             learnt = tuple(learnt_axes(carrier, axes, each, extra) for carrier, axes, extra in apart)
             self._moved = _map(lambda m, moves: m * moves, self._moved, learnt)
-        self._silence_jumps(sums, before)
+        self._silence_jumps(sums, summed, before)
         kept = self.strength.kept(round_no)
-        if kept < ONE:
+        if taken is not None and self.applied is not None:
+            sums = [axis_sums(carrier, self.model, before) for carrier in self._carriers]
+            marks = None if embedded is None else embedded.vector << np.uint64(KEY_BITS[self.key])
+            self.applied, shown = self.applied.after(self.layout, self._carriers, sums, taken, marks, kept)
+        elif kept < ONE:
             self._total = _scaled(self._total, kept, ONE)
             self._sums = tuple(a * kept // ONE for a in self._sums)
         self._step = sum(square for axes in sums for _, _, square in axes[0])
         self._path += self._step
-        if embedded is not None:
+        if taken is not None:
+            self._leak += -(-(shown << 64) // max(1, self._step))
+        elif embedded is not None:
             self._total = _map(lambda a, b: a + b, self._total, embedded.scales)
             self._sums = tuple(a + least(axes)[0] for a, axes in zip(self._sums, embedded.scales, strict=True))
             self._leak += -(-(norm_of(embedded.scales) ** 2 << 64) // max(1, self._step))
@@ -374,8 +432,9 @@ class MarkState:
         if round_no <= self.strength.warmup_rounds:
             self.anchor, self.anchor_digest, self._updates = self.model, self.model_digest, 0
             self._path = self._step = 0
+            self.applied = None if self.applied is None else self.applied.from_anchor()
         if self.packing.packs:
-            self._reach = follow_reach(self.layout, self._reach, self.model, before)
+            self._reach = follow_reach(self.layout, self._reach, summed, before)
             self._lift = follow_lift(self.packing.count, self._lift, level, used, self._reach)
         else:
             self._reach, self._lift = (), ()
@@ -383,7 +442,9 @@ class MarkState:
         end = self.layout.carrier_size
         self._distance = isqrt(distance(self.model[:end], self.anchor[:end]))
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
-        parts = round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": checked})
+        parts = [round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": checked})]
+        if self.applied is not None:
+            parts.append(canonical(self.applied.as_dict()))
         self._chain = digest("mark history", self._chain, *parts)
 
     def _noise(self, embedded: Amplitudes | None) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
@@ -417,7 +478,7 @@ class MarkState:
             for axes, mosts in zip(quiet, least, strict=True)
         ]
 
-    def _silence_jumps(self, sums: list[Sums], before: Vector) -> None:
+    def _silence_jumps(self, sums: list[Sums], now: Vector, before: Vector) -> None:
         """Takes the next round's mark from what jumped, or from everything (`quorumark.round.continuity`)."""
         self._silenced = 0
         if not self.strength.continuity:
@@ -428,7 +489,7 @@ class MarkState:
             for carrier, axes in zip(self._carriers, sums, strict=True)
             for axis, count in zip(axes, carrier.axes, strict=True)
         ]
-        plain = plain_moves(self.layout, self.model, before)
+        plain = plain_moves(self.layout, now, before)
         self._pace, jumped, rests = self._pace.after(moves, plain, self.strength.continuity)
         each = iter(jumped)
         kept = tuple(tuple(tuple(int(not (rests or j)) for j in next(each)) for _ in axes) for axes in self._moved)
@@ -490,7 +551,12 @@ class MarkState:
             "rate": [self._rate.numerator, self._rate.denominator],
         }
         packed = {"reach": self._reach, "lift": self._lift} if self._reach else {}
-        return canonical(body | packed | ({"stood": True} if self.stood else {}))
+        more = {"optimiser": self.applied.as_dict()} if self.applied is not None else {}
+        return canonical(body | packed | more | ({"stood": True} if self.stood else {}))
+
+    def vectors(self) -> dict[str, NDArray[Any]]:
+        """What goes beside `to_bytes`: a server optimiser's numbers for each weight."""
+        return {} if self.applied is None else self.applied.vectors()
 
     @classmethod
     def from_bytes(
@@ -502,9 +568,12 @@ class MarkState:
         model: Vector,
         anchor: Vector,
         packing: Packing = NOT_PACKED,
+        optimiser: Optimiser | None = None,
+        vectors: Mapping[str, NDArray[Any]] | None = None,
     ) -> MarkState:
-        """Reads `to_bytes` back, beside the last global model and the anchor, which must be those that it names."""
-        state = cls(strength, layout, key, model, packing=packing)
+        """Reads `to_bytes` back, beside the last global model and the anchor, and the optimiser's `vectors`, which must
+        be those that it names."""
+        state = cls(strength, layout, key, model, packing=packing, optimiser=optimiser)
         state.anchor = checked_model("anchor", anchor, layout)
         state.anchor_digest = model_digest(state.anchor)
         body = parse(data, cls.FORMAT, "a mark's state")
@@ -519,6 +588,8 @@ class MarkState:
             state._reach = tuple(body.get("reach", ()))
             state._lift = tuple(body.get("lift", ()))
             state._chain, state.stood = bytes.fromhex(body["chain"]), body.get("stood") is True
+            if state.applied is not None:
+                state.applied = state.applied.restored(body["optimiser"], vectors or {})
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             raise RecordError("this is not a mark's state: a field is missing or of another kind") from None
         shape = [carrier.axes for carrier in state._carriers]

@@ -17,14 +17,18 @@ from quorumark.consortium.records import Manifest, anchor_digest
 from quorumark.errors import InputError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import unpack_onto
+from quorumark.packing import unpack, unpack_onto
 from quorumark.round.amplitudes import Amplitudes, MarkState, model_digest
 from quorumark.round.group import word
 from quorumark.round.mark import Packed
 from quorumark.round.movement import norm_count, norm_places
+from quorumark.round.optimiser import Taken
 from quorumark.round.units import Packing
 
 __all__ = ["History", "Settled", "checks_sums", "packing_of", "research_seed"]
+
+
+_RUNNING = ("running_mean", "running_var")  # statistics, not weights: an optimiser may make a variance negative
 
 
 def checks_sums(manifest: Manifest) -> bool:
@@ -47,7 +51,8 @@ class Settled:
     """What a round's sum makes of a model: its successor, what was embedded in it, and the members' norms.
 
     `held` names tensors that keep their weights, because the sum has a number there that no model may have. `stood`:
-    the mark was in one of them, so that another sum from the same weights could show it.
+    the mark was in one of them, so that another sum from the same weights could show it. `taken`: the step of the
+    server optimiser, where the terms name one.
     """
 
     weights: dict[str, Any]
@@ -56,6 +61,7 @@ class Settled:
     norms: Vector | None
     held: tuple[str, ...]
     stood: bool
+    taken: Taken | None = None
 
 
 class History:
@@ -81,7 +87,10 @@ class History:
             raise InputError("model", "must be the initial model that the manifest names as its anchor")
         self.manifest, self.layout, self.earlier = manifest, layout, tuple(earlier)
         start = 0 if self.warming else self.strength.warmup_rounds
-        self.mark = MarkState(self.strength, layout, terms.key, encoded, start, packing_of(manifest))
+        self.optimiser = terms.policy.optimiser
+        self.mark = MarkState(
+            self.strength, layout, terms.key, encoded, start, packing_of(manifest), optimiser=self.optimiser
+        )
         self.buffers = (
             b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.buffers_digest`)
         )
@@ -163,14 +172,15 @@ class History:
         level: bytes = b"",
         *,
         stood: bool = False,
+        taken: Taken | None = None,
     ) -> None:
         """A round's model is the global one now; `embedded` is what was added in it, `norms` the opened sum of the
         members' norms where they are summed, `under` the manifest if it is an earlier one, `level` that of the units,
-        `stood` as in `Settled`. Told twice, it is the same."""
+        `stood` and `taken` as in `Settled`. Told twice, it is the same."""
         if round_no != self.mark.round:
             summed = self.manifest.digest().hex() if under is None else under
             with self._under(self.summed_under(summed)):  # whose rate and decay the members trained with
-                self.mark = _advanced(self.mark, round_no, encoded, embedded, norms, summed, level, stood)
+                self.mark = _advanced(self.mark, round_no, encoded, embedded, norms, summed, level, stood, taken)
             self._known = {}
 
     def copy(self) -> History:
@@ -218,7 +228,8 @@ class History:
         layout = self.layout
         with self._under(under or self.manifest):
             size = self.mark.packing.length(layout)
-            vector, held = self._unpacked(opened[:size], level)
+            take = self._unpacked if self.mark.applied is None else self._stepped
+            vector, held, taken = take(opened[:size], level)
             amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
         with np.errstate(over="ignore"):
             rounded = layout.flatten(layout.unflatten(vector, like))
@@ -230,6 +241,7 @@ class History:
             held |= {name for name, part in norm_places(layout) if not _norms_fit(summed_norms[part])}
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
         stood = embedded is not None and embedded.without(held).scales != embedded.scales
+        taken = None if taken is None else taken.without([places[name] for name in sorted(held)])
         if held:
             before = layout.flatten(like)
             for name in held:
@@ -244,15 +256,50 @@ class History:
         encoded = codec.encode(rounded, name="the opened sum")
         for name in held:  # as it was accepted before, to the last bit
             encoded[places[name]] = self.mark.model[places[name]]
-        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood)
+        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood, taken)
 
-    def _unpacked(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str]]:
+    def _unpacked(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str], Taken | None]:
         """The sum of the models, and the tensors whose parts no members could have sent."""
         mark, dtype = self.mark, self.layout.dtype
         if not mark.packing.packs:
-            return codec.decode(opened, dtype), set()
+            return codec.decode(opened, dtype), set(), None
         vector, fits = unpack_onto(mark.model, opened, mark.spans(level), mark.packing.count, dtype)
-        return vector, {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
+        return vector, self._unfit(fits), None
+
+    def _unfit(self, fits: Sequence[bool]) -> set[str]:
+        return {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
+
+    def _stepped(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str], Taken | None]:
+        """What the server optimiser makes of the sum of the models; also the tensors whose sum or step no model may
+        have; and the step."""
+        mark, held = self.mark, set[str]()
+        assert mark.applied is not None  # noqa: S101
+        before = field.to_signed(mark.model)
+        if mark.packing.packs:
+            raw, fits = unpack(opened, self.layout.size, mark.spans(level), mark.packing.count)
+            held = self._unfit(fits)
+        else:
+            raw = field.to_signed(opened) - before
+        running = [place for spec, place in self.layout.spans("plain") if spec.name.endswith(_RUNNING)]
+        taken = mark.applied.state.take(raw).averaged(running)
+        after = before + taken.moves
+        most = (int(codec.LIMIT) << codec.FRACTION_BITS) - 1
+        for spec, place in self.layout.spans():
+            here = (before[place] + taken.raw[place], after[place])
+            if place.stop > place.start and max(np.abs(v).max() for v in here) > most:
+                held.add(spec.name)
+                after[place] = before[place]
+        return codec.decode(field.from_signed(after), self.layout.dtype), held, taken
+
+    def read_mark(
+        self, data: bytes, model: Vector, anchor: Vector, vectors: Mapping[str, NDArray[Any]] | None = None
+    ) -> MarkState:
+        """A state of this consortium from its record (`MarkState.from_bytes`), under the manifest in force. `anchor` is
+        the model that the run began with; in warm-up rounds every model is the next anchor."""
+        key, start = self.manifest.terms.key, model if self.warming else anchor
+        return MarkState.from_bytes(
+            data, self.strength, self.layout, key, model, start, self.packing, self.optimiser, vectors
+        )
 
     def restored(self, mark: MarkState, buffers: bytes = b"") -> History:
         """The same consortium's history at another state."""
@@ -273,6 +320,7 @@ def _advanced(
     under: str,
     level: bytes,
     stood: bool,
+    taken: Taken | None,
 ) -> MarkState:
     """What follows from a state and a round's sum is a function of both: members of a simulation, who share a process,
     compute it once. The state that is given may change."""
@@ -280,9 +328,10 @@ def _advanced(
     named = model_digest(encoded) if small else b""
     marks = b"" if embedded is None else embedded.digest()
     summed = None if norms is None else np.asarray(norms).tobytes()
-    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, under, level, stood
+    raw = None if taken is None else model_digest(taken.raw.view(np.uint64))
+    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, under, level, stood, raw
     if not named or key not in _ADVANCED:
-        mark.advance(round_no, encoded, embedded, norms, under=under, level=level, stood=stood)
+        mark.advance(round_no, encoded, embedded, norms, under=under, level=level, stood=stood, taken=taken)
         if not named:
             return mark
         while len(_ADVANCED) >= _MOST_ADVANCED:

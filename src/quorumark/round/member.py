@@ -45,6 +45,7 @@ from quorumark.round.mark import (
 )
 from quorumark.round.memory import MemoryState, State, answers_from
 from quorumark.round.movement import norm_count, rounded_norms, update_norms
+from quorumark.round.optimiser import Taken
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Plan, Upload
 from quorumark.round.statements import Turn
@@ -355,9 +356,10 @@ class RoundMember:
         level: bytes = b"",
         *,
         stood: bool = False,
+        taken: Taken | None = None,
     ) -> None:
-        """The round's sum is the global model now."""
-        self._known().accept(round_no, encoded, embedded, norms, level=level, stood=stood)
+        """The round's sum is the global model now, or what the server optimiser made of it."""
+        self._known().accept(round_no, encoded, embedded, norms, level=level, stood=stood, taken=taken)
         self._scaled, self._result = None, None
 
     def give_up(self) -> None:

@@ -28,12 +28,14 @@ __all__ = [
     "ideal_norms",
     "learnt_axes",
     "least",
+    "least_by_weight",
     "moved_axes",
     "norm_count",
     "norm_of",
     "norm_places",
     "residual_rms",
     "rounded_norms",
+    "signed_norm",
     "sum_squares",
     "update_norms",
 ]
@@ -175,6 +177,28 @@ def least(tensor: Axes) -> tuple[int, int]:
         squares += (value * value - last * last) * prod(counts)
         last = value
     return total, squares
+
+
+def least_by_weight(layout: ModelLayout, axes: Sequence[Axes]) -> Vector:
+    """For each of the d carrying coordinates the least of its axes' numbers."""
+    carrying = layout.carrying()
+    out = np.zeros(layout.coordinates, np.uint64)
+    for carrier, tensor in zip(carriers_of(layout), axes, strict=True):
+        rows, *others = (np.array(values, np.uint64) for values in tensor)
+        across = others[0] if len(others) == 1 else np.minimum.outer(*others).reshape(-1)
+        if isinstance(carrying, slice):
+            target = out[carrier.place].reshape(carrier.rows, -1)
+            np.minimum(rows[:, None], across[None, :], out=target)
+        else:
+            part = slice(*np.searchsorted(carrying, (carrier.place.start, carrier.place.stop)))
+            row, column = np.divmod(carrying[part] - carrier.place.start, across.size)
+            out[part] = np.minimum(rows[row], across[column])
+    return out
+
+
+def signed_norm(x: NDArray[np.int64]) -> int:
+    """⌊√Σ x²⌋ of signed numbers below 2^60 in size."""
+    return isqrt(sum_squares(field.from_signed(x))) if x.size else 0
 
 
 def norm_of(axes: Sequence[Axes]) -> int:

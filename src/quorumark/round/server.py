@@ -40,7 +40,8 @@ from quorumark.field import Vector
 from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums, statements
-from quorumark.round.amplitudes import Amplitudes, MarkState
+from quorumark.round.amplitudes import Amplitudes
+from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, write_vectors
 from quorumark.round.forecast import Course, course, expected_z
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
@@ -196,6 +197,7 @@ class RoundServer:
         """For a member that `needs` the "model", because it missed rounds, or the "anchor" as well: what it must be
         told besides the model and the offer."""
         told: dict[str, NDArray[Any]] = {"state": _octets(self.history.mark.to_bytes())}
+        told |= {OPTIMISER + name: vector for name, vector in self.history.mark.vectors().items()}
         return told | ({"anchor": self._anchor} if needs == "anchor" else {})
 
     def advance(self, model: Weights) -> Turn:
@@ -492,9 +494,9 @@ class RoundServer:
         if self.checks:
             if not (encoded == settled.encoded).all():
                 raise RoundError(
-                    "the model is not the sum of the last round, and the members check that: use a strategy that takes "
-                    "the sum as it is, such as FedAvg, or let all members sign that they do not check sums (quorumark "
-                    "consortium amend --policy sums=unchecked)",
+                    "the model is not what the members make of the sum of the last round, and they check that: use "
+                    "a strategy that takes the sum as it is, such as FedAvg, or name a server optimiser in the terms "
+                    "(quorumark consortium create --policy optimiser=…), which the members then compute",
                     code="round.not-the-sum",
                 )
             self._last = {"sum": self.opened, "norms": None}  # which has the norms and the tag in it
@@ -503,7 +505,8 @@ class RoundServer:
         under = self._under.digest().hex()
         self._last |= {"round": self._turn.round, "halvings": halvings, "under": under}
         self._last |= {"held": json.dumps(settled.held), "level": self.level.hex()}
-        history.accept(history.round, encoded, settled.embedded, settled.norms, under, self.level, stood=settled.stood)
+        summed = encoded, settled.embedded, settled.norms, under, self.level
+        history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken)
         self.like = dict(model)
         self._settled = self._opened = self._open = None
 
@@ -554,9 +557,7 @@ class RoundServer:
         model = {name: np.array(arrays[f"model:{name}"]) for name in self.like}
         encoded = self.layout.encode(model)
         history = History(self.manifest, self.layout, self._anchor, self._earlier)
-        start = encoded if history.warming else self._anchor
-        state, key = arrays["state"].tobytes(), self.manifest.terms.key
-        mark = MarkState.from_bytes(state, history.strength, self.layout, key, encoded, start, history.packing)
+        mark = history.read_mark(arrays["state"].tobytes(), encoded, self._anchor, optimiser_vectors(arrays))
         buffers = self.layout.buffers_digest(model) if self.checks else b""
         self._last = {name: said[f"sum-{name}"] for name in HANDED_OUT}
         self._last |= {name: arrays.get(name) for name in SUMMED}
@@ -575,6 +576,9 @@ class RoundServer:
         name, summed = f"model-{number}.safetensors", f"sum-{number}.npz"
         if not (self._folder / name).exists():
             write_safetensors(model, self._folder / name)
+        vectors = self._folder / f"optimiser-{name}.npz"
+        if self.history.optimiser is not None and not vectors.exists():
+            write_vectors(vectors, self.history.mark.vectors())
         if self._last and not (self._folder / summed).exists():
             with replacing(self._folder / summed) as file:
                 np.savez(file, **{k: v for k, v in self._last.items() if v is not None})
@@ -590,16 +594,17 @@ class RoundServer:
         if past.draw:  # without these statements the members of this draw take part in nothing
             body["draw"] = {"state": past.state.hex(), "number": past.draw, "closed": statements.plain(past.closed)}
         write_private(self._folder / "run.json", canonical(body))
-        self._tidy(name, summed)
+        self._tidy(name, summed, vectors.name)
         if self._open is None:  # its successor is on disk
             (self._folder / "open.npz").unlink(missing_ok=True)
 
     def _tidy(self, *kept: str) -> None:
         """Without what belongs to other states: a server that died left a model that may not be the next one."""
         assert self._folder is not None  # noqa: S101
-        for old in (*self._folder.glob("model-*.safetensors"), *self._folder.glob("sum-*.npz")):
-            if old.name not in kept:
-                old.unlink()
+        for pattern in ("model-*.safetensors", "sum-*.npz", "optimiser-*.npz"):
+            for old in self._folder.glob(pattern):
+                if old.name not in kept:
+                    old.unlink()
 
     def _save_open(self) -> None:
         """Before the first request: what it takes to ask again."""
@@ -633,9 +638,8 @@ class RoundServer:
             self._anchor = read_array(self._folder / "anchor.npy", "an anchor")
             history = History(self.manifest, self.layout, self._anchor, self._earlier)
             model = self.layout.encode(self.resumed)
-            start = model if history.warming else self._anchor
-            state, key = body["mark"].encode(), self.manifest.terms.key
-            mark = MarkState.from_bytes(state, history.strength, self.layout, key, model, start, history.packing)
+            kept = read_vectors(self._folder / f"optimiser-{body['model']}.npz")
+            mark = history.read_mark(body["mark"].encode(), model, self._anchor, kept)
             self.history = history.restored(mark, self.layout.buffers_digest(self.resumed) if self.checks else b"")
             path = self._folder / f"sum-{mark.round}.npz"
             if self.accepted:
@@ -650,7 +654,7 @@ class RoundServer:
             if drawn.get("state") == self.history.state.hex():
                 past = self._current_past()
                 past.draw, past.closed = int(drawn["number"]), statements.from_plain(drawn["closed"], str)
-            self._tidy(body["model"], path.name)
+            self._tidy(body["model"], path.name, f"optimiser-{body['model']}.npz")
             self._resume_open()
         except (KeyError, AttributeError, StopIteration, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
