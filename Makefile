@@ -4,7 +4,7 @@ BIN := .venv/bin
 # two files of tests at a time
 TOGETHER := -n 2 --dist loadfile
 
-.PHONY: demo test research-test test-slow fuzz flower-test deploy-test nvflare-test room-test check docs format bench bench-secagg bench-flower setup clean
+.PHONY: demo test research-test test-slow fuzz flower-test deploy-test nvflare-test room-test room-pictures check docs format bench bench-secagg bench-flower setup clean
 
 demo: setup
 	$(BIN)/quorumark demo
@@ -40,6 +40,12 @@ nvflare-test: .venv/.nvflare
 # a room and its agents on loopback, hostile and killed; up to four minutes
 room-test: setup
 	$(BIN)/python -m pytest -m "room and not slow" tests/room
+
+# pictures of the room for README and docs, by the walk with a browser
+room-pictures: setup
+	ROOM_PICTURES=build/pictures $(BIN)/python -m pytest -q tests/room/test_walk.py -k walks
+	cp build/pictures/agent-query.png docs/figures/room-agent.png
+	cp build/pictures/room-passed.png docs/figures/room-verdict.png
 
 # what must be tidy before anything is tested
 check: setup docs

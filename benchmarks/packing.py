@@ -90,7 +90,7 @@ def text() -> Case:
 CASES: dict[str, Callable[[], Case]] = {"digits": digits, "skewed": skewed, "text": text}
 
 
-def run(name: str, packing: int, seed: int, rounds: int) -> dict[str, Any]:
+def run(name: str, packing: int, seed: int, rounds: int, commit: str) -> dict[str, Any]:
     """One run to its end."""
     case = CASES[name]()
     initial = case.initial(seed)
@@ -130,7 +130,7 @@ def run(name: str, packing: int, seed: int, rounds: int) -> dict[str, Any]:
         "bytes_up": reports[-1].uploaded_bytes / len(people) / layout.size,
         "bytes_down": federation.server.length() * 8 / layout.size,
         "widened": sum(1 for report in reports if report.widened),
-        "commit": _commit(),
+        "commit": commit,
     }
 
 
@@ -146,12 +146,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=demo.ROUNDS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/packing.json"))
     chosen = parser.parse_args()
-    names = chosen.cases.split(",")
+    names, commit = chosen.cases.split(","), _commit()
     known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else []
-    rows = [row for row in known if row["case"] not in names]
+    rows = [{"case": "digits"} | row for row in known if row.get("case", "digits") not in names]
     for name in names:
         for packing in (1, 2, 3, 4):
-            rows += [run(name, packing, seed, chosen.rounds) for seed in SEEDS]
+            rows += [run(name, packing, seed, chosen.rounds, commit) for seed in SEEDS]
             mine = rows[-len(SEEDS) :]
             print(  # noqa: T201
                 name, packing,

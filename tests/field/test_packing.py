@@ -87,6 +87,49 @@ def _shifts(spans: list[Span]) -> list[int]:
     return [shift for place, shift in spans for _ in range(place.stop - place.start)]
 
 
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.sampled_from([np.float32, np.float64]), st.data())
+def test_a_packed_sum_goes_onto_a_model_in_one_pass_as_in_several(
+    case: tuple[int, list[Span], list[list[int]]], kind: type, data: st.DataObject
+) -> None:
+    """The floats and what fits, whatever was opened: with one element that no members could have sent."""
+    count, spans, (first, *_) = case
+    before = codec.encode(np.random.default_rng(len(first)).standard_normal(len(first)))
+    packed = packing.pack(np.array(first, np.int64), spans, count)
+    if data.draw(st.booleans()):
+        packed[data.draw(st.integers(0, packed.size - 1))] = data.draw(st.integers(0, P - 1))
+    moves, fits = packing.unpack(packed, before.size, spans, count)
+    found, also = packing.unpack_onto(before, packed, spans, count, kind)
+    assert found.dtype == kind
+    assert found.tobytes() == codec.decode(packing.move(before, moves), kind).tobytes()
+    assert also == fits
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_an_element_with_a_part_out_of_range_says_nothing_about_its_other_parts(count: int) -> None:
+    """Each tensor of 5 weights is a row: the last one's part is beyond its range, and no tensor's weight counts. Nor
+    does one where the part is that of a place beyond the last weight."""
+    spans = [(slice(5 * i, 5 * i + 5), 3) for i in range(count)]
+    packed = np.zeros(5, np.uint64)
+    packed[2] = 1 << (count * BITS[count] - 1)
+    assert packing.unpack(packed, 5 * count, spans, count)[1] == [False] * count
+    last = [*spans[:-1], (slice(5 * count - 5, 5 * count - 1), 3)]
+    assert packing.unpack(packed, 5 * count - 1, last, count)[1] == [False] * count
+    packed[2], packed[4] = 0, 1 << (count - 1) * BITS[count]  # one unit, where no weight is
+    assert packing.unpack(packed, 5 * count, spans, count)[1] == [True] * count
+    assert packing.unpack(packed, 5 * count - 1, last, count)[1] == [False] * (count - 1) + [True]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 2.0**12, -(2.0**12), -3 * 2.0**12, 2.0**18, -(2.0**18)])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_an_update_that_is_too_large_or_no_number_is_refused(count: int, wrong: float) -> None:
+    """−3·2^12 is where the bits of a float that was rounded by 1.5·2^52 wrap."""
+    after = np.zeros(9, np.float64)
+    after[4] = wrong
+    with pytest.raises(EncodingError):
+        packing.pack_update(after, np.zeros(9, np.uint64), 1.0, [(slice(0, 9), 0)], count)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(COUNTS), st.lists(st.integers(0, P - 1), min_size=1, max_size=9), st.integers(0, 5))
 def test_whatever_was_opened_is_read_as_the_oracle_reads_it(count: int, elements: list[int], less: int) -> None:
@@ -135,6 +178,19 @@ def test_weighted_moves_are_rounded_once() -> None:
         np.abs(after - before).max()
     )
     assert packing.largest_weight(field.from_signed(before)) == int(np.abs(before).max())
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.floats(0.01, 1))
+def test_a_move_in_units_is_the_one_of_single_steps(
+    case: tuple[int, list[Span], list[list[int]]], weight: float
+) -> None:
+    _, spans, (first, *_) = case
+    before = codec.encode(np.random.default_rng(len(first)).standard_normal(len(first)))
+    after = field.add(before, field.from_signed(np.array(first) % (1 << 50)))
+    moves = packing.weighted_moves(after, before, weight).tolist()
+    units = np.array([rounded(v, s) << s for v, s in zip(moves, _shifts(spans), strict=True)], np.int64)
+    assert (packing.moved_in_units(after, before, weight, spans) == packing.move(before, units)).all()
 
 
 @settings(max_examples=80, deadline=None)

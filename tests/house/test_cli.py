@@ -318,7 +318,7 @@ def test_help_is_plain_and_says_what_each_argument_is(environment: dict[str, str
             assert not bare, (words, line, "is click as pyproject.toml has it?")
     assert "..." not in found["quorumark"].partition("Commands:\n")[2]  # in 80 columns nothing is cut
     first = re.findall(r"^  (\w+)  ", found["quorumark"].partition("Commands:\n")[2], re.MULTILINE)
-    assert first[:8] == ["demo", "try", "doctor", "member", "consortium", "setup", "share", "public"]
+    assert first[:9] == ["demo", "try", "new", "doctor", "member", "consortium", "setup", "share", "public"]
 
 
 def test_what_the_operating_system_refuses_is_one_sentence(environment: dict[str, str], tmp_path: Path) -> None:

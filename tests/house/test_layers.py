@@ -89,6 +89,7 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.research.lab.language_run",
     "quorumark.research.lab.workbench",
     "quorumark.room.agent_page",
+    "quorumark.room.forms",
     "quorumark.room.pages",
     "quorumark.room.server",
     "quorumark.trial.templates.images",
@@ -185,7 +186,8 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.nvflare.wire",
     },
     "ray": {"quorumark.research.bench.flower"},
-    "starlette": {"quorumark.room.agent_page", "quorumark.room.pages", "quorumark.room.server"},
+    "python_multipart": {"quorumark.room.forms"},
+    "starlette": {"quorumark.room.agent_page", "quorumark.room.forms", "quorumark.room.pages", "quorumark.room.server"},
     "uvicorn": {"quorumark.room.agent_page", "quorumark.room.server"},
 }
 

@@ -116,6 +116,22 @@ class Browser:
             )  # fmt: skip
         self.wait(f"performance.timeOrigin !== {before} && document.readyState === 'complete'")
 
+    def choose(self, label: str, *files: Path) -> None:
+        """Chooses files for an input, found by its label as a screen reader would."""
+        found = self._call("Runtime.evaluate", expression=self._labelled(label))["result"]
+        self._call("DOM.setFileInputFiles", files=[str(path) for path in files], objectId=found["objectId"])
+
+    def write(self, label: str, text: str) -> None:
+        """Types into a field, found by its label."""
+        self.run(f"{self._labelled(label)}.focus()")
+        self._call("Input.insertText", text=text)
+
+    def _labelled(self, label: str) -> str:
+        return (
+            "[...document.querySelectorAll('label')]"
+            f".find(e => e.textContent.trim().startsWith({json.dumps(label)})).control"
+        )
+
     def size(self, width: int, height: int = 900, dark: bool = False) -> None:
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600

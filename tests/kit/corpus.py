@@ -43,6 +43,7 @@ from quorumark.research.lab import attacked as lab_attacked
 from quorumark.research.lab import config as lab_config
 from quorumark.research.lab import results as lab_results
 from quorumark.research.rows import parsed_rows
+from quorumark.room.statement import Standing
 from quorumark.round import checked_sums
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.memory import MemoryState
@@ -265,6 +266,14 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     yield FileKind("groups", lambda p: _groups(p, layout), JSON, data=groups.to_bytes())
     lora = Lora("ab" * 32, (Factors("a.lora_A.weight", "a.lora_B.weight", "a.weight"),))
     yield FileKind("lora", lambda p: _lora(p), JSON, data=lora.to_bytes())
+    word = Standing("ab" * 32, "cd" * 32, 0, "sound", 1, "ef" * 32, 1, 16, 0, "2026-01-31T12:00:00Z")
+    teller = world.homes[0][0].identity(world.homes[0][1])
+    yield FileKind(
+        "standing",
+        lambda p: Standing.read((p / "file").read_bytes(), teller.ed25519),
+        JSON,
+        data=word.signed(teller),
+    )
     yield FileKind("rules", lambda p: _rules(p), JSON, data=canonical({
         "format": AnswerRules.FORMAT, "approve": "always", "max_queries_per_day": 3, "max_answers": 9,
         "statistics": [query.statistic],

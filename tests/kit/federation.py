@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import field, shamir
-from quorumark.consortium.records import anchor_of
+from quorumark.consortium.records import anchor_of, roster_of
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
 from quorumark.round.amplitudes import Amplitudes
@@ -46,7 +46,16 @@ class World:
         anchor = anchor_of(self.layout, self.model)
         plain = {"rho": "0.05", "c_max": "0.03", "dither": "0"}  # exact sums; test_dither.py has those with noise
         policy = {"sums": "unchecked"}  # test_sums.py has those that are checked
-        settings = {"layout": self.layout.digest(), "anchor": anchor, "strength": plain, "policy": policy, **changes}
+        counts = changes.pop("examples", None) or [100 * x for x in range(1, count + 1)]
+        roster = roster_of((p.card(), n) for p, n in zip(self.people, counts, strict=True))
+        settings = {
+            "roster": roster,
+            "layout": self.layout.digest(),
+            "anchor": anchor,
+            "strength": plain,
+            "policy": policy,
+            **changes,
+        }
         terms = make_terms(self.people, threshold, self.layout.coordinates, **settings)
         self.manifest, self.shares = make_key(self.people, terms)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import socket
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from quorumark.consortium.identity import Identity
 from quorumark.consortium.policy import Policy
 from quorumark.consortium.records import Terms, roster_of
 from quorumark.errors import InputError, RoomError
+from quorumark.room.client import Client
 from quorumark.room.codes import REFUSED, STATUS
 from quorumark.room.founding import facts_of
 from quorumark.room.limits import Buckets
@@ -381,3 +384,22 @@ def test_the_page_about_rooms_lists_every_code(root: Path) -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (root / "src/quorumark/room").glob("*.py"))
     unused = [code for code in STATUS if sources.count(f'"{code}"') < 2]
     assert not unused
+
+
+def test_an_answer_that_was_cut_short_is_tried_again_and_decides_nothing() -> None:
+    """A room that dies while it answers: what came of it must not be read as the room's word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            connection.recv(1 << 16)
+            connection.sendall(b'HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{"entries": [')
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = Client(f"http://127.0.0.1:{server.getsockname()[1]}", Identity.generate("Avon"), "00" * 16)
+        with pytest.raises(RoomError) as caught:
+            client.log(0)
+        thread.join()
+    assert caught.value.code == "room.unreachable"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from quorumark.room.asking import ask
 from tests.kit.browser import CHROMIUM, Browser, browser
 from tests.kit.rooms import Group, room_on, until
 
@@ -57,9 +56,19 @@ def test_a_person_walks_through(group: Group, pictures: Path, tmp_path: Path) ->
             tab.press("Agree")
         for index in range(5):
             group.matter(index, "terms", "done")
-        home, unlock = group.homes[0]
-        suspect = group.marked()
-        ask(group.client(0), home, home.identity(unlock), suspect, "offered by a reseller", answers=3)
+        # Avon drops a file on its page
+        tab.go(pages[0].address)
+        tab.press("Is this model ours? Ask")
+        tab.choose("The model in question", group.marked())
+        tab.write("Why do you ask?", "offered by a reseller")
+        tab.run("document.getElementById('answers').value = '3'")
+        tab.picture(pictures / "agent-ask.png")
+        tab.size(360, 740, dark=True)
+        assert no_wider_than_the_screen(tab)
+        tab.picture(pictures / "agent-ask-narrow.png")
+        tab.size(1100)
+        tab.press("Ask all members")
+        tab.wait("document.body.innerText.includes('who asks')")  # live
 
         # Birch watches the room, from its own page
         tab.go(pages[1].address)
@@ -100,8 +109,34 @@ def test_a_person_walks_through(group: Group, pictures: Path, tmp_path: Path) ->
         assert "PASSED" in tab.text()
         tab.errors.clear()
 
+        # and on the page of a member who declined, with a report of its own agent
+        tab.go(pages[4].address)
+        tab.press("Is 'suspect.safetensors' ours?")
+        tab.wait("document.body.innerText.includes('PASSED')")
+        tab.wait("document.body.innerText.includes('answered and signed')")
+        assert "declined" in tab.text()
+        tab.picture(pictures / "agent-passed.png")
+        assert not tab.errors
+        tab.press("Report to read and print")
+        assert "PASSED" in tab.text()
+        tab.errors.clear()
+
+        # another model: three answer, and it is not theirs
+        tab.go(pages[3].address)
+        tab.press("Is this model ours? Ask")
+        tab.choose("The model in question", group.marked("other.safetensors", rho=0.0, seed=2))
+        tab.write("Why do you ask?", "found on a forum")
+        tab.run("document.getElementById('answers').value = '3'")
+        tab.press("Ask all members")
+        for index in (1, 2, 3):
+            tab.go(pages[index].address)
+            tab.wait("document.body.innerText.includes('found on a forum')")
+            tab.press("Approve")
+        tab.wait("document.body.innerText.includes('FAILED')")  # live, on the asker's own page
+        assert not tab.errors
+
         # a judge's link, on a telephone
-        query = next(dict(m.facts)["query"] for m in group.agent(0).desk.matters() if m.kind == "query")
+        query = next(dict(m.facts)["query"] for m in group.agent(0).desk.matters() if m.verdict == "PASSED")
         link = group.client(0).post("link", label="court", query=query, days=1)["link"]
         with browser(tmp_path / "judge") as judge:
             judge.size(360, 740)
@@ -124,6 +159,10 @@ EVIL = """<!doctype html><title>evil</title><iframe src="{address}"></iframe>
 document.getElementById("f").submit();
 fetch("{address}decide", {{method: "POST", mode: "no-cors", body: new URLSearchParams({{about: "{about}",
   shown: "{shown}", say: "yes"}})}}).catch(() => 0);
+const form = new FormData();
+form.append("suspect", new File(["12345678"], "x.safetensors"));
+for (const [name, text] of [["purpose", "evil"], ["kind", "plain"], ["answers", "3"]]) form.append(name, text);
+fetch("{address}ask", {{method: "POST", mode: "no-cors", body: form}}).catch(() => 0);
 fetch("{address}").then(r => r.text()).then(t => document.title = "read " + t.length)
   .catch(() => document.title = "nothing");
 </script>"""
@@ -158,6 +197,7 @@ def test_a_hostile_page_in_the_same_browser_gets_nothing_even_with_the_address(g
                 tab.wait("document.title !== 'evil'")
                 assert tab.run("document.title") == "nothing"
                 assert group.agent(1).desk.said(matter.digest) == ("", "")
+                assert not list((group.homes[1][0].path / "room" / group.consortium).glob("drafts/*"))
             tab.go(page.address)
             tab.press("Agree")  # the member itself can
         until(lambda: group.agent(1).desk.said(matter.digest) == ("yes", "person"), "the member's own word")

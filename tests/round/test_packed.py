@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import copy
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,47 @@ def test_a_sum_is_fedavg_within_half_a_unit_for_each_member_and_the_mark_is_exac
         for i in range(place.start, place.stop):
             assert abs(without()[i] - exact[i]) <= Fraction(len(taking), 2) * (1 << shift) + 1
             assert with_mark()[i] - without()[i] == mark[i]
+
+
+@st.composite
+def federations(draw: st.DrawFn) -> tuple[World, set[int], str, list[int]]:
+    """Members with numbers of examples of their own, a model of a few tensors, and who is lost when."""
+    members = draw(st.integers(4, 7))
+    shapes = draw(st.lists(st.sampled_from([(1,), (7,), (3, 5), (4, 1), (2, 3, 3, 3)]), min_size=1, max_size=4))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    model = {
+        f"{i}.{'weight' if len(shape) > 1 else 'bias'}": (
+            rng.standard_normal(shape) * 2.0 ** draw(st.integers(-8, 4))
+        ).astype(np.float32)
+        for i, shape in enumerate([(3, 4), *shapes])
+    }
+    model["steps"] = np.array(7, np.int64)
+    counts = [draw(st.integers(70, 130)) for _ in range(members)]
+    made = World(members, 2, model_of=model, policy={"packing": draw(st.sampled_from(PACKED))}, examples=counts)
+    return made, draw(st.sets(st.integers(1, members), max_size=1)), draw(st.sampled_from(["train", "upload"])), counts
+
+
+@settings(max_examples=15, deadline=None)
+@given(federations(), st.integers(1, 3))
+def test_a_sum_is_fedavg_for_all_shapes_weights_members_and_losses(
+    drawn: tuple[World, set[int], str, list[int]], rounds: int
+) -> None:
+    """Σ n_k·Δ_k/Σ n_k in fractions, within half a unit for each member of each tensor."""
+    made, lost, stage, counts = drawn
+    run = made.federation(losses=Losses({(rounds, stage): lost}), mark=False)
+    opened = moves_of(run)
+    for number in range(1, rounds + 1):
+        taking = tuple(x for x in range(1, len(counts) + 1) if number < rounds or x not in lost)
+        trained, mark = results(run, taking), copy(run.history.mark)
+        report = run.round()
+        assert not report.given_up, report.given_up
+        assert (report.members, report.held) == (taking, ())
+        total = sum(counts[x - 1] for x in taking)
+        moved = {x: field.to_signed(field.sub(after, mark.model)).tolist() for x, after in trained.items()}
+        for place, shift in mark.spans(run.server.level):
+            for i in range(place.start, place.stop):
+                exact = sum(Fraction(counts[x - 1], total) * moved[x][i] for x in taking)
+                assert abs(opened()[i] - exact) <= Fraction(len(taking), 2) * (1 << shift) + 1
 
 
 # --- updates that are larger than expected ----------------------------------------------------------------
@@ -396,6 +439,34 @@ def test_bytes_a_weight_up_and_down(count: int, most: float) -> None:
     assert (vector_bytes + len(layout.to_bytes()) + boxes + 4096) / layout.size <= most
 
 
+def test_the_table_of_the_demo_s_model_is_what_was_measured(root: Path) -> None:
+    rows = json.loads((root / "benchmarks" / "results" / "packing.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    for count in (1, 2, 3, 4):
+        mine = [row for row in rows if row["packing"] == count and row.get("case", "digits") == "digits"]
+        assert [row["seed"] for row in mine] == [1, 2, 3]
+        right, z = [100 * row["accuracy"] for row in mine], [row["z"] for row in mine]
+        line = (
+            f"| {count} | {mine[0]['bytes_up']:.2f} | {np.mean(right):.1f} % ({', '.join(f'{n:.1f}' for n in right)}) "
+            f"| {np.mean(z):.1f} ({', '.join(f'{n:.1f}' for n in z)}) |"
+        )
+        assert line in page, line
+
+
+def test_the_table_of_cpu_time_is_what_was_measured(root: Path) -> None:
+    rows = json.loads((root / "benchmarks" / "results" / "secagg-packed.json").read_text(encoding="utf-8"))
+    page = (root / "docs" / "performance.md").read_text(encoding="utf-8")
+    found = {row["name"]: row["ratio"] for row in rows if row["against"] == "one weight in an element"}
+    for count in (2, 3, 4):
+        cells = [
+            found[f"{who}, {count} weights in an element, K={members}, CPU time"]
+            for who in ("a client masks", "the server unmasks")
+            for members in (8, 32)
+        ]
+        line = f"| {count} | {' | '.join(f'{ratio:.2f}' for ratio in cells)} |"
+        assert line in page, line
+
+
 # --- what a member may do ---------------------------------------------------------------------------------
 
 
@@ -468,3 +539,37 @@ def _step(model: Model, data: float, seed: int) -> Model:
         k: (v + (data * rng.standard_normal(v.shape)).astype(v.dtype)) if v.dtype.kind == "f" else v
         for k, v in model.items()
     }
+
+
+@pytest.mark.parametrize("count", PACKED)
+def test_a_network_with_running_statistics_half_precision_and_tied_weights(count: str) -> None:
+    """PyTorch's own tensors: BatchNorm's statistics move, its counter stays, a bfloat16 layer rounds to its type, and
+    tied weights stay one."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 6, dtype=torch.bfloat16)
+    )
+    net.add_module("tied", torch.nn.Linear(6, 8, bias=False))
+    net.tied.weight = net[0].weight
+    made = world(count, model_of=net.state_dict())
+
+    def step(model: Any, data: float, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed & (1 << 62) - 1)
+        moved = {
+            name: v + (data * torch.randn(v.shape, generator=generator)).to(v.dtype) if v.is_floating_point() else v + 1
+            for name, v in model.items()
+        }
+        return {**moved, "tied.weight": moved["0.weight"]}
+
+    run = made.federation(members=made.members(step))
+    reports = [run.round() for _ in range(4)]
+    assert not any(report.given_up or report.held for report in reports)
+    assert reports[-1].marked
+    model, start = run.model, net.state_dict()
+    assert model["2.weight"].dtype == torch.bfloat16
+    assert model["1.num_batches_tracked"] == 0
+    assert torch.equal(model["tied.weight"], model["0.weight"])
+    for name in ("0.weight", "1.running_mean", "1.running_var", "2.weight"):
+        assert model[name].isfinite().all()
+        assert not torch.equal(model[name], start[name])

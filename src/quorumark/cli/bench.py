@@ -169,6 +169,7 @@ def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool
                 f"each node {row.messages:.1f} messages, plain {row.plain_messages:.1f}; bytes to it "
                 f"{row.bytes_down:,.0f}, plain {row.plain_bytes_down:,.0f}; bytes from it {row.bytes_up:,.0f}, plain "
                 f"{row.plain_bytes_up:,.0f}"
+                + (f"; CPU {row.cpu:.2f} s, plain {row.plain_cpu:.2f} s" if row.plain_cpu else "")
             )
         if hasattr(row, "elements_per_member"):
             moves = "sends each member" if row.role == "dealer" else "sends and receives"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 import time
 from pathlib import Path
@@ -41,6 +42,10 @@ def serve_room(
     quota: Annotated[int, typer.Option(help="GiB that one consortium may keep.", min=1)] = 50,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate for TLS (PEM), with --tls-key.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a proxy whose X-Forwarded-For is believed, for limits by host; repeatable."),
+    ] = None,
 ) -> None:
     """Run a room. It holds no secrets, and members believe it nothing.
 
@@ -54,6 +59,11 @@ def serve_room(
         raise InputError("--founder", "must name a card, or --anyone-may-found must be given, and not both")
     if (tls_cert is None) != (tls_key is None):
         raise InputError("--tls-cert and --tls-key", "must be given together")
+    for text in proxy or ():
+        try:
+            ipaddress.ip_network(text)
+        except ValueError:
+            raise InputError("--proxy", "must be an IP address, or a network like 10.0.0.0/24", text) from None
     keys = tuple(
         str(parse(path.read_bytes(), "quorumark-member/v1", "a member's card").get("ed25519")) for path in founder or ()
     )
@@ -63,7 +73,7 @@ def serve_room(
     except ImportError as error:
         raise MissingDependencyError(error.name or "starlette", NOT_INSTALLED) from None
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
-    serve(data, address, host, port, limits, tls, started=typer.echo)
+    serve(data, address, host, port, limits, tls, started=typer.echo, proxies=proxy or ())
 
 
 @app.command("join")
@@ -138,7 +148,7 @@ def _enter(
     """Joins or founds, and remembers where; then prints invitations."""
     from urllib.parse import urlsplit
 
-    from quorumark.errors import InputError
+    from quorumark.errors import InputError, RoomError
     from quorumark.room.client import Client
     from quorumark.room.place import Place, Settings
     from quorumark.room.requests import address_of
@@ -164,7 +174,12 @@ def _enter(
         )
     if parts.fragment:
         client.join(parts.fragment)
-    client.about()  # a stranger is refused here, and nothing is remembered
+    try:
+        client.about()  # a stranger is refused here, and nothing is remembered
+    except RoomError as error:
+        known = before is not None and url is None and not invite
+        if error.code != "room.unreachable" or not known:
+            raise  # who was here before waits for the room like an agent that runs
     count = examples if examples is not None else before.examples if before is not None else 0
     place.remember(Settings(address, consortium, count))
     if invite:

@@ -3,9 +3,9 @@
     agent = Agent(home, unlock, policy)
     agent.start(); …; agent.stop()
 
-One thread listens to the room, one works; the page (`agent_page`) and the terminal read the desk. One agent works for a
-home at a time. After a crash it goes on from what is on disk: all that it sent is kept first, and is sent again if the
-room does not have it.
+One thread listens to the room, one works, one asks what the member wrote on its page; the page (`agent_page`) and the
+terminal read the desk. One agent works for a home at a time. After a crash it goes on from what is on disk: all that it
+sent is kept first, and is sent again if the room does not have it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.records import Terms
 from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
@@ -24,10 +25,12 @@ from quorumark.room.auditing import Auditing
 from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.desk import Desk, Mirror
+from quorumark.room.drafts import Drafts
 from quorumark.room.founding import Founding
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
 from quorumark.room.seat import Seat
+from quorumark.room.standing import Standings
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
 
@@ -62,11 +65,13 @@ class Agent:
         self.settings = self.place.settings()
         self.identity = home.identity(unlock)
         self.desk = Desk(Decisions(self.place.folder() / "decisions.json"))
+        self.drafts = Drafts(home, self.identity, self.place)
         self.stopped = threading.Event()
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
         self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
         self._founding, self._asking = Founding(self._seat), Asking(self._seat)
         self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
+        self._standings = Standings(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -86,7 +91,8 @@ class Agent:
             raise BusyError(
                 f"another agent works for {str(self.home.path)!r}: use its page, or stop it first"
             ) from None
-        for work in (self._listen, self._work):
+        self.drafts.clear()
+        for work in (self._listen, self._work, self._ask):
             thread = threading.Thread(target=work, name=f"room-{work.__name__.strip('_')}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -94,6 +100,7 @@ class Agent:
     def stop(self) -> None:
         self.stopped.set()
         self.desk.news.set()
+        self.drafts.news.set()
         self._ear.interrupt()
         for thread in self._threads:
             thread.join(timeout=60)
@@ -146,7 +153,8 @@ class Agent:
                 if not self._first:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
-                    for part in (self._founding, self._changing, self._auditing, self._asking):
+                    every = (self._standings, self._founding, self._changing, self._auditing, self._asking)
+                    for part in every:
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:
@@ -155,6 +163,16 @@ class Agent:
                 self.desk.trouble("agent", f"a step failed ({type(error).__name__})")
             self._tell()
             self.desk.news.wait(_PAUSE)
+        client.close()
+
+    def _ask(self) -> None:
+        """Questions from the page: reading and sending a suspect takes long, and holds up nothing else."""
+        client = self.client()
+        while not self.stopped.is_set():
+            self.drafts.news.clear()
+            with contextlib.suppress(QuorumarkError, OSError):  # the room is away: the listening thread says so
+                self.drafts.step(client)
+            self.drafts.news.wait(_PAUSE)
         client.close()
 
     def _tell(self) -> None:
@@ -170,6 +188,22 @@ class Agent:
                 self._note(text)
 
     # --- what the member sees ---
+
+    def terms(self) -> Terms | None:
+        """Of the consortium that the member asks for; None while there is no key, or several."""
+        try:
+            terms = self.home.only_consortium().manifest().terms
+        except QuorumarkError:
+            return None
+        return terms if terms.has_key else None
+
+    def report(self, about: str) -> Path | None:
+        """Where certificate and report of a query are, once they are there."""
+        return self._asking.report(about)
+
+    def fetch(self, about: str) -> None:
+        """The member wants to see a suspect that is too large to be fetched unasked."""
+        self._asking.fetch(about)
 
     def standing(self) -> list[tuple[str, str, str]]:
         """Each consortium of this home, by its signed manifest: name, what it takes, what is used of the budget."""

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,15 +29,17 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from quorumark.canonical import canonical, digest
-from quorumark.errors import RoomError
+from quorumark.errors import QuorumarkError, RoomError
 from quorumark.files import write_private
 from quorumark.room.agent import Agent
 from quorumark.room.codes import STATUS
+from quorumark.room.desk import Matter
+from quorumark.room.drafts import Draft
+from quorumark.room.forms import receive_files, small_form
 from quorumark.room.pages import environment, static
 
 __all__ = ["AgentPage"]
 
-_LARGEST_FORM = 4096
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -51,6 +52,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+_REPORT = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_RANK = {"waiting": 0, "working": 1, "checking": 1, "refused": 2, "done": 3, "declined": 3}
 
 
 class AgentPage:
@@ -90,6 +93,12 @@ class AgentPage:
         return Starlette(
             routes=[
                 Route("/{token}/", self._guarded(self._page), methods=["GET"]),
+                Route("/{token}/ask", self._guarded(self._ask_form), methods=["GET"]),
+                Route("/{token}/ask", self._guarded(self._ask), methods=["POST"]),
+                Route("/{token}/discard", self._guarded(self._discard), methods=["POST"]),
+                Route("/{token}/fetch", self._guarded(self._fetch), methods=["POST"]),
+                Route("/{token}/q/{about}", self._guarded(self._matter), methods=["GET"]),
+                Route("/{token}/q/{about}/{name}", self._guarded(self._result), methods=["GET"]),
                 Route("/{token}/decide", self._guarded(self._decide), methods=["POST"]),
                 Route("/{token}/room", self._guarded(self._room), methods=["POST"]),
                 Route("/{token}/events", self._guarded(self._events), methods=["GET"]),
@@ -108,7 +117,7 @@ class AgentPage:
             except RoomError as error:
                 answer = PlainTextResponse(f"{error.code}: {error}", STATUS[error.code])
             for name, value in _HEADERS.items():
-                answer.headers[name] = value
+                answer.headers.setdefault(name, value)
             return answer
 
         return endpoint
@@ -134,46 +143,108 @@ class AgentPage:
     async def _nowhere(self, _: Request) -> Response:
         raise RoomError("there is nothing at this address", code="room.not-found")
 
+    def _render(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        start, name = f"/{self._token}", self._agent.identity.name
+        text = environment().get_template(template).render(start=start, name=name, **values)
+        return HTMLResponse(text, status)
+
     async def _page(self, _: Request) -> Response:
         agent, now = self._agent, self._now()  # first: what changes meanwhile is loaded anew
-        matters = agent.desk.matters()
-        rank = {"waiting": 0, "working": 1, "checking": 1, "refused": 2, "done": 3, "declined": 3}
-        text = (
-            environment()
-            .get_template("agent.html")
-            .render(
-                now=now,
-                name=agent.identity.name,
-                start=f"/{self._token}",
-                waiting=[one for one in matters if one.state == "waiting" and not agent.desk.said(one.digest)[0]],
-                others=sorted(
-                    (one for one in matters if one.state != "waiting" or agent.desk.said(one.digest)[0]),
-                    key=lambda one: rank[one.state],
-                ),
-                standing=agent.standing(),
-                troubles=list(agent.desk.troubles.values()),
-                room=agent.settings.address,
-            )
+        waiting: list[Matter] = []
+        others: list[Matter] = []
+        for one in agent.desk.matters():
+            open_still = one.state == "waiting" and not agent.desk.said(one.digest)[0]
+            (waiting if open_still else others).append(one)
+        return self._render(
+            "agent.html",
+            now=now,
+            waiting=waiting,
+            others=sorted(others, key=lambda one: _RANK[one.state]),
+            drafts=agent.drafts.shown(),
+            standing=agent.standing(),
+            troubles=list(agent.desk.troubles.values()),
+            room=agent.settings.address,
         )
-        return HTMLResponse(text)
+
+    async def _matter(self, request: Request) -> Response:
+        """One query: how far it is, and what came of it."""
+        now, one = self._now(), self._find(request)
+        said, by = self._agent.desk.said(one.digest)
+        return self._render("matter.html", now=now, one=one, said=said, by=by)
+
+    def _find(self, request: Request) -> Matter:
+        one = self._agent.desk.find(request.path_params["about"])
+        if one is None:
+            raise RoomError("there is no such thing on this page", code="room.not-found")
+        return one
+
+    async def _result(self, request: Request) -> Response:
+        """Report and certificate, once there is one. The report is made and checked by this agent."""
+        one, name = self._find(request), request.path_params["name"]
+        kinds = {"report.html": "text/html; charset=utf-8", "certificate.json": "application/octet-stream"}
+        if name not in kinds or one.kind != "query" or one.state != "done":
+            raise RoomError("there is nothing at this address", code="room.not-found")
+        folder = await asyncio.to_thread(self._agent.report, one.digest)
+        if folder is None:
+            raise RoomError("there is no certificate yet", code="room.not-found")
+        headers = {"content-security-policy": _REPORT} if name == "report.html" else {}
+        return FileResponse(folder / name, media_type=kinds[name], headers=headers)
+
+    # --- asking ---
+
+    async def _ask_form(self, _: Request) -> Response:
+        return self._form_page()
+
+    def _form_page(self, status: int = 200, problem: str = "") -> Response:
+        """The form; without a key there is nothing to ask about."""
+        return self._render("ask.html", status, terms=self._agent.terms(), problem=problem)
+
+    async def _ask(self, request: Request) -> Response:
+        """A file and a purpose. The file goes to disk while it arrives; the agent does the rest."""
+        drafts = self._agent.drafts
+        folder = drafts.begin()
+        try:
+            form = await receive_files(request, "suspect", folder / "files")
+            answers = form.get("answers", "0")
+            if not (answers.isascii() and answers.isdecimal() and len(answers) < 6):
+                raise RoomError("this is no form of this page", code="room.malformed")
+            keep = form.get("keep", "") == "yes"
+            drafts.finish(folder, Draft(form.get("purpose", "").strip(), form.get("kind", ""), int(answers), keep))
+        except QuorumarkError as error:
+            drafts.drop(folder)
+            return self._form_page(STATUS.get(error.code, 400), str(error))
+        except BaseException:
+            drafts.drop(folder)
+            raise
+        return RedirectResponse(f"/{self._token}/", 303)
+
+    async def _discard(self, request: Request) -> Response:
+        form = await small_form(request)
+        self._agent.drafts.discard(form.get("draft", ""))
+        return RedirectResponse(f"/{self._token}/", 303)
+
+    async def _fetch(self, request: Request) -> Response:
+        form = await small_form(request)
+        self._agent.fetch(form.get("about", ""))
+        return RedirectResponse(f"/{self._token}/", 303)
+
+    # --- deciding ---
 
     async def _decide(self, request: Request) -> Response:
-        form = await self._form(request)
+        form = await small_form(request)
         try:
             self._agent.desk.decide(form.get("about", ""), form.get("shown", ""), form.get("say", ""), "person")
         except RoomError as error:
             if error.code != "room.not-shown":
                 raise
-            text = environment().get_template("changed.html").render(start=f"/{self._token}", text=str(error))
-            return HTMLResponse(text, STATUS[error.code])
+            return self._render("changed.html", STATUS[error.code], text=str(error))
         return RedirectResponse(f"/{self._token}/", 303)
 
     async def _room(self, request: Request) -> Response:
         """To the room's own pages, by a ticket."""
-        await self._form(request)
+        await small_form(request)
         link = await asyncio.to_thread(self._ticket)  # the room may let it wait: the page goes on meanwhile
-        text = environment().get_template("ticket.html").render(link=link, start=f"/{self._token}")
-        return HTMLResponse(text)
+        return self._render("ticket.html", link=link)
 
     def _ticket(self) -> str:
         client = self._agent.client()
@@ -182,27 +253,18 @@ class AgentPage:
         finally:
             client.close()
 
-    async def _form(self, request: Request) -> dict[str, str]:
-        """A small form as browsers send it by default."""
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/x-www-form-urlencoded":
-            raise RoomError("this is no form of this page", code="room.malformed")
-        pieces, size = [], 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > _LARGEST_FORM:
-                raise RoomError("this is no form of this page", code="room.too-large")
-            pieces.append(piece)
-        found = parse_qs(b"".join(pieces).decode("ascii", "replace"))
-        return {name: values[0] for name, values in found.items() if len(values) == 1}
-
     async def _events(self, _: Request) -> Response:
         """What the script compares every few seconds: a digest that changes when the page would."""
         return PlainTextResponse(self._now())
 
     def _now(self) -> str:
         desk = self._agent.desk
-        states: list[Any] = [[one.shown, one.state, one.status, *desk.said(one.digest)] for one in desk.matters()]
-        return digest("room page", canonical([states, list(desk.troubles.values())])).hex()
+        states: list[Any] = [
+            [one.shown, one.state, one.status, [list(pair) for pair in one.people], *desk.said(one.digest)]
+            for one in desk.matters()
+        ]
+        drafts: list[Any] = [[one.id, one.state] for one in self._agent.drafts.shown()]
+        return digest("room page", canonical([states, drafts, list(desk.troubles.values())])).hex()
 
     async def _static(self, request: Request) -> Response:
         kinds = {"room.css": "text/css", "agent.js": "text/javascript"}

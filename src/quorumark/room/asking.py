@@ -17,6 +17,7 @@ is sent, and sent again if need be.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ from quorumark.verify.query import AskLayers, Prepared, difference, prepare, pre
 from quorumark.verify.reference import Reference
 from quorumark.verify.rules import read_rules
 
-__all__ = ["Asking", "ask"]
+__all__ = ["Asking", "ask", "compute_query", "send_question"]
 
 _LEDGERS = "room.ledger-head"  # looked at again: people mend it
 _ASK = "quorumark-room-ask/v1"
@@ -80,31 +81,66 @@ def ask(
 
     By layers with `after`, the certificate of the plain query that did not pass, and the examiner's card.
     """
+    require((after is None) == (examiner is None), "--layers", "takes --after and --examiner")
+    layers = None if after is None or examiner is None else AskLayers.of(after, examiner)
+    query = compute_query(home, suspect, align=align, lora=lora, layers=layers, consortium=consortium)
+    files = {file.name: suspect / file.name if suspect.is_dir() else suspect for file in query.files}
+    if keep_file:  # this member's own agent needs it all the same
+        for name, path in files.items():
+            copy_public(path, Place(home.path).folder("suspects", query.digest()) / name)
+    send_question(client, home, identity, query, files, purpose, answers=answers, keep_file=keep_file, after=after)
+    return query
+
+
+def compute_query(
+    home: HomeFolder,
+    suspect: Path,
+    *,
+    align: bool = False,
+    lora: bool = False,
+    layers: AskLayers | None = None,
+    consortium: ConsortiumFolder | None = None,
+) -> Query:
+    """What to ask about a suspect, without the leaves that this member knows to be opened."""
     ours = consortium or home.only_consortium()
     reference = Reference.read(ours.manifest_path)
-    terms = reference.manifest.terms
+    burnt = Ledger.open(ours, reference.manifest).burnt()
+    return prepare(reference, suspect, align=align, lora=lora, burnt=burnt, layers=layers).query
+
+
+def send_question(
+    client: Client,
+    home: HomeFolder,
+    identity: Identity,
+    query: Query,
+    files: Mapping[str, Path],
+    purpose: str,
+    *,
+    answers: int = 0,
+    keep_file: bool = False,
+    after: Certificate | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Puts a query, with why it is asked, into the room; done again, it changes nothing. `files`: its files here."""
+    ours = home.consortium_of(query.manifest)
+    if ours is None:
+        raise RoomError("the query is about a consortium that is not in this home", code="room.other-query")
+    manifest = ours.manifest()
+    terms = manifest.terms
     wanted = answers or min(terms.threshold + 1, terms.members)
     require(terms.threshold <= wanted <= terms.members, "--answers", f"must be {terms.threshold} to {terms.members}")
     require(is_text(purpose, 500) and bool(purpose), "--purpose", "must say why in 1 to 500 printable characters")
-    burnt = Ledger.open(ours, reference.manifest).burnt()
-    require((after is None) == (examiner is None), "--layers", "takes --after and --examiner")
-    layers = None if after is None or examiner is None else AskLayers.of(after, examiner)
-    query = prepare(reference, suspect, align=align, lora=lora, burnt=burnt, layers=layers).query
     start = f"query/{query.digest()}"
     for index, file in enumerate(query.files):
-        path = suspect / file.name if suspect.is_dir() else suspect
-        if keep_file:  # this member's own agent needs it all the same
-            copy_public(path, Place(home.path).folder("suspects", query.digest()) / file.name)
-        else:
-            client.upload(path, f"{start}/file/{index}")
+        if not keep_file:
+            client.upload(files[file.name], f"{start}/file/{index}", progress)
     if after is not None:
         client.upload(after.to_bytes(), f"{start}/after.json")
     client.upload(query.to_bytes(), f"{start}/query.json")
     word = canonical({"format": _ASK, "purpose": purpose, "answers": wanted})
     point = terms.point_of(identity.ed25519)
     client.upload(identity.write(header("ask", query, point), word), f"{start}/ask.msg")
-    say_head(client, home, identity, ours, reference.manifest, query)
-    return query
+    say_head(client, home, identity, ours, manifest, query)
 
 
 class _EarlierError(RoomError):
@@ -126,6 +162,8 @@ class Asking:
         self._asked: dict[str, Asked] = {}
         self._refused: dict[str, frozenset[str]] = {}
         self._references: dict[str, Reference] = {}
+        self._names: dict[str, str] = {}  # of queries that were refused
+        self._wanted: set[str] = set()  # large suspects that a person wants to see
         self._states: dict[str, str] = {}  # of folders that people put files into
 
     def step(self, client: Client) -> None:
@@ -204,7 +242,7 @@ class Asking:
         return changed
 
     def _refuse(self, about: str, name: str, error: QuorumarkError, there: frozenset[str]) -> None:
-        self._refused[about] = there
+        self._refused[about], self._names[about] = there, name
         text = str(error)
         if isinstance(error, InconclusiveError) and error.problems:
             text += "; " + "; ".join(sentences(error.problems))
@@ -273,8 +311,31 @@ class Asking:
                 )
             if (notice.sha256, notice.size) != (file.sha256, file.size):
                 raise RoomError(f"the room has another file for {file.name!r}: refused", code="room.other-query")
+            self._check_size(query)
             client.download(file.sha256, file.size, path)
         return folder / query.files[0].name if len(query.files) == 1 else folder
+
+    def _check_size(self, query: Query) -> None:
+        """A large suspect is fetched when a person says so: an asker must not fill this disk by itself."""
+        size = sum(file.size for file in query.files)
+        if size > self._seat.policy.most_mib << 20 and query.digest() not in self._wanted:
+            raise RoomError(
+                f"the suspect has {size:,} bytes, and is not fetched before you want it; its files: "
+                + ", ".join(f"{file.name} (SHA-256 {file.sha256})" for file in query.files[:8]),
+                code="room.not-fetched",
+            )
+
+    def fetch(self, about: str) -> None:
+        """A person wants to see a large suspect."""
+        if about in self._names:
+            self._wanted.add(self._names[about])
+            self._refused.pop(about, None)
+            self._seat.desk.news.set()
+
+    def report(self, about: str) -> Path | None:
+        """The folder with certificate and report of a query that is done."""
+        asked = self._asked.get(about)
+        return None if asked is None else self._combining.report(asked)
 
     def _facts(self, asked: Asked) -> tuple[tuple[str, str], ...]:
         """What a person must see before it answers; all of it was computed here."""
@@ -354,20 +415,22 @@ class Asking:
 
     def _show(self, client: Client, about: str, asked: Asked, said: str, compared: list[str]) -> None:
         final = self._combining.certificate(client, asked.asker, asked.query, asked.manifest)
+        people = self._combining.people(client, asked, final)
         if final is not None:
+            self._combining.keep(asked, final)
             finding = final.finding
             z, least = (f"{float(number):.2f}" for number in (finding.z, finding.threshold))
             text = f"{finding.verdict}: z = {z}, threshold {least}; {finding.corroboration}"
             if finding.layers is not None:
                 text += f"; by layers Q = {finding.layers.q}, threshold {finding.layers.threshold}"
-            self._seat.desk.move(about, "done", text, verdict=finding.verdict)
+            self._seat.desk.move(about, "done", text, verdict=finding.verdict, people=people)
             return
-        answered = [asked.terms.member(p.point).name for p in self._combining.partials(client, asked)]
+        answered = [name for name, what in people if what == "answered"]
         count = f"{len(answered)} of {asked.answers} answers ({', '.join(answered) or 'nobody yet'})"
         if asked.query.layers is not None and len(answered) >= asked.answers:
             count += f"; {asked.query.layers.examiner.name} must open them (quorumark room examine)"
         if said == "no":
-            self._seat.desk.move(about, "declined", f"you declined; {count}")
+            self._seat.desk.move(about, "declined", f"you declined; {count}", people=people)
         elif said == "yes":
             place, more = self._seat.place, ""
             if not asked.kept(place, "partial.json").exists():
@@ -375,6 +438,6 @@ class Asking:
                 more = f"; your answer waits until the ledgers of {others} others were compared ({names})"
             elif asked.kept(place, "signed.json").exists():
                 more = "; you signed what follows from them"
-            self._seat.desk.move(about, "working", f"you approved; {count}{more}")
+            self._seat.desk.move(about, "working", f"you approved; {count}{more}", people=people)
         else:
-            self._seat.desk.move(about, "waiting", count)
+            self._seat.desk.move(about, "waiting", count, people=people)

@@ -17,6 +17,7 @@ from typing import Any
 
 from quorumark.canonical import canonical, digest, read_json
 from quorumark.errors import QuorumarkError, RoomError
+from quorumark.room.statement import Standing, number_of
 from quorumark.room.store import Entry, Store
 
 __all__ = ["STEPS", "Board", "Proposal", "Question"]
@@ -90,9 +91,8 @@ class Board:
         self.founder = next((one.name for one in self.people if one.key == founder), "")
         self._names = {one.key: one.name for one in self.people}
         self._store = store
+        self.now = store.news(consortium)  # first: what comes meanwhile is news
         entries = store.entries(consortium)
-        # changes with every piece of news: entries are never taken back, people neither
-        self.now = (entries[-1].number if entries else 0) + sum(1 + (not one.active) for one in self.people)
         self.proposals = self._proposals(entries)
         self.questions = self._questions(entries)
         self.manifest, body = self._manifest(entries)
@@ -100,6 +100,7 @@ class Board:
         if self.in_force is not None and body.get("predecessor") is not None:
             self.in_force = self._as_it_is(self.in_force, body)
         self.files = {} if self.in_force is None else self._files(entries, self.in_force)
+        self.standings = {} if self.in_force is None else self._standings(entries, self.in_force.digest)
 
     def question(self, digest: str) -> Question:
         for one in self.questions:
@@ -166,6 +167,22 @@ class Board:
             if entry.name.endswith((".json", ".safetensors"))
             if not entry.name.endswith("/layout.json") or entry.sha256 == proposal.layout
         }
+
+    def _standings(self, entries: Iterable[Entry], genesis: str) -> dict[str, Standing]:
+        """The latest word of each member on its share and ledger, by name; the room checks who signed it."""
+        latest: dict[str, Entry] = {}
+        for entry in entries:
+            number = number_of(entry.name, genesis) if entry.name.startswith("standing/") else 0
+            before = latest.get(entry.author)
+            if number and (before is None or number > number_of(before.name, genesis)):
+                latest[entry.author] = entry
+        found = {}
+        for author, entry in latest.items():
+            try:
+                found[self._names.get(author, "")] = Standing.read(self._read(entry), author)
+            except QuorumarkError:
+                continue  # not signed by its author
+        return found
 
     def _proposals(self, entries: Iterable[Entry]) -> list[Proposal]:
         found: dict[str, Proposal] = {}

@@ -239,7 +239,10 @@ class Client:
         connection = self._connected(_SECONDS + wait)
         connection.request(method, path, body, {**signed, **headers})
         answer = connection.getresponse()
-        return answer, answer.read(most + 1)
+        data = answer.read(most + 1)
+        if answer.length and len(data) <= most:  # the room ended in the middle of its answer
+            raise http.client.IncompleteRead(data, answer.length)
+        return answer, data
 
     def _connected(self, seconds: float) -> http.client.HTTPConnection:
         if self._connection is None:

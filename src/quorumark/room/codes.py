@@ -26,6 +26,7 @@ STATUS = {
     "room.unreachable": 503,
     "room.answer": 502,
     "room.set-back": 409,
+    "room.not-fetched": 409,
     "room.not-proposed": 409,
     "room.other-terms": 409,
     "room.other-query": 409,

@@ -4,6 +4,7 @@ can check the certificate."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from quorumark.checks import require
 from quorumark.consortium.identity import open_message
@@ -50,7 +51,7 @@ class Combining:
             found.append(partial)
         return found
 
-    def _declined(self, client: Client, asked: Asked) -> set[int]:
+    def declined(self, client: Client, asked: Asked) -> set[int]:
         found = set()
         for member in asked.terms.roster:
             notice = self._seat.mirror.find(member.ed25519, f"{asked.start}/declined.msg")
@@ -74,7 +75,7 @@ class Combining:
             opened = self._opened(client, asked, partials)
             if opened is not None:
                 partials = [partial for partial in partials if partial.digest() in opened.partials]
-            every = len(partials) + len(self._declined(client, asked)) >= asked.terms.members
+            every = len(partials) + len(self.declined(client, asked)) >= asked.terms.members
             enough = len(partials) >= asked.answers or (every and len(partials) >= asked.terms.threshold)
             if not enough or (asked.query.layers is not None and opened is None):
                 return
@@ -128,16 +129,7 @@ class Combining:
             certificate = self._with_signatures(client, asked, Certificate.from_bytes(body))
             if certificate is None:
                 return
-            checked, left = check_certificate(
-                certificate,
-                asked.ours.chain(),
-                suspect=asked.suspect,
-                reference=asked.reference,
-                audits=Ledger.open(asked.ours, asked.manifest).audits(),
-            )
-            signers = certificate.signers(asked.manifest)
-            page = certificate_page(certificate, asked.manifest, signers=signers, checked=checked, left=left)
-            write_page(folder / "report.html", page)
+            _write_report(folder, certificate, asked)
             write_shared(path, certificate.to_bytes())
         for name in ("report.html", "certificate.json"):
             self._seat.send(client, folder / name, f"{asked.start}/{name}")
@@ -166,6 +158,34 @@ class Combining:
 
     # --- anybody ---
 
+    def people(self, client: Client, asked: Asked, final: Certificate | None) -> tuple[tuple[str, str], ...]:
+        """Every member of the signed roster, with what it did that holds here."""
+        partials = self.partials(client, asked) if final is None else final.finding.partials
+        answered, declined = {partial.point for partial in partials}, self.declined(client, asked)
+        signed = set() if final is None else {member.point for member in final.signers(asked.manifest)}
+
+        def what(point: int) -> str:
+            if point in answered:
+                return "answered and signed" if point in signed else "answered"
+            return "declined" if point in declined else ""
+
+        return tuple((member.name, what(member.point)) for member in asked.terms.roster)
+
+    def keep(self, asked: Asked, final: Certificate) -> None:
+        """A certificate that holds, for this member's page."""
+        path = self._seat.place.folder("certificates", asked.query.digest()) / "certificate.json"
+        if not path.exists():
+            write_shared(path, final.to_bytes())
+
+    def report(self, asked: Asked) -> Path | None:
+        """The folder with certificate and report of a query, once it is done; the report is made here."""
+        folder = self._seat.place.folder("certificates", asked.query.digest())
+        if not (folder / "certificate.json").exists():
+            return None
+        if not (folder / "report.html").exists():
+            _write_report(folder, Certificate.from_bytes((folder / "certificate.json").read_bytes()), asked)
+        return folder
+
     def certificate(self, client: Client, asker: str, query: Query, manifest: Manifest) -> Certificate | None:
         """The certificate of a query under a manifest, if it is there and holds."""
         notice = self._seat.mirror.find(asker, f"query/{query.digest()}/certificate.json")
@@ -181,3 +201,17 @@ class Combining:
             self._seat.desk.trouble(notice.name, f"the certificate in the room does not hold: {error}")
             return None
         return certificate
+
+
+def _write_report(folder: Path, certificate: Certificate, asked: Asked) -> None:
+    """The page of a certificate, after the whole check."""
+    checked, left = check_certificate(
+        certificate,
+        asked.ours.chain(),
+        suspect=asked.suspect,
+        reference=asked.reference,
+        audits=Ledger.open(asked.ours, asked.manifest).audits(),
+    )
+    signers = certificate.signers(asked.manifest)
+    page = certificate_page(certificate, asked.manifest, signers=signers, checked=checked, left=left)
+    write_page(folder / "report.html", page)

@@ -32,6 +32,7 @@ class Matter:
     status: str = ""
     code: str = ""
     verdict: str = ""
+    people: tuple[tuple[str, str], ...] = ()  # of the signed roster, and what each did
 
     @property
     def shown(self) -> str:
@@ -95,10 +96,19 @@ class Desk:
         with self._lock:
             self._matters[matter.digest] = matter
 
-    def move(self, about: str, state: State, status: str = "", code: str = "", verdict: str = "") -> None:
+    def move(
+        self,
+        about: str,
+        state: State,
+        status: str = "",
+        code: str = "",
+        verdict: str = "",
+        people: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         with self._lock:
             one = self._matters[about]
-            self._matters[about] = replace(one, state=state, status=status, code=code, verdict=verdict or one.verdict)
+            verdict, people = verdict or one.verdict, people or one.people
+            self._matters[about] = replace(one, state=state, status=status, code=code, verdict=verdict, people=people)
 
     def trouble(self, where: str, text: str) -> None:
         """What goes wrong, by where: shown on the page until it is over ("")."""

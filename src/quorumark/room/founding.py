@@ -22,6 +22,7 @@ from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Matter
 from quorumark.room.manifests import publish_chain
 from quorumark.room.seat import Seat
+from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import expected_messages, set_up
 from quorumark.verify.public import agreed, fits, keep_agreed
 from quorumark.verify.reference import ANCHOR
@@ -148,6 +149,7 @@ class Founding:
             raise RoomError("the room's terms have another digest than their name says", code="room.other-terms")
         open_message(client.small(word, _WORD), terms, _word("proposal", terms, terms.point_of(author)))
         self._check_own(terms)
+        check_terms(terms)
         check_roster(terms)
         write_shared(folder / "terms.json", terms.to_bytes())
         fetch_agreed(

@@ -27,7 +27,7 @@ from quorumark.verify.evidence import Query, now
 from quorumark.verify.heads import Head, contradiction, differs, occasion
 from quorumark.verify.ledger import Ledger
 
-__all__ = ["Heads", "accept_ledger", "say_head"]
+__all__ = ["Heads", "accept_ledger", "accepted_standings", "say_head"]
 
 _LARGEST = 1 << 24  # a ledger has 100,000 lines at most
 _ASKED, _ANSWERED = "head.json", "answered.json"
@@ -53,6 +53,12 @@ def _ignored(place: Place, ours: ConsortiumFolder, key: str) -> set[str]:
     return set(json.loads(path.read_bytes())) if path.exists() else set()
 
 
+def accepted_standings(place: Place, ours: ConsortiumFolder) -> set[str]:
+    """This member's own words on its ledger, from before it was lost."""
+    path = _folder(place, ours) / "standing.past"
+    return set(json.loads(path.read_bytes())) if path.exists() else set()
+
+
 def _last(place: Place, ours: ConsortiumFolder) -> Head | None:
     """The latest head that this member said."""
     path = max(_own(place, ours).glob("*.json"), key=lambda path: int(path.stem), default=None)
@@ -75,15 +81,19 @@ def say_head(
         if not path.exists():
             own, terms, last = _own(place, ours), manifest.terms, _last(place, ours)
             known = {m.ed25519: _known(place, ours, m.ed25519) for m in terms.roster if m.ed25519 != identity.ed25519}
-            head = Head.sign(
-                identity,
-                manifest=query.manifest,
-                point=terms.point_of(identity.ed25519),
-                said=(*(() if last is None else last.said), occasion(query.digest(), answered)),
-                lines=Ledger.open(ours, manifest).lines,
-                seen={key: one.as_seen for key, one in known.items() if one is not None},
-                created=now(),
-            )
+            what_for = occasion(query.digest(), answered)
+            if last is not None and last.occasion == what_for:  # a crash came between the two files
+                head = last
+            else:
+                head = Head.sign(
+                    identity,
+                    manifest=query.manifest,
+                    point=terms.point_of(identity.ed25519),
+                    said=(*(() if last is None else last.said), what_for),
+                    lines=Ledger.open(ours, manifest).lines,
+                    seen={key: one.as_seen for key, one in known.items() if one is not None},
+                    created=now(),
+                )
             write_private(own / f"{head.number}.json", head.to_bytes())
             write_private(path, head.to_bytes())
     client.upload(path, f"query/{query.digest()}/{what}")
@@ -249,6 +259,8 @@ def accept_ledger(client: Client, home: HomeFolder, identity: Identity, name: st
         if own:
             for _, head in heads:
                 write_private(_own(place, ours) / f"{head.number}.json", head.to_bytes())
+            words = [one.sha256 for one in log if one.author == member.ed25519 and one.name.startswith("standing/")]
+            write_private(_folder(place, ours) / "standing.past", canonical(words))
             return f"{len(heads)} heads of your own ledger are known here now; the others will ask you"
         chosen = [head for one, head in heads if query and re.fullmatch(f"query/{query}[0-9a-f]*/{_ASKED}", one.name)]
         if len(chosen) != 1:

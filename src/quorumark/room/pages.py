@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = ["Pages", "environment"]
 _COOKIE = "quorumark-room"
 _STATIC = {"room.css": "text/css", "live.js": "text/javascript"}
 _REPORT = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+_MOST_BOARDS, _MOST_TEXTS = 100, 500
 _STREAM = 30.0  # seconds until a browser connects again: then its session is checked anew
 
 
@@ -44,6 +45,11 @@ class Pages:
 
     def __init__(self, store: Store, address: str, wait: Callable[[str, float], Awaitable[None]]) -> None:
         self._store, self._address, self._wait = store, address, wait
+        # boards are made by one other thread: many entries do not hold up requests, many readers make one board
+        self._maker = ThreadPoolExecutor(1, "room-board")
+        self._reader: Store | None = None
+        self._boards: dict[str, tuple[str, asyncio.Future[Board]]] = {}
+        self._texts: dict[tuple[str, ...], str] = {}
 
     def routes(self) -> list[Route]:
         return [
@@ -80,6 +86,38 @@ class Pages:
             raise RoomError("your link is for another page: open it again", code="room.not-allowed")
         return seat
 
+    async def _board(self, consortium: str) -> Board:
+        """What there is to show, as of now."""
+        now = self._store.news(consortium)
+        if self._boards.get(consortium, ("",))[0] != now:
+            if len(self._boards) >= _MOST_BOARDS:
+                self._boards.pop(next(iter(self._boards)))
+            making = asyncio.get_running_loop().run_in_executor(self._maker, self._make, consortium)
+            self._boards[consortium] = now, making
+        making = self._boards[consortium][1]
+        try:
+            return await asyncio.shield(making)  # one reader who leaves does not end it for the others
+        except BaseException:
+            if making.done():
+                self._boards.pop(consortium, None)  # what failed is tried again
+            raise
+
+    def _make(self, consortium: str) -> Board:
+        if self._reader is None:
+            self._reader = self._store.reader()
+        return Board(self._reader, consortium)
+
+    def _shown_page(self, template: str, board: Board, seat: Seat, **values: Any) -> HTMLResponse:
+        """A page of a board; for all who see the same it is written once."""
+        key = (template, board.consortium, board.now, seat.label, seat.scope, str(values.get("digest", "")))
+        if key not in self._texts:
+            if len(self._texts) >= _MOST_TEXTS:
+                self._texts.clear()
+            place = f"/c/{seat.consortium}"
+            answer = self._render(template, board=board, seat=seat, place=place, **values)
+            self._texts[key] = bytes(answer.body).decode()
+        return HTMLResponse(self._texts[key])
+
     async def _welcome(self, _: Request) -> Response:
         return self._render("welcome.html")
 
@@ -101,38 +139,35 @@ class Pages:
 
     async def _overview(self, request: Request) -> Response:
         seat = self._seat(request)
-        board = Board(self._store, seat.consortium)
-        return self._render("overview.html", board=board, seat=seat, place=f"/c/{seat.consortium}")
+        return self._shown_page("overview.html", await self._board(seat.consortium), seat)
 
     async def _query(self, request: Request) -> Response:
         seat = self._seat(request, request.path_params["query"])
-        board = Board(self._store, seat.consortium)
-        question = board.question(request.path_params["query"])
-        return self._render(
-            "query.html", board=board, seat=seat, one=question, terms=board.in_force, place=f"/c/{seat.consortium}"
-        )
+        board, digest = await self._board(seat.consortium), request.path_params["query"]
+        one = board.question(digest)
+        return self._shown_page("query.html", board, seat, one=one, terms=board.in_force, digest=digest)
 
     async def _report(self, request: Request) -> Response:
         """A member's page, in a sandbox: no scripts, no cookies, nothing from elsewhere."""
-        answer = self._notice(request, "report.html")
+        answer = await self._notice(request, "report.html")
         answer.headers["content-security-policy"] = _REPORT
         answer.headers["content-type"] = "text/html; charset=utf-8"
         return answer
 
     async def _certificate(self, request: Request) -> Response:
-        return self._notice(request, "certificate.json")
+        return await self._notice(request, "certificate.json")
 
-    def _notice(self, request: Request, what: str) -> Response:
+    async def _notice(self, request: Request, what: str) -> Response:
         query = request.path_params["query"]
         seat = self._seat(request, query)
-        shown = Board(self._store, seat.consortium).question(query).shown
+        shown = (await self._board(seat.consortium)).question(query).shown
         if what not in shown:
             raise RoomError("it is not there yet: wait until all have signed", code="room.not-found")
         return self._send(seat.consortium, shown[what])
 
     async def _manifest(self, request: Request) -> Response:
         seat = self._seat_anywhere(request)
-        manifest = Board(self._store, seat.consortium).manifest
+        manifest = (await self._board(seat.consortium)).manifest
         if manifest is None:
             raise RoomError("there is no manifest yet", code="room.not-found")
         return self._send(seat.consortium, manifest.sha256)
@@ -140,7 +175,7 @@ class Pages:
     async def _public(self, request: Request) -> Response:
         """Layout, anchor and groups: what anybody needs who checks a certificate."""
         seat = self._seat_anywhere(request)
-        files = Board(self._store, seat.consortium).files
+        files = (await self._board(seat.consortium)).files
         name = request.path_params["name"]
         if name not in files:
             raise RoomError("there is no such file here", code="room.not-found")
@@ -159,17 +194,17 @@ class Pages:
         return FileResponse(self._store.file(consortium, sha256), media_type="application/octet-stream")
 
     async def _events(self, request: Request) -> Response:
-        """Server-sent events: a number for every piece of news; the script loads the page anew then."""
+        """Server-sent events: a text for every piece of news; the script loads the page anew then."""
         seat = self._seat_anywhere(request)
 
         async def stream() -> AsyncIterator[str]:
             until = time.monotonic() + _STREAM
-            last = -1
+            last = ""
             while (left := until - time.monotonic()) > 0 and not await request.is_disconnected():
-                number = Board(self._store, seat.consortium).now
-                if number != last:
-                    last = number
-                    yield f"data: {json.dumps(number)}\n\n"
+                now = self._store.news(seat.consortium)
+                if now != last:
+                    last = now
+                    yield f"data: {now}\n\n"
                 await self._wait(seat.consortium, min(left, 5.0))
                 await asyncio.sleep(0.2)  # a burst of entries is one piece of news
 

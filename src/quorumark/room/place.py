@@ -6,9 +6,10 @@ HOME/room/cards/NAME.json        the cards of those who joined
 HOME/room/ID/decisions.json      what the member decided, by the digest of what was decided on
 HOME/room/ID/proposals/T/        terms and the files beside them
 HOME/room/ID/exchange/T/         the ceremony's folder, as setup.exchange wants it
+HOME/room/ID/drafts/…            questions that the member wrote on its page, until they are in the room
 HOME/room/ID/suspects/Q/         suspects' files
 HOME/room/ID/answers/…           what this member sent about a query: sent again after a crash, never made anew
-HOME/room/ID/certificates/Q/     certificate.json and report.html of this member's own queries
+HOME/room/ID/certificates/Q/     certificate.json, checked here, and report.html, made here
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Policy:
     """What the agent decides without a person (`--approve-with`). Without such a file: nothing.
 
     `agree`: digests of terms. `askers`: names in the signed roster. `kinds`: plain, aligned. `most_equations`: that one
-    answer may open; `most_a_day`: answers in 24 hours. The guard and HOME/rules.json hold all the same. A
+    answer may open; `most_a_day`: answers in 24 hours. `most_mib`: a suspect of up to so many MiB is fetched from the
+    room before anybody looks; a larger one waits for a person. The guard and HOME/rules.json hold all the same. A
     decision holds while the policy that made it is given.
     """
 
@@ -143,12 +145,13 @@ class Policy:
     kinds: tuple[str, ...] = ("plain",)
     most_equations: int = 1
     most_a_day: int = 1
+    most_mib: int = 1024
 
     @classmethod
     def read(cls, path: Path) -> Self:
         what = "a room's policy"
         body = parse(read_file(path, what), cls.FORMAT, what, by_hand=True)
-        known = {"agree", "askers", "kinds", "most_equations", "most_a_day"}
+        known = {"agree", "askers", "kinds", "most_equations", "most_a_day", "most_mib"}
         strange = sorted(name for name in body if name not in known and not name.startswith("x-"))
         require(not strange, what, f"has the unknown field {strange[0]!r}" if strange else "")
         values: dict[str, Any] = {}
@@ -158,7 +161,7 @@ class Policy:
                 sound = isinstance(given, list) and all(is_text(one, 100) for one in given)
                 require(sound, f"{name} in {what}", "must be a list of strings")
                 values[name] = tuple(given)
-        for name in ("most_equations", "most_a_day"):
+        for name in ("most_equations", "most_a_day", "most_mib"):
             if name in body:
                 require(is_count(body[name]), f"{name} in {what}", "must be an integer, at least 0")
                 values[name] = body[name]

@@ -20,7 +20,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ _LARGEST_JSON = 1 << 16
 _BODY_SECONDS = 120.0  # for at most 4 MiB: 35 kB/s. At most WINDOW, or nonces would be forgotten too early
 _MOST_AT_ONCE = 900  # connections and requests under way, below the 1,024 files that a process may usually open
 _PAGE = 1_000  # entries in one answer
+_BURST = 0.1  # seconds: entries that come together are one piece of news for all who wait
 Handler = Callable[["Room", Request, str, str, bytes], Awaitable[Response]]
 
 SECURITY = {
@@ -162,7 +163,7 @@ def _route(room: Room, path: str, method: str, handler: Handler) -> Route:
                 body = await _body(request, PART if method == "PUT" else _LARGEST_JSON, _BODY_SECONDS)
                 key, nonce = check_request(room.address, method, target, body, dict(request.headers), now)
                 room.by_key.take(key)
-                room.store.use_nonce(key, nonce, now)
+                room.store.use_nonce(key, nonce, now, reads=method == "GET")
                 if handler not in (_found, _join):
                     room.store.require_member(consortium, key)
             except RoomError:
@@ -255,6 +256,7 @@ async def _log(room: Room, request: Request, consortium: str, key: str, _: bytes
     until = time.monotonic() + min(wait, _LONGEST_WAIT)
     while not (found := room.store.entries(consortium, after, _PAGE)) and (left := until - time.monotonic()) > 0:
         await room.wait(consortium, left)
+        await asyncio.sleep(_BURST)
         room.store.require_member(consortium, key)  # it may have been removed meanwhile
     names = ("number", "author", "name", "sha256", "size", "time", "gone")
     return JSONResponse({"entries": [{name: getattr(entry, name) for name in names} for entry in found]})
@@ -335,8 +337,12 @@ def serve(
     limits: Limits,
     tls: tuple[Path, Path] | None = None,
     started: Callable[[str], None] = lambda _: None,
+    proxies: Sequence[str] = (),
 ) -> None:
-    """Runs until it is stopped. Addresses of requests are not logged: some have tokens in them."""
+    """Runs until it is stopped. Addresses of requests are not logged: some have tokens in them.
+
+    `proxies`: addresses from which X-Forwarded-For is believed, so that limits by host count the hosts behind them.
+    """
     import uvicorn
 
     app = make_app(folder, address, limits)
@@ -350,7 +356,8 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=2,
         limit_concurrency=_MOST_AT_ONCE,
-        proxy_headers=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
         ws="none",
         lifespan="off",
         **options,

@@ -34,6 +34,7 @@ DAY = 86_400
 _INVITED = 7 * DAY
 _ABANDONED = 7 * DAY
 _TICKET = 60
+_FORGET = 10  # seconds between two looks for nonces that are too old
 _SESSION = DAY // 2
 _MOST_ENTRIES, _MOST_MEMBERS, _MOST_LINKS = 200_000, 1_000, 10_000
 _NAME = re.compile(r"[a-z]{1,20}(/[A-Za-z0-9._-]{1,80}){1,5}")
@@ -50,6 +51,7 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS uploads (
     consortium TEXT, author TEXT, sha256 TEXT, size INTEGER, time INTEGER, PRIMARY KEY (consortium, author, sha256));
 CREATE TABLE IF NOT EXISTS nonces (key TEXT, nonce TEXT, time INTEGER, PRIMARY KEY (key, nonce));
+CREATE INDEX IF NOT EXISTS old_nonces ON nonces (time);
 CREATE TABLE IF NOT EXISTS links (
     hash TEXT PRIMARY KEY, kind TEXT, consortium TEXT, member TEXT, parent TEXT, label TEXT, scope TEXT,
     expires INTEGER);
@@ -117,19 +119,32 @@ class Store:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
+        self._forgot = 0  # when old nonces were last deleted
 
     def close(self) -> None:
         self._db.close()
 
+    def reader(self) -> Store:
+        """The same data for another thread."""
+        return Store(self._folder, self.limits)
+
     # --- requests ---
 
-    def use_nonce(self, key: str, nonce: str, now: int) -> None:
-        """Refuses a request that came before."""
-        self._db.execute("DELETE FROM nonces WHERE time < ?", (now - 3 * WINDOW,))
+    def use_nonce(self, key: str, nonce: str, now: int, *, reads: bool = False) -> None:
+        """Refuses a request that came before. That of a request that only reads may be lost in a power cut, not in a
+        crash of this process: members ask for news often, and a sync for each would be most of the room's work."""
+        if reads:
+            self._db.execute("PRAGMA synchronous=NORMAL")
         try:
+            if now >= self._forgot + _FORGET:
+                self._forgot = now
+                self._db.execute("DELETE FROM nonces WHERE time < ?", (now - 3 * WINDOW,))
             self._db.execute("INSERT INTO nonces VALUES (?, ?, ?)", (key, nonce, now))
         except sqlite3.IntegrityError:
             raise RoomError("this request came before: it is not done twice", code="room.replayed") from None
+        finally:
+            if reads:
+                self._db.execute("PRAGMA synchronous=FULL")
 
     # --- people ---
 
@@ -384,6 +399,16 @@ class Store:
             (consortium, after, most),
         )
         return [Entry(n, a, name, sha, size, t, bool(gone)) for n, a, name, sha, size, t, gone in rows]
+
+    def news(self, consortium: str) -> str:
+        """A text that changes with every entry, deleted file and person that comes or goes."""
+        entries, gone = self._db.execute(
+            "SELECT COALESCE(MAX(number), 0), COALESCE(SUM(gone), 0) FROM entries WHERE consortium = ?", (consortium,)
+        ).fetchone()
+        people, active = self._db.execute(
+            "SELECT COUNT(*), COALESCE(SUM(active), 0) FROM members WHERE consortium = ?", (consortium,)
+        ).fetchone()
+        return f"{entries}.{gone}.{people}.{active}"
 
     # --- links, tickets and sessions: read-only ---
 

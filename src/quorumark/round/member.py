@@ -28,7 +28,7 @@ from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import pack_update, weighted_moves
+from quorumark.packing import pack_update
 from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes, PaperScale, paper_amplitudes
 from quorumark.round.dither import add_dither, dither_moves, dither_stream
@@ -315,8 +315,7 @@ class RoundMember:
             return
         packed, noise = history.packed(plan.level), None
         if self.has_norms:
-            moves = weighted_moves(after, before, float(exact))
-            np.minimum(norms, rounded_norms(self.layout, before, moves, packed.spans), out=norms)
+            np.minimum(norms, rounded_norms(self.layout, before, after, exact, packed.spans), out=norms)
         if amplitudes is not None and (kappa or self._own_key is not None):
             noise = np.zeros(self.layout.size, np.int64)
             if kappa:

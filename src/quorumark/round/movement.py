@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from quorumark import codec, field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, kernels, parallel
-from quorumark.field import parts as kernels_of_parts
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import Span, move
+from quorumark.packing import Span, moved_in_units
 
 __all__ = [
     "Axes",
@@ -106,6 +105,14 @@ def distance(x: Vector, y: Vector) -> int:
 
 def axis_sums(carrier: Carrier, now: Vector, before: Vector) -> Sums:
     """‖θ+D‖², ‖θ‖² and ‖D‖² of each row, column and tap, for an update D of θ."""
+    return [
+        list(zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True))
+        for parts in _axis_parts(carrier, now, before)
+    ]
+
+
+def _axis_parts(carrier: Carrier, now: Vector, before: Vector) -> list[NDArray[np.uint64]]:
+    """The same as parts of integers, four for each of the three (`_whole`)."""
     width = carrier.columns * carrier.taps
     stride = width + -width % 8
     a, b = now[carrier.place], before[carrier.place]
@@ -122,10 +129,7 @@ def axis_sums(carrier: Carrier, now: Vector, before: Vector) -> Sums:
     columns = sum(parallel.spread(part, carrier.rows, smallest=smallest, step=1))  # type: ignore[arg-type]
     cube = np.asarray(columns).reshape(12, carrier.columns, carrier.taps)
     sums = (np.ascontiguousarray(by_row.T), cube.sum(axis=2, dtype=np.uint64), cube.sum(axis=1, dtype=np.uint64))
-    return [
-        list(zip(_whole(parts[0:4]), _whole(parts[4:8]), _whole(parts[8:12]), strict=True))
-        for parts, _ in zip(sums, carrier.axes, strict=False)
-    ]
+    return [parts for parts, _ in zip(sums, carrier.axes, strict=False)]
 
 
 def moved_axes(carrier: Carrier, sums: Sums, quiet: list[list[int]]) -> Axes:
@@ -212,7 +216,7 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     norms: list[int] = []
     for carrier in carriers_of(layout):
         if carrier.has_norms:
-            squares = [square for axis in axis_sums(carrier, after, before) for _, _, square in axis]
+            squares = [square for parts in _axis_parts(carrier, after, before) for square in _whole(parts[8:12])]
             largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
             if largest >= codec.LIMIT:
                 rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
@@ -221,19 +225,15 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     return np.array(norms, np.uint64)
 
 
-def rounded_norms(layout: ModelLayout, before: Vector, moves: NDArray[np.int64], spans: Sequence[Span]) -> Vector:
-    """The same of a weighted update as it is rounded to units: `moves` in 2^-40, before rounding.
+def rounded_norms(
+    layout: ModelLayout, before: Vector, after: Vector, weight: Fraction, spans: Sequence[Span]
+) -> Vector:
+    """The same of the weighted update as it is rounded to units.
 
     Members upload the smaller of both. Where they move alike and round alike, N would exceed ‖D‖ by what rounding took
     off, and the row would count as learnt: the rounded norms do not. Where they round apart the other ones do not.
     """
-    after = before.copy()
-    for place, shift in spans:
-        part = moves[place].copy()
-        if part.size:
-            kernels_of_parts.to_units(part, shift)
-            after[place] = move(before[place], part << shift)
-    return update_norms(layout, before, after, Fraction(1))
+    return update_norms(layout, before, moved_in_units(after, before, float(weight), spans), Fraction(1))
 
 
 def ideal_norms(

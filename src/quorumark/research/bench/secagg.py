@@ -30,6 +30,7 @@ from quorumark.round.secagg.server import SecAggServer
 
 FULL_SIZE, QUICK_SIZE = 11_200_000, 1_000_000
 MEMBERS, THRESHOLD, DROPS = 8, 2, 3
+MANY = 32
 _BINDING = bytes(32)
 _CLOCKS = {"CPU time": time.process_time, "wall time": time.perf_counter}
 
@@ -48,23 +49,15 @@ def rows(quick: bool = False) -> Iterator[Row]:
     ]
     for count in (2, 3, 4):
         packed = _Packed(model, count)
-        for name, mine, other in (
-            ("a client masks", packed.client, ours.client),
-            ("the server unmasks", packed.server, ours.server),
-        ):
-            yield compare(
-                mine,
-                other,
-                name=f"{name}, {count} weights in an element, K={MEMBERS}, CPU time",
-                against="one weight in an element",
-                size=size,
-                threads=field.threads(),
-                repeats=5,
-                clock=time.process_time,
-            )
-        if count == 2:
-            cases.append((f"a client masks, 2 weights in an element, K={MEMBERS}", packed.client, theirs.client))
-            cases.append((f"the server unmasks, 2 weights in an element, K={MEMBERS}", packed.server, theirs.server))
+        yield from _beside(packed, ours, size)
+        cases += [
+            (f"a client masks, {count} weights in an element, K={MEMBERS}", packed.client, theirs.client),
+            (f"the server unmasks, {count} weights in an element, K={MEMBERS}", packed.unmasked_once, theirs.server),
+        ]
+    if not quick:
+        alone = _Ours(model, MANY)
+        for count in (2, 3, 4):
+            yield from _beside(_Packed(model, count, MANY), alone, size)
     for name, mine, other in cases:
         for label, clock in _CLOCKS.items():
             yield compare(
@@ -77,6 +70,30 @@ def rows(quick: bool = False) -> Iterator[Row]:
                 repeats=5,
                 clock=clock,
             )
+
+
+def _beside(packed: _Packed, ours: _Ours, size: int) -> Iterator[Row]:
+    """Several weights in an element against one."""
+
+    def masked_again() -> None:
+        for side in (packed, ours):
+            side.mask_again()
+
+    for name, mine, other in (
+        ("a client masks", packed.client, ours.client),
+        ("the server unmasks", packed.server, ours.server),
+    ):
+        yield compare(
+            mine,
+            other,
+            name=f"{name}, {packed.count} weights in an element, K={ours.count_of_members}, CPU time",
+            against="one weight in an element",
+            size=size,
+            threads=field.threads(),
+            repeats=5,
+            clock=time.process_time,
+            between=masked_again,
+        )
 
 
 def _one_mask(size: int) -> Row:
@@ -110,9 +127,9 @@ def _one_tag(size: int) -> Row:
 class _Ours:
     """A group whose first member is timed, at full size; before each call its memory is set back."""
 
-    def __init__(self, model: NDArray[np.float32]) -> None:
-        self.model = model
-        people = [Identity.generate(f"member {x}") for x in range(1, MEMBERS + 1)]
+    def __init__(self, model: NDArray[np.float32], members: int = MEMBERS) -> None:
+        self.model, self.count_of_members = model, members
+        people = [Identity.generate(f"member {x}") for x in range(1, members + 1)]
         self.group = Group.of_cards([person.card() for person in people], THRESHOLD)
         states = [MemoryState(self.group) for _ in people]
         made = [SecAggMember(person, self.group, state) for person, state in zip(people, states, strict=True)]
@@ -121,21 +138,26 @@ class _Ours:
         # an attempt that fails, and one that succeeds without those who dropped
         server = self._ready(1)
         self.first = server.announce()
-        stayed = range(1, MEMBERS - DROPS + 1)
+        stayed = range(1, members - DROPS + 1) if members == MEMBERS else ()
         self.before = self.state._load()
-        for x in stayed:
-            server.take_upload(x, self._upload(x, self.first))
-        self.second = server.retry()
-        for x in stayed:
-            server.take_upload(x, self._upload(x, self.second))
-        self.asked = server.request(1)
-        # a round in which all stay, for the server
+        if stayed:
+            for x in stayed:
+                server.take_upload(x, self._upload(x, self.first))
+            self.second = server.retry()
+            for x in stayed:
+                server.take_upload(x, self._upload(x, self.second))
+            self.asked = server.request(1)
+        # a round in which all stay, for the server; the masks of pairs, which cancel, are left out
         self.full = self._ready(2)
+        for member in self.members.values():
+            member.together = frozenset(self.members)
         announced = self.full.announce()
         for x in self.members:
             self.full.take_upload(x, self._upload(x, announced))
         for x, member in self.members.items():
             self.full.take_answer(x, member.unmask(self.full.request(x)))
+        self.me.together = frozenset()
+        self.masked = self.full._sum.copy()
         self.vector = np.empty(self.length, np.uint64)
 
     def _ready(self, number: int) -> SecAggServer:
@@ -146,7 +168,7 @@ class _Ours:
 
     def _upload(self, point: int, announced: bytes) -> Upload:
         member = self.members[point]
-        return member.upload(member.plan(announced), self.encoded(MEMBERS))
+        return member.upload(member.plan(announced), self.encoded(self.count_of_members))
 
     @property
     def length(self) -> int:
@@ -158,7 +180,7 @@ class _Ours:
     def client(self) -> Upload:
         self.state._save(self.before)
         plan = self.me.plan(self.first)
-        return self.me.upload(plan, self.encoded(MEMBERS, self.vector))
+        return self.me.upload(plan, self.encoded(self.count_of_members, self.vector))
 
     def client_with_retry(self) -> bytes:
         self.client()
@@ -173,19 +195,27 @@ class _Ours:
         parts[:2] = upload.head[4:stop], upload.head[stop : stop + BOX]
         return say("request", {name: head[name] for name in ("round", "purpose", "attempt")}, parts)
 
+    def mask_again(self) -> None:
+        """The server's sum as it was before it was unmasked."""
+        self.full._sum[:] = self.masked
+
     def server(self) -> object:
         self.full._stage = "unmask"
         return codec.decode(self.full.finish(), checked=False)
+
+    def unmasked_once(self) -> object:
+        self.mask_again()
+        return self.server()
 
 
 class _Packed(_Ours):
     """The same with several weights in an element: an update in units of 2^-24, from the float32 model."""
 
-    def __init__(self, model: NDArray[np.float32], count: int) -> None:
+    def __init__(self, model: NDArray[np.float32], count: int, members: int = MEMBERS) -> None:
         self.count, self.start = count, codec.encode(model * np.float32(0.99))
         shift = {2: 16, 3: 22, 4: 27}[count]
         self.spans: list[packing.Span] = [(slice(0, model.size), shift)]
-        super().__init__(model)
+        super().__init__(model, members)
 
     @property
     def length(self) -> int:
