@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
 import numpy as np
+import pytest
 
-from tests.kit.optimised import shown
+from quorumark.round.amplitudes import MarkState
+from tests.kit.optimised import Model, World, run, shown, walk
 
-COORDINATES = 18_432
+
+def marked(*about: Any, **more: Any) -> MarkState:
+    """The state after some rounds of the harness."""
+    history = run(*about, **more).history
+    assert history is not None
+    return history.mark
+
+
+def slowing(at: int, factor: float) -> Callable[[int, float], World]:
+    """Noise alone, `factor` times as large from round `at` on."""
+
+    def world(seed: int, still: float = 0.0) -> World:
+        start, _, accuracy, examples = walk(seed, still)
+
+        def train(model: Model, member: int, draw: int) -> Model:  # noqa: ARG001
+            own, size = np.random.default_rng(draw), 0.005
+            if (draw - 10_000 * seed) // 100 >= at:
+                size *= factor
+            return {n: (v + size * own.standard_normal(v.shape)).astype(np.float32) for n, v in model.items()}
+
+        return start, train, accuracy, examples
+
+    return world
 
 
 def test_the_harness_sees_rounds_without_a_mark_of_their_own() -> None:
@@ -15,3 +43,21 @@ def test_the_harness_sees_rounds_without_a_mark_of_their_own() -> None:
     key = rng.choice(np.array([-1, 1]), 1000)
     moves = [rng.standard_normal(1000), key + 0.1 * rng.standard_normal(1000)]
     assert shown(moves, [1.0, 0.0], key).loudest > 0.9
+
+
+@pytest.mark.parametrize(
+    "text", [None, "fedavgm:server_learning_rate=1", "fedadagrad:eta=0.02", "fedadam:eta=0.01,beta_1=0"]
+)
+def test_the_leaks_stay_within_their_limits_where_the_learning_rate_falls(text: str | None) -> None:
+    """L² ≤ (1.5·ρ*)²·max(1, straight²/path) of models and of sums, computed here; without the limit L is 3 times that.
+    The mark of the first round is made for updates a tenth as large, by the table of rates."""
+    mark = marked(
+        text, 4, 1, {"rho": "0.05", "c_max": "0.25", "dither": "0", "lr": "step:3=0.1"}, world=slowing(3, 0.1)
+    )
+    leaks = [(mark._leak, mark._path, mark._distance)]
+    if mark.applied is not None:
+        travelled = float(np.linalg.norm(mark.applied.travelled.astype(np.float64)))
+        leaks.append((mark.applied.leak, mark.applied.path, travelled))
+    for leak, path, straight in leaks:
+        assert sqrt(leak / 2.0**64) <= 1.1 * 1.5 * 0.05 * max(1.0, straight / sqrt(path))
+    assert max(sqrt(leak / 2.0**64) for leak, _, _ in leaks) > 0.05

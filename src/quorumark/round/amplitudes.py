@@ -300,8 +300,11 @@ class MarkState:
             kept = self.strength.kept(round_no)
             coming = ONE * signed_norm(room.pending)
             missing = self.strength.rho * self._distance - kept * self._reached() - coming
-            shown = isqrt(max(0, self._limit(self._path, self._distance) - self._leak)) * isqrt(self._step)
-            summed = isqrt(max(0, self._limit(applied.path, applied.straight) - applied.leak)) * isqrt(applied.step)
+            # the next step and the next sum's update may be as much smaller than the last ones as the rates are
+            above, below = applied.slower(ratio.as_integer_ratio())
+            step, update = isqrt(self._step) * above // below, int(isqrt(applied.step) * ratio)
+            shown = isqrt(max(0, self._limit(self._path, self._distance) - self._leak)) * step
+            summed = isqrt(max(0, self._limit(applied.path, applied.straight) - applied.leak)) * update
             limits = [
                 missing // max(1, full),
                 (self.strength.rho * applied.straight - ONE * applied.spent) // raw,

@@ -159,19 +159,24 @@ class Applied:
 
     # --- the next round ---
 
+    def slower(self, scale: tuple[int, int]) -> tuple[int, int]:
+        """By how much smaller than the last step the next one may be, as a fraction: `scale`, which is the members'
+        learning rates' ratio, times the server's rates' one; both are at most 1."""
+        now, then = self.state.rate(), max(1, self.state.rate(0))
+        return (scale[0] * now, scale[1] * then) if self.state.steps and now < then else scale
+
     def room(self, layout: ModelLayout, base: Sequence[Axes], scale: tuple[int, int], c_max: int) -> Room:
         """How large the next mark may be. `base` are the raw updates' moves for that round, `scale` is by how much
-        smaller than the last one the step may be: a fraction."""
+        smaller than the last one its update may be: a fraction."""
         state, carrying = self.state, layout.carrying()
-        now, then = state.rate(), max(1, state.rate(0)) if state.steps else 1
-        above, below = (scale[0] * now, scale[1] * then) if now < then and state.steps else scale
+        above, below = self.slower(scale)
         shown = tuple(tuple(tuple(n * above * c_max // (below * ONE) for n in v) for v in axes) for axes in self.moved)
         most = least_by_weight(layout, shown)
         raw = tuple(tuple(tuple(n * c_max // ONE for n in values) for values in axes) for axes in base)
         caps = np.minimum(most, least_by_weight(layout, raw))
         room, gained = np.empty_like(most), np.empty_like(most)
         pending = np.empty(most.size, np.int64)
-        rate, beta = np.uint64(now), np.uint64(state.beta(1))
+        rate, beta = np.uint64(state.rate()), np.uint64(state.beta(1))
         if state.optimiser.adapts:
             root, floor = np.ascontiguousarray(state.root[carrying]), self._floor(layout)
             shrink = ONE if state.optimiser.name == "fedadagrad" else isqrt(state.beta(2) << 32)
