@@ -61,3 +61,15 @@ def test_the_leaks_stay_within_their_limits_where_the_learning_rate_falls(text: 
     for leak, path, straight in leaks:
         assert sqrt(leak / 2.0**64) <= 1.1 * 1.5 * 0.05 * max(1.0, straight / sqrt(path))
     assert max(sqrt(leak / 2.0**64) for leak, _, _ in leaks) > 0.05
+
+
+@pytest.mark.parametrize("rho", ["0.1", "0.5"])
+@pytest.mark.parametrize("text", ["fedavgm:server_learning_rate=0.3", "fedadam:eta=0.01", "fedadagrad:eta=0.02"])
+def test_a_halving_halves_every_weights_mark(text: str, rho: str) -> None:
+    """Whichever limit binds: nothing grows into the room that a halving leaves."""
+    mark = marked(text, 8, 1, {"rho": rho, "c_max": "0.1"}, world=walk)
+    whole, half, quarter, none = (mark.amplitudes(9, halvings).vector.astype(np.int64) for halvings in range(4))
+    assert whole.any()
+    assert np.abs(2 * half - whole).max() <= 2
+    assert np.abs(4 * quarter - whole).max() <= 4
+    assert not none.any()
