@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from dataclasses import replace
+from math import isqrt, sqrt
 from typing import Any
 
 import numpy as np
@@ -73,3 +74,44 @@ def test_a_halving_halves_every_weights_mark(text: str, rho: str) -> None:
     assert np.abs(2 * half - whole).max() <= 2
     assert np.abs(4 * quarter - whole).max() <= 4
     assert not none.any()
+
+
+def size(vector: Any) -> float:
+    return float(np.linalg.norm(vector.astype(np.float64)))
+
+
+@pytest.mark.parametrize("limit", ["models' way", "sums' way", "models' leak", "sums' leak"])
+@pytest.mark.parametrize("text", ["fedavgm:server_momentum=0.9", "fedadam:eta=0.01", "fedadagrad:eta=0.02"])
+def test_each_limit_over_all_rounds_lets_through_what_it_says(text: str, limit: str) -> None:
+    """From a state where only c limits the mark: the state is changed until, by the formulas in floating point, one
+    limit over all rounds leaves room for 30 % of it. The mark is 30 % of what it was."""
+    mark, rho = marked(text, 8, 1, {"rho": "0.5", "c_max": "0.05", "dither": "0"}, world=walk), 0.5
+    applied = mark.applied
+    assert applied is not None
+    whole = mark.amplitudes(9)
+    assert whole.c == mark.strength.c_max
+    marks, state = whole.vector.astype(np.float64), applied.state
+    rate, beta = state.rate() / 2**40, state.beta(1) / 2**32
+    if state.optimiser.adapts:  # in all, S shows as η·S/(r + τ), and what M still has as η·M·β/(1 − β)/(r + τ)
+        falls = 1.0 if text.startswith("fedadagrad") else sqrt(state.beta(2) / 2**32)
+        each = 16 * rate * 2**40 / (falls * state.root[mark.layout.carrying()].astype(np.float64) + state.tau)
+        left = beta * applied.mark * each / (1 - beta)
+    else:
+        each = rate / (1 - beta)
+        left = beta * applied.mark * each
+    gained, pending = 0.3 * size(marks * each), size(left)
+    if limit == "models' way":
+        mark._distance = int((size(applied.embedded) + pending + gained) / rho)
+    elif limit == "sums' way":
+        shrinks = (applied.spent + 0.3 * size(marks)) / rho / size(applied.travelled)
+        mark.applied = replace(applied, travelled=(applied.travelled * shrinks).astype(np.int64))
+    elif limit == "models' leak":
+        most = (1.5 * rho) ** 2 * max(1.0, mark._distance**2 / mark._path)
+        slower = min(1.0, state.rate() / state.rate(0))
+        shown = (1 - beta) * (pending + gained) / (isqrt(mark._step) * slower)
+        mark._leak = int((most - shown**2) * 2.0**64)
+    else:
+        most = (1.5 * rho) ** 2 * max(1.0, size(applied.travelled) ** 2 / applied.path)
+        shown = 0.3 * size(marks) / isqrt(applied.step)
+        mark.applied = replace(applied, leak=int((most - shown**2) * 2.0**64))
+    assert size(mark.amplitudes(9).vector) == pytest.approx(0.3 * size(marks), rel=1e-3)
