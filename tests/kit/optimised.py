@@ -69,9 +69,8 @@ class Ran:
 def shown(moves: list[Any], sizes: list[float], key: Any) -> Shown:
     each, length = np.array(moves), math.sqrt(key.size)
     gram = (each @ each.T).astype(np.float64)
-    loud = [
-        abs(float(m @ key)) / math.sqrt(g) / length for m, g, s in zip(each, np.diag(gram), sizes, strict=True) if s
-    ]
+    # of all rounds: momentum shows earlier marks in rounds without one
+    loud = [abs(float(m @ key)) / math.sqrt(g) / length for m, g in zip(each, np.diag(gram), strict=True) if g]
     whole = each.sum(axis=0)
     ridge = 1e-6 * np.trace(gram) / len(each) * np.eye(len(each))
     best = np.linalg.solve(gram + ridge, np.array(sizes)) @ each

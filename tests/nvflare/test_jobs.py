@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -128,6 +132,33 @@ def test_fedopt_is_told_what_to_agree_on(world: Consortium) -> None:
             watermarked(job, world.path)
         named = str(caught.value).split("optimiser=")[1].rstrip(")")
         assert str(Optimiser.of(named)) == text
+
+
+def test_a_fedopt_controller_is_told_the_same(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE's controllers for torch and Keras are FedAvgs by class: nobody may lose the optimiser without a word."""
+    from nvflare.app_opt.pt import fedopt_ctl
+
+    if find_spec("tensorflow") is None:  # its class is FLARE's own, and needs nothing of it until it runs
+        monkeypatch.setitem(sys.modules, "tensorflow", ModuleType("tensorflow"))
+    kinds = fedopt_ctl.FedOpt, import_module("nvflare.app_opt.tf.fedopt_ctl").FedOpt
+    adam = {"path": "torch.optim.Adam", "args": {"lr": 0.01}}
+    keras = {"path": "tensorflow.keras.optimizers.Adam", "args": {"learning_rate": 0.02, "beta_1": 0.8}}
+    more: dict[str, Any] = {"source_model": "model"}
+    cases = {
+        "fedadam:eta=0.01,beta_1=0.9,beta_2=0.999,tau=0.00000001": (kinds[0], adam, more),
+        "fedadam:eta=0.02,beta_1=0.8,beta_2=0.999,tau=0.0000001": (kinds[1], keras, {}),
+    }
+    for text, (kind, chosen, rest) in cases.items():
+        job = training_job()
+        job.to_server(kind(num_clients=5, num_rounds=7, optimizer_args=chosen, lr_scheduler_args=None, **rest))
+        with stopped("round.other-optimiser") as caught:
+            watermarked(job, world.path)
+        assert str(Optimiser.of(str(caught.value).split("optimiser=")[1].rstrip(")"))) == text
+    job = training_job()
+    job.to_server(kinds[0](num_clients=5, num_rounds=7, source_model="model"))  # with a schedule, as its default is
+    with stopped("round.other-optimiser") as caught:
+        watermarked(job, world.path)
+    assert "none with these settings" in str(caught.value)
 
 
 def test_a_manifest_of_the_other_kind_is_refused(world: Consortium, tmp_path: Path) -> None:

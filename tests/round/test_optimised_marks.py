@@ -218,8 +218,8 @@ def test_samples_and_packed_sums(packing: str, sampled: int | None) -> None:
     assert reports[-1].rho > reports[2].rho > 0
 
 
-def test_warm_up_rounds_leave_the_optimiser_where_it_is() -> None:
-    """They are its steps as well; what is counted from the anchor begins there."""
+def test_warm_up_rounds_are_steps_and_count_for_no_limit() -> None:
+    """Until the amendment that ends them, which begins a new state; what is counted from the anchor stays 0."""
     world = World(strength={"warmup_rounds": "2", "dither": "0"}, policy={"optimiser": ADAM})
     federation = world.federation()
     reports = list(federation.rounds(2))

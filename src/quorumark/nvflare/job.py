@@ -32,6 +32,7 @@ PACKAGE = "quorumark.nvflare."
 """What a site adds to the `class_allow_list` of its resources for jobs that bring no code of their own."""
 
 _OURS = ("FedAvg",)
+_FEDOPT = ("FedOpt", "PTFedOptModelShareableGenerator")
 _UNUSED = {
     "aggregator": "an aggregator of its own sees single results",
     "aggregation_weights": "the manifest's numbers of examples weigh the members",
@@ -206,9 +207,10 @@ def _take_controller(job: FedJob) -> Any:
 
 
 def _check_fedopt(app: Any) -> None:
-    """A server optimiser of FLARE's is read for its settings: members compute it, if the terms name it."""
-    for one in app.components.values():
-        if any(kind.__name__ == "PTFedOptModelShareableGenerator" for kind in type(one).__mro__):
+    """A server optimiser of FLARE's is read for its settings: members compute it, if the terms name it. It is a
+    component beside the controller, or a controller, and then a FedAvg as well."""
+    for one in [*app.components.values(), *(workflow.controller for workflow in app.workflows)]:
+        if any(kind.__name__ in _FEDOPT for kind in type(one).__mro__):
             raise RoundError(
                 "FedOpt is a server optimiser, which members compute: take the FedAvg recipe, and agree on the "
                 f"optimiser in the terms (quorumark consortium create --policy optimiser={_fedopt(one)})",
@@ -221,14 +223,20 @@ def _fedopt(generator: Any) -> str:
     about = dict(generator.optimizer_args or {})
     name = str(about.get("path") or about.get("class_path") or about.get("name") or "").rpartition(".")[2]
     args = dict(about.get("args") or {})
-    betas = args.get("betas", (0.9, 0.999))
+    if type(generator).__module__.startswith("nvflare.app_opt.tf."):
+        names, rates, taus = ("learning_rate", "epsilon"), (0.01, 0.001, 0.001), (1e-7, 1e-7)  # Keras' defaults
+        betas = args.get("beta_1", 0.9), args.get("beta_2", 0.999)
+    else:
+        names, rates, taus = ("lr", "eps"), (0.001, 0.001, 0.01), (1e-8, 1e-10)  # torch's
+        betas = args.get("betas", (0.9, 0.999))
+    sgd, adam, adagrad = (args.get(names[0], rate) for rate in rates)
     known = {
-        "SGD": ("fedavgm", {"server_learning_rate": args.get("lr", 1.0), "server_momentum": args.get("momentum", 0.0)}),
+        "SGD": ("fedavgm", {"server_learning_rate": sgd, "server_momentum": args.get("momentum", 0.0)}),
         "Adam": (
             "fedadam",
-            {"eta": args.get("lr", 1e-3), "beta_1": betas[0], "beta_2": betas[1], "tau": args.get("eps", 1e-8)},
+            {"eta": adam, "beta_1": betas[0], "beta_2": betas[1], "tau": args.get(names[1], taus[0])},
         ),
-        "Adagrad": ("fedadagrad", {"eta": args.get("lr", 1e-2), "tau": args.get("eps", 1e-10)}),
+        "Adagrad": ("fedadagrad", {"eta": adagrad, "tau": args.get(names[1], taus[1])}),
     }
     if name not in known or generator.lr_scheduler_args:
         return "…: see docs/optimisers.md, which has none with these settings"

@@ -275,10 +275,10 @@ class MarkState:
         c, base = 0, self._moved
         if self._updates >= WARM and rule != "paper":
             ratio = self._rate_ratio(round_no) if halvings < HALVINGS else Fraction(0)
+            if self.applied is not None:
+                return self._amplitudes_for(self.applied, round_no, ratio, halvings)
             base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, HALVINGS))
             c = self.strength.c_max
-            if self.applied is not None:
-                return self._amplitudes_for(self.applied, round_no, base, ratio)
             if rule != "relative":
                 # towards f·‖A‖ + c·‖base‖ = ρ·‖θ − θ_a‖
                 full = norm_of(base)
@@ -286,22 +286,26 @@ class MarkState:
                 c = min(c, max(0, missing) // full, self._quiet_c(full, round_no)) if full else 0
         return self.in_units(Amplitudes(self.layout, self.key, round_no, c, self.rho, _scaled(base, c, ONE)))
 
-    def _amplitudes_for(self, applied: Applied, round_no: int, base: tuple[Axes, ...], ratio: Fraction) -> Amplitudes:
+    def _amplitudes_for(self, applied: Applied, round_no: int, ratio: Fraction, halvings: int) -> Amplitudes:
         """The same under a server optimiser: both the sum and the step that follows from it hide the mark, in the next
         round (`Applied.room`) and in all rounds together.
 
         With `share` of the largest mark: what is embedded and still to come stays within ρ of the model's way, Σ‖S‖
-        within ρ of the sums' way, and both leaks within their limits.
+        within ρ of the sums' way, and both leaks within their limits. What all that allows is halved.
         """
         most, key = self.strength.c_max, KEY_BITS[self.key]
+        base = _scaled(self._moved, ratio.numerator, ratio.denominator)
         room = applied.room(self.layout, base, ratio.as_integer_ratio(), most)
         share, full, raw = ONE, signed_norm(room.gained), signed_norm(room.most.astype(np.int64))
         if self.strength.rule != "relative" and raw:
             kept = self.strength.kept(round_no)
             coming = ONE * signed_norm(room.pending)
             missing = self.strength.rho * self._distance - kept * self._reached() - coming
-            shown = isqrt(max(0, self._limit(self._path, self._distance) - self._leak)) * isqrt(self._step)
-            summed = isqrt(max(0, self._limit(applied.path, applied.straight) - applied.leak)) * isqrt(applied.step)
+            # the next step and the next sum's update may be as much smaller than the last ones as the rates are
+            above, below = applied.slower(ratio.as_integer_ratio())
+            step, update = isqrt(self._step) * above // below, int(isqrt(applied.step) * ratio)
+            shown = isqrt(max(0, self._limit(self._path, self._distance) - self._leak)) * step
+            summed = isqrt(max(0, self._limit(applied.path, applied.straight) - applied.leak)) * update
             limits = [
                 missing // max(1, full),
                 (self.strength.rho * applied.straight - ONE * applied.spent) // raw,
@@ -309,6 +313,7 @@ class MarkState:
                 summed // raw,
             ]
             share = max(0, min(share, *limits))
+        share >>= halvings
         scales, part = _scaled(base, most, ONE), np.uint64(share)
         low = (room.most & np.uint64(ONE - 1)) * part >> np.uint64(32)
         vector = (room.most >> np.uint64(32)) * part + low

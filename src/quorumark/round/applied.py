@@ -5,7 +5,7 @@ limited for each weight j, beside c·rms of the raw updates of its row, column a
 
     (β1·M_j + (1−β1)·S_j)·η/(r_j + τ) ≤ c·rms(steps)    M: what earlier marks left in the momentum
     S_j ≤ c·rms(steps)                                  where steps are smaller than sums, later sums tell the same
-    S_j = 0 where r_j is below a sixteenth of its tensor's rms: such weights stand still, but for the mark
+    S_j = 0 where r_j is below a 16th of what one weight in 16 of its tensor has: it stands still, but for the mark
 
 FedAvgM has M ← β·M + S and the rate itself instead of η/(r + τ). What a mark does to the model is followed to first
 order, through the momentum and through r: `embedded` is what a verification finds.
@@ -42,7 +42,7 @@ OPTIMISER = "optimiser:"
 VECTORS = ("momentum", "root", "mark", "drag", "embedded", "travelled")
 """What is kept for each weight, and handed to members who missed rounds, as `optimiser:momentum` and so on."""
 
-_FLOOR = 16  # no mark where r is below a 16th of its tensor's rms
+_FLOOR = 16  # no mark where r is below a 16th of what one weight in 16 of its tensor has
 _COUNTS = ("leak", "path", "step", "spent")
 
 
@@ -159,19 +159,24 @@ class Applied:
 
     # --- the next round ---
 
+    def slower(self, scale: tuple[int, int]) -> tuple[int, int]:
+        """By how much smaller than the last step the next one may be, as a fraction: `scale`, which is the members'
+        learning rates' ratio, times the server's rates' one; both are at most 1."""
+        now, then = self.state.rate(), max(1, self.state.rate(0))
+        return (scale[0] * now, scale[1] * then) if self.state.steps and now < then else scale
+
     def room(self, layout: ModelLayout, base: Sequence[Axes], scale: tuple[int, int], c_max: int) -> Room:
         """How large the next mark may be. `base` are the raw updates' moves for that round, `scale` is by how much
-        smaller than the last one the step may be: a fraction."""
+        smaller than the last one its update may be: a fraction."""
         state, carrying = self.state, layout.carrying()
-        now, then = state.rate(), max(1, state.rate(0)) if state.steps else 1
-        above, below = (scale[0] * now, scale[1] * then) if now < then and state.steps else scale
+        above, below = self.slower(scale)
         shown = tuple(tuple(tuple(n * above * c_max // (below * ONE) for n in v) for v in axes) for axes in self.moved)
         most = least_by_weight(layout, shown)
         raw = tuple(tuple(tuple(n * c_max // ONE for n in values) for values in axes) for axes in base)
         caps = np.minimum(most, least_by_weight(layout, raw))
         room, gained = np.empty_like(most), np.empty_like(most)
         pending = np.empty(most.size, np.int64)
-        rate, beta = np.uint64(now), np.uint64(state.beta(1))
+        rate, beta = np.uint64(state.rate()), np.uint64(state.beta(1))
         if state.optimiser.adapts:
             root, floor = np.ascontiguousarray(state.root[carrying]), self._floor(layout)
             shrink = ONE if state.optimiser.name == "fedadagrad" else isqrt(state.beta(2) << 32)
@@ -189,15 +194,16 @@ class Applied:
         return Room(room, gained.astype(np.int64), pending, ONE - int(beta))
 
     def _floor(self, layout: ModelLayout) -> Vector:
-        """For each coordinate: a 16th of the rms of r over its tensor."""
+        """For each coordinate: a 16th of the r that one weight in 16 of its tensor has at least; of the rms of r where
+        that is 0. A few weights that somebody moved far do not lift it, as they would lift an rms."""
         carrying = layout.carrying()
         out = np.zeros(layout.coordinates, np.uint64)
         for spec, place in layout.spans("carrier"):
             if spec.size:
                 root = np.minimum(self.state.root[place], np.uint64(LARGEST)).astype(np.int64)
-                out[_coordinates(carrying, place, layout.carrier_size)] = (
-                    isqrt(signed_norm(root) ** 2 // spec.size) // _FLOOR
-                )
+                rank = spec.size - 1 - spec.size // _FLOOR
+                usual = int(np.partition(root, rank)[rank]) or isqrt(signed_norm(root) ** 2 // spec.size)
+                out[_coordinates(carrying, place, layout.carrier_size)] = usual // _FLOOR
         return out
 
     @property
