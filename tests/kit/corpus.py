@@ -273,7 +273,7 @@ def _records(folder: Path, _: Path) -> Iterator[Kind]:
     teller = world.homes[0][0].identity(world.homes[0][1])
     yield FileKind(
         "standing",
-        lambda p: Standing.read((p / "file").read_bytes(), teller.ed25519),
+        lambda p: Standing.read(read_file(p / "file", "a member's word"), teller.ed25519),
         JSON,
         data=word.signed(teller),
     )

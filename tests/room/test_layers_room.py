@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,16 @@ from quorumark.consortium.keystore import Unlock
 from quorumark.errors import RoomError
 from quorumark.field import P
 from quorumark.model.layout import write_safetensors
-from quorumark.room.asking import ask
+from quorumark.room.asking import ask, compute_query, send_question
 from quorumark.room.client import Client
 from quorumark.room.desk import Matter
 from quorumark.room.examining import examine_in_room
 from quorumark.room.place import Policy
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
+from quorumark.verify.layered import Examiner
 from quorumark.verify.ledger import Ledger
+from quorumark.verify.query import AskLayers
 from tests.kit.layered import STRENGTH, evaded, layered_anchor
 from tests.kit.rooms import Group, Host, about, identity, make_home, room_on, until
 
@@ -99,9 +102,14 @@ def test_a_query_by_layers_without_its_certificate_is_not_put_before_a_person(sc
     try:
         assert until(lambda: (m := scene.matter(2, query)).state == "refused" and m, "it").code == "room.not-found"
         altered = right.replace(b'"sig": "', b'"sig": "A') if b'"sig": "' in right else right[:-40] + right[-39:]
-        for data in (altered, b"{}"):
+        said = []
+        for data in (altered, b"{}"):  # each is refused for a reason of its own
             scene.host.put(avon, name, data)
-            until(lambda: scene.matter(2, query).code == "room.other-query", "another certificate")
+            until(
+                lambda: (m := scene.matter(2, query)).code == "room.other-query" and m.status not in said,
+                "another certificate",
+            )
+            said.append(scene.matter(2, query).status)
             assert scene.matter(2, query).state == "refused"
         scene.host.put(avon, name, right)
         until(lambda: scene.matter(2, query).state == "waiting", "the right one")
@@ -117,7 +125,7 @@ def test_a_query_by_layers_from_the_plain_one_to_the_certificate(scene: Scene) -
     facts = dict(scene.matter(1, query).facts)
     assert facts["kind of query"].startswith("by layers; equations: 9")
     assert "Judge Oak" in facts["by layers"]
-    assert scene.judge[0].card().ed25519 == facts["the examiner's key"]
+    assert scene.judge[0].card().fingerprint() == facts["the examiner's card, to compare by phone"]
     assert "9" in facts["cost"]
     for index in range(3):
         scene.say(index, query)
@@ -154,6 +162,25 @@ def test_a_query_by_layers_from_the_plain_one_to_the_certificate(scene: Scene) -
     ]
     assert query.layers is not None
     assert digits(query.layers.norm2[0])  # what is public is found
+
+
+def test_an_askers_own_seal_key_is_not_put_before_a_person(scene: Scene) -> None:
+    """Judge Oak's name, key and signature, but answers would be sealed to Avon, who asks."""
+    avon, judge = identity(scene.group, 0), scene.judge[0].card()
+    forged = object.__new__(Examiner)  # no examiner is made without its card's signature
+    for name, value in {**asdict(Examiner.of(judge)), "x25519": avon.x25519}.items():
+        object.__setattr__(forged, name, value)
+    home = scene.group.homes[0][0]
+    layers = AskLayers(scene.before.digest(), scene.before.finding.value, forged)
+    query = compute_query(home, scene.suspect, layers=layers)
+    files = {query.files[0].name: scene.suspect}
+    send_question(scene.group.client(0), home, avon, query, files, "the court", answers=3, after=scene.before)
+    for index in (1, 2):
+        matter = scene.matter(index, query)
+        assert (matter.state, matter.code, matter.facts) == ("refused", "room.other-query", ())
+        with pytest.raises(RoomError):
+            scene.group.agent(index).desk.decide(matter.digest, matter.shown, "yes", "person")
+    assert not [name for _, name in scene.host.names(f"query/{query.digest()}/") if name.endswith("partial.json")]
 
 
 def test_nobody_answers_by_layers_by_a_policy(scene: Scene) -> None:

@@ -19,6 +19,7 @@ from quorumark.model.blocks import MOST
 from quorumark.model.suspect import read_suspect
 from quorumark.node.queries import pack_query, unpack_query
 from quorumark.verify import examine as examiner
+from quorumark.verify import layered
 from quorumark.verify.answer import answer, answer_layers, seal_context
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.challenge import challenge
@@ -104,6 +105,37 @@ def test_only_the_examiner_sees_numbers_by_block(world: World, asked: Asked) -> 
     moved = type(one).sign(home.identity(unlock), **{**one.as_dict(), "members": (), "sealed": two.sealed})
     with pytest.raises(EvidenceError, match="cannot be opened"):
         asked.examined([moved, *asked.partials[1:]])
+
+
+def _with_seal_key(asked: Asked, asker: Identity) -> bytes:
+    """The query's bytes with the judge's name, key and signature, and the asker's own key to seal to."""
+    body = json.loads(asked.query.to_bytes())
+    body["layers"]["examiner"]["x25519"] = asker.x25519
+    return canonical(body)
+
+
+def test_an_asker_cannot_put_its_own_seal_key_beside_a_judges_name(
+    world: World, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asker, forged = Identity.generate("Mallory"), _with_seal_key(asked, Identity.generate("Mallory"))
+    with pytest.raises(SignatureError, match="Judge Oak"):
+        Query.from_bytes(forged)
+    assert asked.query.layers is not None
+    judge = asked.query.layers.examiner
+    with pytest.raises(SignatureError):
+        replace(judge, x25519=asker.x25519)
+    with pytest.raises(SignatureError):
+        replace(judge, name="Judge Elm")
+    # what people compare has both keys in it
+    card = judge.card
+    assert card.fingerprint() == asked.judge.card().fingerprint()
+    assert replace(card, x25519=asker.x25519).fingerprint() != card.fingerprint()
+    assert replace(card, ed25519=asker.ed25519).fingerprint() != card.fingerprint()
+    # with the check taken out, a member answers, and the asker reads its numbers
+    monkeypatch.setattr(layered, "verify_card", lambda _: None)
+    query = Query.from_bytes(_with_seal_key(asked, asker))
+    partial = answer(*world.homes[0], world.reference, asked.suspect, query, approved=True, after=asked.before)
+    assert len(unseal(asker, partial.sealed, seal_context(query, 1))) == 9
 
 
 def test_answers_by_layers_come_after_a_plain_query_that_did_not_pass(world: World, asked: Asked) -> None:

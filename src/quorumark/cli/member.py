@@ -29,16 +29,23 @@ def init(
         created.remember_key_file(keys.key_file)
     typer.echo(
         f"{name}: keys made and sealed in {home}\n"
-        f"send {created.path / 'member.json'} to the member who sets the consortium up"
+        f"send {created.path / 'member.json'} to the member who sets the consortium up\n"
+        f"its fingerprint, for people who compare by phone: {created.card().fingerprint()}"
     )
 
 
 @app.command("card")
-def card(home: HomeOption = DEFAULT_HOME) -> None:
+def card(
+    home: HomeOption = DEFAULT_HOME,
+    fingerprint: Annotated[
+        bool, typer.Option("--fingerprint", help="Only its fingerprint, of the name and both keys.")
+    ] = False,
+) -> None:
     """Print this member's card: public, for the others."""
     from quorumark.consortium.home import HomeFolder
 
-    typer.echo(HomeFolder(home).card().to_bytes().decode())
+    own = HomeFolder(home).card()
+    typer.echo(own.fingerprint() if fingerprint else own.to_bytes().decode())
 
 
 @app.command("backup")

@@ -78,6 +78,10 @@ class Card:
         """What the signature covers."""
         return canonical({"format": self.FORMAT, "name": self.name, "ed25519": self.ed25519, "x25519": self.x25519})
 
+    def fingerprint(self) -> str:
+        """What people compare by phone: of the name and both keys."""
+        return digest("card", self.signed_bytes()).hex()
+
     def to_bytes(self) -> bytes:
         return canonical({"format": self.FORMAT, **{f.name: getattr(self, f.name) for f in fields(self)}})
 

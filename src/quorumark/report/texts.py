@@ -353,7 +353,7 @@ PHRASES: dict[str, str] = {
     ),
     "by-layers": (
         "by layers: {blocks} blocks by the rule {rule}, after the certificate {after:.16} that did not pass; answers "
-        "are sealed to {examiner} (key {key:.16}), who alone sees numbers by layer"
+        "are sealed to {examiner} (card {card}), who alone sees numbers by layer"
     ),
     "cost": (
         "an answer opens {equations} of the {budget:,} equations of the consortium's life, {used:,} of which are used; "
@@ -441,7 +441,7 @@ def about_layers(query: Query) -> list[str]:
             rule=asked.rule,
             after=asked.after,
             examiner=asked.examiner.name,
-            key=asked.examiner.ed25519,
+            card=asked.examiner.card.fingerprint(),
         )
     ]
 

@@ -365,8 +365,11 @@ class Asking:
     def _by_layers(self, query: Query) -> tuple[tuple[str, str], ...]:
         if query.layers is None:
             return ()
-        examiner = query.layers.examiner
-        return ("by layers", " ".join(about_layers(query))), ("the examiner's key", examiner.ed25519)
+        card = query.layers.examiner.card
+        return (
+            ("by layers", " ".join(about_layers(query))),
+            ("the examiner's card, to compare by phone", card.fingerprint()),
+        )
 
     # --- what follows ---
 

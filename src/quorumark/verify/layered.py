@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from quorumark.canonical import parse
-from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_name, is_text, is_time, require, take
-from quorumark.consortium.curve import is_ed25519_key, is_x25519_key
-from quorumark.consortium.identity import Identity, exchange
+from quorumark.checks import field_names, is_count, is_decimal, is_hex, is_text, is_time, require, take
+from quorumark.consortium.identity import Identity, exchange, verify_card
 from quorumark.consortium.records import Card
 from quorumark.errors import EvidenceError, MessageError
 from quorumark.field import P, derive_key
@@ -43,21 +42,27 @@ _NONCE = bytes(12)  # every sealed answer has a key of its own
 
 @dataclass(frozen=True)
 class Examiner:
-    """Who alone sees numbers by layer: a judge, an auditor, an officer of the consortium."""
+    """Who alone sees numbers by layer: a judge, an auditor, an officer of the consortium. It is their whole card.
+
+    Answers are sealed to `x25519`, and people know `ed25519`: the card's signature binds the two. There is no examiner
+    without it, so an asker cannot put a key of its own beside a judge's name.
+    """
 
     name: str
     ed25519: str
     x25519: str
+    signature: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        require(is_name(self.name), "an examiner's name", "must be 1 to 100 printable characters")
-        sound = is_hex(self.ed25519, 32) and is_ed25519_key(self.ed25519)
-        sound = sound and is_hex(self.x25519, 32) and is_x25519_key(self.x25519)
-        require(sound, "an examiner's keys", "must be those of a card that quorumark member init made")
+        verify_card(self.card)
 
     @classmethod
     def of(cls, card: Card) -> Self:
-        return cls(card.name, card.ed25519, card.x25519)
+        return cls(card.name, card.ed25519, card.x25519, card.signature)
+
+    @property
+    def card(self) -> Card:
+        return Card(self.name, self.ed25519, self.x25519, self.signature)
 
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -222,17 +227,16 @@ def seal(numbers: Sequence[int], examiner: Examiner, context: bytes) -> str:
     ephemeral = X25519PrivateKey.generate()
     public = ephemeral.public_key().public_bytes_raw()
     body = b"".join(number.to_bytes(8, "big") for number in numbers)
-    key = _key(exchange(ephemeral, examiner.x25519), public, examiner, context)
+    key = _key(exchange(ephemeral, examiner.x25519), public, examiner.x25519, context)
     return base64.b64encode(public + AESGCM(key).encrypt(_NONCE, body, context)).decode()
 
 
 def unseal(identity: Identity, text: str, context: bytes) -> tuple[int, ...]:
     """What was sealed to this examiner; an EvidenceError if it was not, or for another query or member."""
-    me = Examiner(identity.name, identity.ed25519, identity.x25519)
     try:
         raw = base64.b64decode(text, validate=True)
         public, body = raw[:32], raw[32:]
-        key = _key(identity.exchange(public.hex()), public, me, context)
+        key = _key(identity.exchange(public.hex()), public, identity.x25519, context)
         words = AESGCM(key).decrypt(_NONCE, body, context)
     except (InvalidTag, ValueError, binascii.Error, MessageError):
         raise EvidenceError("a sealed answer cannot be opened: it was sealed to another examiner, or altered") from None
@@ -242,5 +246,5 @@ def unseal(identity: Identity, text: str, context: bytes) -> tuple[int, ...]:
     return numbers
 
 
-def _key(shared: bytes, public: bytes, examiner: Examiner, context: bytes) -> bytes:
-    return derive_key(shared, "layers seal", public, bytes.fromhex(examiner.x25519), context)
+def _key(shared: bytes, public: bytes, sealed_to: str, context: bytes) -> bytes:
+    return derive_key(shared, "layers seal", public, bytes.fromhex(sealed_to), context)

@@ -21,7 +21,6 @@ from quorumark.align.alignment import PROCEDURE, Alignment
 from quorumark.align.groups import Groups
 from quorumark.align.lora import Lora, gauge_suspect
 from quorumark.align.procedure import align as align_suspect
-from quorumark.consortium.identity import verify_card
 from quorumark.consortium.policy import NO_BLOCKS
 from quorumark.consortium.records import Card, Terms
 from quorumark.errors import EvidenceError, InconclusiveError, InputError, RecordError
@@ -165,7 +164,6 @@ class AskLayers:
         """After a certificate, with answers for the holder of a card."""
         if before.finding.verdict == "PASSED" or before.finding.query.layers is not None:
             raise EvidenceError("a query by layers comes after a plain one that did not pass")
-        verify_card(examiner)
         return cls(before.digest(), before.finding.value, Examiner.of(examiner))
 
 
