@@ -5,7 +5,7 @@ limited for each weight j, beside c·rms of the raw updates of its row, column a
 
     (β1·M_j + (1−β1)·S_j)·η/(r_j + τ) ≤ c·rms(steps)    M: what earlier marks left in the momentum
     S_j ≤ c·rms(steps)                                  where steps are smaller than sums, later sums tell the same
-    S_j = 0 where r_j is below a 16th of what one weight in 16 of its tensor has: it stands still, but for the mark
+    S_j = 0 where r_j is below a sixteenth of its tensor's rms: such weights stand still, but for the mark
 
 FedAvgM has M ← β·M + S and the rate itself instead of η/(r + τ). What a mark does to the model is followed to first
 order, through the momentum and through r: `embedded` is what a verification finds.
@@ -42,7 +42,7 @@ OPTIMISER = "optimiser:"
 VECTORS = ("momentum", "root", "mark", "drag", "embedded", "travelled")
 """What is kept for each weight, and handed to members who missed rounds, as `optimiser:momentum` and so on."""
 
-_FLOOR = 16  # no mark where r is below a 16th of what one weight in 16 of its tensor has
+_FLOOR = 16  # no mark where r is below a 16th of its tensor's rms
 _COUNTS = ("leak", "path", "step", "spent")
 
 
@@ -194,16 +194,15 @@ class Applied:
         return Room(room, gained.astype(np.int64), pending, ONE - int(beta))
 
     def _floor(self, layout: ModelLayout) -> Vector:
-        """For each coordinate: a 16th of the r that one weight in 16 of its tensor has at least; of the rms of r where
-        that is 0. A few weights that somebody moved far do not lift it, as they would lift an rms."""
+        """For each coordinate: a 16th of the rms of r over its tensor."""
         carrying = layout.carrying()
         out = np.zeros(layout.coordinates, np.uint64)
         for spec, place in layout.spans("carrier"):
             if spec.size:
                 root = np.minimum(self.state.root[place], np.uint64(LARGEST)).astype(np.int64)
-                rank = spec.size - 1 - spec.size // _FLOOR
-                usual = int(np.partition(root, rank)[rank]) or isqrt(signed_norm(root) ** 2 // spec.size)
-                out[_coordinates(carrying, place, layout.carrier_size)] = usual // _FLOOR
+                out[_coordinates(carrying, place, layout.carrier_size)] = (
+                    isqrt(signed_norm(root) ** 2 // spec.size) // _FLOOR
+                )
         return out
 
     @property
