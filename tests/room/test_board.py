@@ -10,6 +10,9 @@ import pytest
 
 from quorumark.canonical import canonical, digest
 from quorumark.consortium.identity import Identity
+from quorumark.errors import RoomError
+from quorumark.room import board as board_module
+from quorumark.room import store as store_module
 from quorumark.room.board import Board
 from quorumark.room.store import Store
 
@@ -49,7 +52,8 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 def terms_of(*people: Identity, layout: bytes = b"layout", threshold: int = 2) -> dict[str, Any]:
-    roster = [{"name": one.name, "ed25519": one.ed25519} for one in people]
+    keys = [{"name": one.name, "ed25519": one.ed25519, "x25519": one.x25519} for one in people]
+    roster = [{"point": point, **one} for point, one in enumerate(keys, 1)]
     return {"name": "x", "threshold": threshold, "roster": roster, "layout": hashlib.sha256(layout).hexdigest()}
 
 
@@ -58,12 +62,18 @@ def written(terms: dict[str, Any]) -> tuple[str, bytes]:
     return digest("terms", data).hex(), data
 
 
-def manifest_of(terms: dict[str, Any], about: str, before: str | None = None, epoch: int = 0) -> tuple[str, bytes]:
+def manifest_of(
+    terms: dict[str, Any], of: str, before: str | None = None, epoch: int = 0, *, signed: bool = True
+) -> tuple[str, bytes]:
     """The name and the bytes of a manifest, as far as a room looks at it."""
-    body = {"format": "quorumark-manifest/v1", "terms": terms, "genesis": {"terms": about}, "epoch": epoch}
+    body = {"format": "quorumark-manifest/v1", "terms": terms, "genesis": {"terms": of}, "epoch": epoch}
     body["predecessor"] = before
-    name = f"manifest/{digest('manifest', canonical(body)).hex()}.json"
-    return name, canonical({**body, "signatures": {}})
+    about = digest("manifest", canonical(body))
+    people = {one.ed25519: one for one in PEOPLE}
+    signatures = {
+        str(one["point"]): people[one["ed25519"]].sign("manifest", about).hex() for one in terms["roster"] if signed
+    }
+    return f"manifest/{about.hex()}.json", canonical({**body, "signatures": signatures})
 
 
 def test_the_manifest_is_one_that_all_of_its_members_uploaded(shelf: Shelf) -> None:
@@ -112,6 +122,55 @@ def test_a_successor_counts_once_all_of_its_own_members_uploaded_it(shelf: Shelf
     for author in (AVON, BIRCH, MALLORY):
         misnamed.put(author, later, manifest_of(terms, about)[1])
     assert misnamed.board.manifest is None
+
+
+def test_a_few_members_cannot_put_a_manifest_of_theirs_in_the_place_of_the_right_one(shelf: Shelf) -> None:
+    """Neither one that nobody signed, nor one that keeps fewer than t, or fewer than more than half."""
+    terms = terms_of(*PEOPLE)
+    about, data = written(terms)
+    shelf.put(AVON, f"proposal/{about}/terms.json", data)
+    first, body = manifest_of(terms, about)
+    for author in (AVON, BIRCH, MALLORY):
+        shelf.put(author, first, body)
+    before = first.split("/")[1].removesuffix(".json")
+    alone = terms_of(PEOPLE[1], PEOPLE[2], threshold=1)
+    for false in (
+        manifest_of(alone, about, before, epoch=2, signed=False),
+        manifest_of(terms_of(PEOPLE[2], PEOPLE[2], threshold=1), about, before, epoch=1),
+    ):
+        for author in (BIRCH, MALLORY):
+            shelf.put(author, *false)
+    board = shelf.board
+    assert board.manifest is not None
+    assert board.in_force is not None
+    assert (board.manifest.name, board.in_force.threshold) == (first, 2)
+    right = manifest_of(alone, about, before, epoch=1)  # the control: two of three may go on without the third
+    for author in (BIRCH, MALLORY):
+        shelf.put(author, *right)
+    assert shelf.board.manifest.name == right[0]  # type: ignore[union-attr]
+
+
+def test_what_is_kept_of_files_has_a_limit_in_bytes(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = board_module._Kept(3000)
+    monkeypatch.setattr(board_module, "_SMALL", kept)
+    for number in range(10):
+        about, data = written(terms_of(*PEOPLE, threshold=number))
+        shelf.put(MALLORY, f"proposal/{about}/terms.json", data)
+    assert len(shelf.board.proposals) == 10
+    assert 1000 < kept.size <= 3000
+    assert len(shelf.board.proposals) == 10  # what was let go is read again
+
+
+def test_no_member_uses_up_the_entries_of_the_others(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MOST_ENTRIES", 30)
+    for number in range(10):
+        shelf.put(MALLORY, f"junk/{number}.json", b"{}")
+    with pytest.raises(RoomError) as caught:
+        shelf.put(MALLORY, "junk/10.json", b"{}")
+    assert caught.value.code == "room.quota"
+    for author in (AVON, BIRCH):
+        for number in range(10):
+            shelf.put(author, f"query/{number}.json", b"{}")
 
 
 def test_files_beside_the_terms_are_of_whoever_brought_the_terms(shelf: Shelf) -> None:

@@ -101,7 +101,7 @@ def join_room(
     from quorumark.consortium.home import HomeFolder
     from quorumark.errors import MissingDependencyError
     from quorumark.room.agent import Agent
-    from quorumark.room.place import Policy
+    from quorumark.room.place import Place, Policy
 
     member, unlock = HomeFolder(home), keys.unlock(home)
     policy = None if approve_with is None else Policy.read(approve_with)
@@ -116,7 +116,8 @@ def join_room(
         agent.start()
         shown = AgentPage(agent)
         shown.start()
-        _say(f"your page: {shown.address}")
+        # its address has a token: not for a service's journal, which others may read
+        _say(f"your page: {shown.address if sys.stdout.isatty() else f'its address is in {Place(home).page}'}")
     else:
         agent.start()
     try:

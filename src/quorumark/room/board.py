@@ -1,21 +1,23 @@
 """What a room's pages show, from the entries. The room cannot check any of it: members' agents do.
 
 Small files are read as JSON, as far as they look like what their names say; what does not is not shown. What is served
-as the consortium's is not one member's choice: the manifest is one that every member of its roster uploaded, files
-beside the terms are those of whoever brought the terms first.
+as the consortium's is not a few members' choice: every member of a manifest's roster signed and uploaded it, and it
+keeps enough members of the one before. Files beside the terms are those of the member that brought the terms first.
 """
 
 from __future__ import annotations
 
 import base64
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from quorumark.canonical import canonical, digest, read_json
+from quorumark.consortium.signatures import verify
 from quorumark.errors import QuorumarkError, RoomError
 from quorumark.room.statement import Standing, number_of
 from quorumark.room.store import Entry, Store
@@ -112,14 +114,14 @@ class Board:
         if entry.gone or entry.size > _LARGEST:
             return b""
         try:
-            return _small(self._store.file(self.consortium, entry.sha256))
+            return _SMALL.read(self._store.file(self.consortium, entry.sha256))
         except RoomError:
             return b""
 
     def _manifest(self, entries: Iterable[Entry]) -> tuple[Entry | None, dict[str, Any]]:
-        """The manifest in force, as far as a room can tell: of the first ones that all of their members uploaded the
-        largest consortium's, then the latest (some members can agree on another one among themselves); and from
-        there on each successor that all of its own members uploaded."""
+        """The manifest in force, as far as a room can tell: of the first ones that all of their members signed and
+        uploaded the largest consortium's, then the latest (some members can agree on another one among themselves);
+        and from there on each successor of the kind that keeps enough members of the one before."""
         uploaded: dict[str, dict[str, Entry]] = {}
         for entry in entries:
             if entry.name.startswith("manifest/") and not entry.gone:
@@ -128,16 +130,18 @@ class Board:
         for by in uploaded.values():
             last = max(by.values(), key=lambda entry: entry.number)
             body = _object(self._read(last))
-            roster = _keys(body.get("terms"))
-            if len(roster) > 1 and roster <= by.keys() and last.name == f"manifest/{_manifest_digest(body)}.json":
+            roster = _keys(body)
+            about = _manifest_digest(body)
+            complete = len(roster) > 1 and roster <= by.keys() and last.name == f"manifest/{about}.json"
+            if complete and _is_signed(body, about):
                 whole.append((last, body))
         first = [one for one in whole if one[1].get("predecessor") is None]
         if not first:
             return None, {}
-        found = max(first, key=lambda one: (len(_keys(one[1].get("terms"))), one[0].number))
+        found = max(first, key=lambda one: (len(_keys(one[1])), one[0].number))
         for _ in whole:
             name = found[0].name.removeprefix("manifest/").removesuffix(".json")
-            later = [one for one in whole if one[1].get("predecessor") == name]
+            later = [one for one in whole if one[1].get("predecessor") == name and _keeps_enough(one[1], found[1])]
             if not later:
                 break
             found = max(later, key=lambda one: one[0].number)
@@ -266,10 +270,31 @@ class Board:
         return list(reversed(found.values()))
 
 
-@lru_cache(maxsize=4096)
-def _small(path: Path) -> bytes:
-    """A small file: its name is its digest, so it never changes."""
-    return path.read_bytes()
+class _Kept:
+    """Small files that were read: their names are their digests, so that they never change. What was not read for
+    longest goes first, beyond so many bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.size = most, 0
+        self._files: OrderedDict[Path, bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, path: Path) -> bytes:
+        with self._lock:
+            if path in self._files:
+                self._files.move_to_end(path)
+                return self._files[path]
+        data = path.read_bytes()
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = data
+                self.size += len(data)
+            while self.size > self.most:
+                self.size -= len(self._files.popitem(last=False)[1])
+        return data
+
+
+_SMALL = _Kept(32 << 20)
 
 
 def _object(data: bytes) -> dict[str, Any]:
@@ -287,17 +312,41 @@ def _manifest_digest(body: dict[str, Any]) -> str:
         return ""
 
 
+def _is_signed(body: dict[str, Any], about: str) -> bool:
+    """Whether every member of the roster signed the manifest with this digest."""
+    signatures = body.get("signatures")
+    for member in _roster(body):
+        signature = signatures.get(str(member.get("point"))) if isinstance(signatures, dict) else None
+        try:
+            verify(_text(member, "ed25519"), "manifest", bytes.fromhex(about), str(signature), _text(member, "name"))
+        except QuorumarkError:
+            return False
+    return True
+
+
+def _keeps_enough(body: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether so many members stay, with both their keys, as a successor needs (docs/years-later.md): t, and more than
+    half."""
+    now, then = ({(_text(m, "ed25519"), _text(m, "x25519")) for m in _roster(one)} for one in (body, before))
+    return len(now & then) >= max(_integer(before["terms"], "threshold"), len(then) // 2 + 1)
+
+
 def _genesis(body: dict[str, Any]) -> str:
     """The digest of the first terms of a manifest."""
     genesis = body.get("genesis")
     return _text(genesis, "terms") if isinstance(genesis, dict) else ""
 
 
-def _keys(terms: object) -> set[str]:
-    """The keys in a roster."""
+def _keys(body: dict[str, Any]) -> set[str]:
+    """The keys in a manifest's roster."""
+    return {_text(one, "ed25519") for one in _roster(body)}
+
+
+def _roster(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The members in a manifest's terms."""
+    terms = body.get("terms")
     roster = terms.get("roster") if isinstance(terms, dict) else None
-    every = roster if isinstance(roster, list) else []
-    return {str(one.get("ed25519")) if isinstance(one, dict) else "" for one in every}
+    return [one if isinstance(one, dict) else {} for one in (roster if isinstance(roster, list) else [])]
 
 
 def _text(body: dict[str, Any], name: str) -> str:

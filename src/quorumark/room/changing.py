@@ -85,7 +85,7 @@ class Changing:
         self._seat = seat
         self._called: dict[str, _Called] = {}
         self._carriers: dict[str, Carrier] = {}
-        self._refused: dict[str, frozenset[str]] = {}
+        self._refused: dict[tuple[str, str, str], frozenset[str]] = {}
         self._passed: set[str] = set()  # calls in which this member has no part
 
     def step(self, client: Client) -> None:
@@ -108,14 +108,14 @@ class Changing:
 
     def _look(self, client: Client, about: str, word: Notice) -> None:
         there = frozenset(one.sha256 for one in self._seat.mirror.named(f"call/{about}/", ""))
-        if self._refused.get(about) == there:
+        if self._refused.get((about, word.author, word.sha256)) == there:
             return
         try:
             called = self._check(client, about, word)
         except QuorumarkError as error:
             if error.code == "room.unreachable":
                 raise
-            self._refused[about] = there
+            self._refused[about, word.author, word.sha256] = there
             code = error.code if error.code.startswith("room.") else "room.other-call"
             self._seat.desk.put(Matter("call", about, f"Call {about[:12]}…", (), "refused", str(error), code))
             return

@@ -97,7 +97,7 @@ class Founding:
         self._seat = seat
         self._terms: dict[str, Terms] = {}
         self._carriers: dict[str, Carrier] = {}
-        self._refused: dict[str, frozenset[str]] = {}  # what was there when it was refused
+        self._refused: dict[tuple[str, str, str], frozenset[str]] = {}  # what was there when it was refused
 
     def step(self, client: Client) -> None:
         """Does what can be done now."""
@@ -119,24 +119,25 @@ class Founding:
     def _look(self, client: Client, about: str, word: Notice) -> None:
         """Fetches terms and checks all that can be checked before the member is asked."""
         there = frozenset(one.sha256 for one in self._mirror.named(f"proposal/{about}/", ""))
-        if self._refused.get(about) == there:
+        if self._refused.get((about, word.author, word.sha256)) == there:
             return  # nothing new about it
         try:
             terms = self._fetch_terms(client, about, word)
         except RoomError as error:
             if error.code == "room.unreachable":
                 raise
-            self._refuse(about, error, there)
+            self._refuse(about, word, error, there)
             return
         except QuorumarkError as error:
-            self._refuse(about, error, there)
+            self._refuse(about, word, error, there)
             return
         self._terms[about] = terms
         self._desk.put(Matter("terms", about, f"Make a key as {terms.name!r}", facts_of(terms, self._own(terms))))
         self._desk.move(about, "waiting")
 
-    def _refuse(self, about: str, error: QuorumarkError, there: frozenset[str]) -> None:
-        self._refused[about] = there
+    def _refuse(self, about: str, word: Notice, error: QuorumarkError, there: frozenset[str]) -> None:
+        """Each member's own word: one that was sent in another's place hides nothing."""
+        self._refused[about, word.author, word.sha256] = there
         code = error.code or "room.other-terms"
         self._desk.put(Matter("terms", about, f"Terms {about[:12]}…", (), "refused", str(error), code))
 

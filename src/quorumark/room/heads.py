@@ -82,8 +82,8 @@ def say_head(
             own, terms, last = _own(place, ours), manifest.terms, _last(place, ours)
             known = {m.ed25519: _known(place, ours, m.ed25519) for m in terms.roster if m.ed25519 != identity.ed25519}
             what_for = occasion(query.digest(), answered)
-            if last is not None and last.occasion == what_for:  # a crash came between the two files
-                head = last
+            if last is not None and what_for in last.said:  # a crash came between the two files
+                head = Head.from_bytes((own / f"{last.said.index(what_for) + 1}.json").read_bytes())
             else:
                 head = Head.sign(
                     identity,
@@ -106,6 +106,7 @@ class Heads:
         self._seat = seat
         self._strange: set[str] = set()  # files in this member's name that it did not sign
         self._compared: set[str] = set()  # what others said when they answered
+        self._junk: set[tuple[str, str]] = set()  # whose, and which file: what will never be a head of theirs
         self._sent: dict[tuple[Path, int], str] = {}  # SHA-256 of this member's own heads
 
     def say(self, client: Client, asked: Asked, answered: bool = False) -> None:
@@ -186,15 +187,21 @@ class Heads:
         """What a member said when it answered other queries: its ledger has those answers since then."""
         ignored = _ignored(self._seat.place, asked.ours, member.ed25519)
         for notice in self._of(member.ed25519, _ANSWERED):
-            if notice.sha256 in self._compared | ignored:
+            if notice.sha256 in self._compared | ignored or (notice.author, notice.sha256) in self._junk:
                 continue
             try:
-                head = Head.from_bytes(self._seat.cached(client, notice, _LARGEST))
-                head.verify_by(member.ed25519, member.name)
+                data = self._seat.cached(client, notice, _LARGEST)
             except QuorumarkError as error:
                 if error.code == "room.unreachable":
                     raise
-                continue  # the room made it up
+                continue  # the room has another file
+            try:
+                head = Head.from_bytes(data)
+                head.verify_by(member.ed25519, member.name)
+            except QuorumarkError:  # looked at once, and not kept: there may be many, and large ones
+                self._junk.add((notice.author, notice.sha256))
+                self._seat.forget(notice)
+                continue
             if _same(self._seat.home.consortium_of(head.manifest), asked.ours):
                 self._compare_one(asked, member, head)
             self._compared.add(notice.sha256)

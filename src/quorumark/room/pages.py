@@ -26,7 +26,7 @@ __all__ = ["Pages", "environment"]
 _COOKIE = "quorumark-room"
 _STATIC = {"room.css": "text/css", "live.js": "text/javascript"}
 _REPORT = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-_MOST_BOARDS, _MOST_TEXTS = 100, 500
+_MOST_BOARDS, _MOST_TEXTS = 100, 16 << 20  # boards, and characters of pages
 _STREAM = 30.0  # seconds until a browser connects again: then its session is checked anew
 
 
@@ -111,7 +111,7 @@ class Pages:
         """A page of a board; for all who see the same it is written once."""
         key = (template, board.consortium, board.now, seat.label, seat.scope, str(values.get("digest", "")))
         if key not in self._texts:
-            if len(self._texts) >= _MOST_TEXTS:
+            if sum(map(len, self._texts.values())) >= _MOST_TEXTS:
                 self._texts.clear()
             place = f"/c/{seat.consortium}"
             answer = self._render(template, board=board, seat=seat, place=place, **values)

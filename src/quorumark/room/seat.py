@@ -49,6 +49,10 @@ class Seat:
             write_private(path, client.small(notice, most))
         return path.read_bytes()
 
+    def forget(self, notice: Notice) -> None:
+        """Takes what `cached` kept off the disk."""
+        (self.place.folder("answers", "others") / notice.sha256).unlink(missing_ok=True)
+
     def send(self, client: Client, path: Path, name: str) -> None:
         """A file goes to the room, unless it is there."""
         if self.mirror.find(self.key, name) is None and name not in self.sent:

@@ -382,6 +382,12 @@ class Store:
                 raise RoomError(f"{name!r} is there already, and is another file", code="room.exists")
             return int(row[0])
         size = self.file(consortium, sha256).stat().st_size
+        own = self._db.execute(
+            "SELECT COUNT(*) FROM entries WHERE consortium = ? AND author = ?", (consortium, author)
+        ).fetchone()[0]
+        share = _MOST_ENTRIES // max(1, sum(person.active for person in self.people(consortium)))
+        if own >= share:
+            raise RoomError(f"each member may have {share:,} entries here", code="room.quota")
         number = (
             "SELECT ?1, COALESCE(MAX(number), 0) + 1, ?2, ?3, ?4, ?5, ?6, 0 FROM entries WHERE consortium = ?1 "
             "HAVING COALESCE(MAX(number), 0) < ?7"
