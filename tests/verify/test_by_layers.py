@@ -115,8 +115,10 @@ def _with_seal_key(asked: Asked, asker: Identity) -> bytes:
 
 
 def test_an_asker_cannot_put_its_own_seal_key_beside_a_judges_name(
-    world: World, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world = layered_world(tmp_path)  # of its own: no member has heard of a verdict by layers
+    asked = ask_by_layers(world, world.save(evaded(world), "evaded.safetensors"), (1, 2, 3, 4, 5))
     asker, forged = Identity.generate("Mallory"), _with_seal_key(asked, Identity.generate("Mallory"))
     with pytest.raises(SignatureError, match="Judge Oak"):
         Query.from_bytes(forged)
