@@ -83,7 +83,7 @@ def test_a_signer_takes_memory_for_what_has_come_only(world: Consortium, signers
     for stage in ("upload", "unmask", "sign"):
         assert "has more than 0 bytes" in _tell(path, _head(stage, ["a", "uint8", [1]]))[0]
     run(world, LocalGrid(app_for(world.folder), 5), 1)  # the layout is known now
-    size = 64 * world.layout.size + (1 << 26)
+    size = 128 * world.layout.size + (1 << 26)
     assert (
         f"'join' has more than {size} bytes"
         in _tell(path, _head("join", ["a", "uint8", [size]], ["b", "bool", [1]]))[0]
