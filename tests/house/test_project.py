@@ -68,6 +68,25 @@ def test_the_figures_of_many_members_are_the_measured_ones(root: Path) -> None:
                 assert before >= 3 * now
 
 
+@pytest.mark.parametrize("case", ["digits", "skewed", "text"])
+@pytest.mark.parametrize("packing", [1, 2, 3, 4])
+def test_the_figures_of_packed_rounds_are_the_measured_ones(root: Path, case: str, packing: int) -> None:
+    """Of three seeds each; packing is not told from one weight in an element (4 deviations of the difference)."""
+    rows = json.loads((root / "benchmarks/results/packing.json").read_text())
+    some, plain = ([row for row in rows if (row["case"], row["packing"]) == (case, n)] for n in (packing, 1))
+    assert len(some) == len(plain) == 3
+    accuracy, z = [100 * row["accuracy"] for row in some], [row["z"] for row in some]
+    up = sum(row["bytes_up"] for row in some) / 3
+    texts = (
+        f"{up:.2f}",
+        f"{sum(accuracy) / 3:.1f} % ({', '.join(f'{a:.1f}' for a in accuracy)})",
+        f"{sum(z) / 3:.1f} ({', '.join(f'{v:.1f}' for v in z)})",
+    )
+    assert f"| {packing} | {' | '.join(texts)} |" in (root / "docs/performance.md").read_text()
+    assert abs(sum(z) - sum(row["z"] for row in plain)) / 3 < 4 * (2 / 3) ** 0.5
+    assert abs(sum(accuracy) - sum(100 * row["accuracy"] for row in plain)) / 3 < 0.5
+
+
 def test_the_planned_runs_are_the_measured_ones(root: Path) -> None:
     """Each row of the table; the forecast is within max(10 %, 2) of z in the mean, and the README's figures hold."""
     from tests.kit.planned_runs import ROWS, line

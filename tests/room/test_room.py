@@ -264,8 +264,12 @@ def test_a_policy_answers_without_a_person_and_a_suspect_may_stay_at_home(world:
         (folder / suspect.name).write_bytes(suspect.read_bytes())
     until(lambda: (found := matter(index)) and found.state == "working", "Elm answers by its policy")
     ours = group.homes[index][0].only_consortium()
-    entries = Ledger.open(ours, world.manifest).entries
-    assert [entry.get("approved_by") for entry in entries if entry["kind"] == "answered"] == ["rules"]
+
+    def answers() -> list[Any]:
+        every = Ledger.open(ours, world.manifest).entries
+        return [entry.get("approved_by") for entry in every if entry["kind"] == "answered"]
+
+    assert until(answers, "once the others' ledgers were compared") == ["rules"]
     assert not [one for one in group.client(0).log(0) if one.sha256 == hashlib.sha256(suspect.read_bytes()).hexdigest()]
 
 
