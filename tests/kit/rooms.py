@@ -231,7 +231,7 @@ class Group:
 
 
 class Host:
-    """Whoever runs the room: it can change everything there."""
+    """The host of the room, who can change everything there."""
 
     def __init__(self, room: RoomProcess, group: Group) -> None:
         consortium = group.consortium

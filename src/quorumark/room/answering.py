@@ -110,7 +110,7 @@ class Answering:
                 rules=self._rules() if by == "policy" else None,
             )
             write_private(path, made.to_bytes())
-        self._heads.say(client, asked, answered=True)  # first: whoever sees the answer can know what it did
+        self._heads.say(client, asked, answered=True)  # first: those who see the answer can know what it did
         seat.send(client, path, f"{asked.start}/partial.json")
 
     def decline(self, client: Client, asked: Asked) -> None:

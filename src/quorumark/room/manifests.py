@@ -1,6 +1,6 @@
 """Manifests in a room, with their history: each under its digest, by every member that has it in force or had.
 
-A room cannot make one up: whoever takes a chain from it names the digest of its last link, and checks all signatures.
+A room cannot make one up: who takes a chain from it names the digest of its last link, and checks all signatures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a member says of its ledger before a query is answered, so that others notice if it forgot something.
 
-A ledger is a chain of hashes: whoever set a member's folder back to an earlier day, or runs two copies of it, gives it
+A ledger is a chain of hashes: setting a member's folder back to an earlier day, or running two copies of it, gives it
 another past. A member signs a `Head` before it answers a query, and one when it has. It lists the hash of every line of
 its ledger, which tells nothing of what the lines say, and all occasions on which it said a head, in order, this one
 last: their count is the head's number. Of two heads of one member, one must continue the other; `contradiction` says
