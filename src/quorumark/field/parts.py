@@ -154,9 +154,10 @@ def pack_update(
                 high, low = max(high, v), min(low, v)
             for i in range(here, count):
                 total[i] <<= bits
-        for i in range(count):
+        done = out[start : start + count]
+        for i in range(done.size):
             t = total[i]
-            out[start + i] = np.uint64(t + P if t < 0 else t)
+            done[i] = np.uint64(t + P if t < 0 else t)
     return high, low
 
 
@@ -172,8 +173,11 @@ def move_by_parts(
     left, part = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
     for start in range(begin, end, _BLOCK):
         count = min(_BLOCK, end - start)
-        for i in range(count):
-            n = np.int64(elements[start + i])
+        mine = elements[
+            start : start + count
+        ]  # an index of a slice needs no check for the array's end, so LLVM vectorises
+        for i in range(mine.size):
+            n = np.int64(mine[i])
             left[i] = n - P if n > _HALF else n
         for j in range(shifts.size):
             if j == shifts.size - 1:
@@ -186,13 +190,13 @@ def move_by_parts(
             first, shift = j * length + start, shifts[j]
             here = max(0, min(count, out.size - first))
             old, new = before[first : first + here], out[first : first + here]
-            for i in range(here):
+            for i in range(old.size):
                 v = part[i]
                 high, low = max(high, v), min(low, v)
                 n = np.int64(old[i])
                 n += (v << shift) - (P if n > _HALF else 0)
                 new[i] = n
-            for i in range(here):
+            for i in range(new.size):
                 new[i] *= scale
             for i in range(here, count):
                 beyond |= part[i]
