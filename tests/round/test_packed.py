@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from copy import copy
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def results(run: Federation, points: tuple[int, ...]) -> dict[int, NDArray[np.ui
 
 
 def moves_of(run: Federation) -> Callable[[], list[int]]:
-    """A function that gives the last opened sum, unpacked, in 2^-40; for a server before its round."""
+    """A function that gives the last opened sum, unpacked, in 2^-40, for a server before its round."""
     seen: list[list[int]] = []
     honest = run.server.finish
 
@@ -58,6 +59,9 @@ def moves_of(run: Federation) -> Callable[[], list[int]]:
         count = history.packing.count
         made = honest()
         length = packing.elements(run.layout.size, count)
+        if count == 1:  # a sum of whole models
+            seen.append(field.to_signed(server.opened[:length]).tolist())
+            return made
         spans = history.mark.spans(server.level)
         seen.append(packing.unpack(server.opened[:length], run.layout.size, spans, count)[0].tolist())
         return made
@@ -119,6 +123,40 @@ def test_a_sum_is_fedavg_within_half_a_unit_for_each_member_and_the_mark_is_exac
         for i in range(place.start, place.stop):
             assert abs(without()[i] - exact[i]) <= Fraction(len(taking), 2) * (1 << shift) + 1
             assert with_mark()[i] - without()[i] == mark[i]
+
+
+@pytest.mark.parametrize("count", ["1", *PACKED])
+def test_the_mark_is_exact_for_every_set_that_may_take_part(count: str) -> None:
+    """All 22 sets of four, five or six of six members (T = 4), from one state: the opened sum with the mark is the one
+    without it plus S·τ, whatever coefficients the set gives its members."""
+    made = World(6, 2, policy={"packing": count}, strength={"rule": "relative", "c": "0.03", "dither": "0"},
+                 examples=[90, 100, 95, 110, 105, 98])  # fmt: skip
+    before = made.federation()
+    for _ in range(2):
+        assert not before.round().given_up
+    history, anchor = before.history, made.layout.encode(initial())
+    record, start, like = history.mark.to_bytes(), history.mark.model, dict(before.server.like)
+    d = made.layout.coordinates
+    signs = np.where(made.manifest.genesis.whitening(0, d), -made.key(), made.key())
+    expected = np.zeros(made.layout.size, np.int64)
+    expected[:d] = history.amplitudes().vector.astype(np.int64) * signs
+    assert np.count_nonzero(expected) > d / 2
+
+    def sum_of(taking: tuple[int, ...], mark: bool) -> list[int]:
+        run = made.federation(losses=Losses({(3, "train"): set(range(1, 7)) - set(taking)}), mark=mark)
+        run.server.history.mark = MarkState.from_bytes(
+            record, history.strength, made.layout, "rademacher", start, anchor, history.packing
+        )
+        run.server.like, run.round_no, run.server.round_no = dict(like), 2, 2
+        moves = moves_of(run)
+        report = run.round()
+        assert (report.given_up, report.members, report.marked) == ("", taking, mark)
+        return moves()
+
+    for size in (4, 5, 6):
+        for taking in combinations(range(1, 7), size):
+            difference = np.subtract(sum_of(taking, True), sum_of(taking, False))
+            assert np.array_equal(difference, expected), taking
 
 
 @st.composite
