@@ -168,7 +168,9 @@ def unpack_onto(
     what `unpack` says of each span. A number that does not fit counts all the same."""
     length, bits = elements(before.size, count), BITS[count]
     kind: np.dtype[Any] = np.dtype(dtype)
-    _check_packed(packed, length)
+    if packed.dtype != np.uint64:
+        field.check(packed, "packed")  # says what is wrong; the range is checked on the way
+    _check_length(packed, length)
     if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise InputError("dtype", "must be float32 or float64", kind)
     out, fine = np.empty(before.size, kind), True
@@ -182,6 +184,8 @@ def unpack_onto(
             end - begin,
             smallest=parallel.SMALLEST_PART // count,
         )
+        if any(one[3] for one in found):  # type: ignore[index]
+            field.check(packed, "packed")
         fine &= _outermost(found) < 1 << (bits - 1) and not any(one[2] for one in found)  # type: ignore[index]
     return out, [True] * len(spans) if fine else _fits(_table(packed, before.size, count), before.size, spans)
 
@@ -205,9 +209,13 @@ def _table(packed: Vector, size: int, count: int) -> Moves:
 
 
 def _check_packed(packed: Vector, length: int) -> None:
+    _check_length(packed, length)
+    field.check(packed, "packed")
+
+
+def _check_length(packed: Vector, length: int) -> None:
     if packed.shape != (length,):
         raise InputError("packed", f"must have {length} elements", packed.shape)
-    field.check(packed, "packed")
 
 
 def _fits(table: Moves, size: int, spans: Sequence[Span]) -> list[bool]:

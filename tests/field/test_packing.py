@@ -225,3 +225,12 @@ def test_what_cannot_be_packed_is_refused() -> None:
         packing.unpack(np.zeros(3, np.uint64), 8, [(slice(0, 8), 0)], 2)
     with pytest.raises(InputError):
         packing.unpack(np.full(4, P, np.uint64), 8, [(slice(0, 8), 0)], 2)
+    before, spans = np.zeros(8, np.uint64), [(slice(0, 3), 0), (slice(3, 8), 5)]
+    for place in range(4):
+        wrong = np.zeros(4, np.uint64)
+        wrong[place] = P
+        with pytest.raises(InputError, match=f"{P} at index {place}"):
+            packing.unpack_onto(before, wrong, spans, 2)
+    for other in (np.zeros(4, np.int64), np.zeros(3, np.uint64)):
+        with pytest.raises(InputError, match="packed"):
+            packing.unpack_onto(before, other, spans, 2)  # type: ignore[arg-type]
