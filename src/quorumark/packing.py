@@ -33,7 +33,6 @@ __all__ = [
     "largest_move",
     "largest_weight",
     "move",
-    "moved_in_units",
     "pack",
     "pack_update",
     "unpack",
@@ -60,19 +59,6 @@ def weighted_moves(after: Vector, before: Vector, weight: float) -> Moves:
     """weight·(after − before) in integers of 2^-40, from E of both."""
     out = np.empty(after.size, np.int64)
     parallel.spread(lambda b, e: parts.weigh(after[b:e], before[b:e], weight, out[b:e]), after.size)
-    return out
-
-
-def moved_in_units(after: Vector, before: Vector, weight: float, spans: Iterable[Span]) -> Vector:
-    """before + weight·(after − before), for E of two models, with the move rounded to the spans' units."""
-    out = np.empty_like(before)
-    for place, shift in spans:
-        one, two, made = after[place], before[place], out[place]
-
-        def part(begin: int, end: int, a: Vector = one, b: Vector = two, c: Vector = made, k: int = shift) -> None:
-            parts.move_in_units(a[begin:end], b[begin:end], weight, k, c[begin:end])
-
-        parallel.spread(part, made.size)
     return out
 
 

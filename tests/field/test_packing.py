@@ -181,19 +181,6 @@ def test_weighted_moves_are_rounded_once() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(cases(), st.floats(0.01, 1))
-def test_a_move_in_units_is_the_one_of_single_steps(
-    case: tuple[int, list[Span], list[list[int]]], weight: float
-) -> None:
-    _, spans, (first, *_) = case
-    before = codec.encode(np.random.default_rng(len(first)).standard_normal(len(first)))
-    after = field.add(before, field.from_signed(np.array(first) % (1 << 50)))
-    moves = packing.weighted_moves(after, before, weight).tolist()
-    units = np.array([rounded(v, s) << s for v, s in zip(moves, _shifts(spans), strict=True)], np.int64)
-    assert (packing.moved_in_units(after, before, weight, spans) == packing.move(before, units)).all()
-
-
-@settings(max_examples=80, deadline=None)
 @given(cases(), st.booleans(), st.sampled_from([np.float32, np.float64]), st.floats(0.01, 1))
 def test_an_update_is_packed_in_one_pass_as_in_several(
     case: tuple[int, list[Span], list[list[int]]], noisy: bool, kind: type, weight: float

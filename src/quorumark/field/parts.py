@@ -78,23 +78,6 @@ def to_units(values: Any, shift: int) -> None:
 
 
 @kernel
-def move_in_units(after: Any, before: Any, factor: float, shift: int, out: Any) -> None:
-    """out = before + (after − before)·factor mod p, where the move is rounded as `weigh` and then `to_units` do it."""
-    half, rest = np.int64(1) << max(shift - 1, 0), (np.int64(1) << shift) - 1
-    for i in range(out.size):
-        d = np.int64(after[i]) - np.int64(before[i])
-        d -= P if d > _HALF else 0
-        d += P if d < -_HALF else 0
-        v = np.int64(np.rint(d * factor))
-        whole, left = v >> shift, v & rest
-        more = (left > half) | ((left == half) & ((whole & 1) == 1) & (shift > 0))
-        n = np.int64(before[i]) + ((whole + np.int64(more)) << shift)
-        n += P if n < 0 else 0
-        n -= P if n >= P else 0
-        out[i] = np.uint64(n)
-
-
-@kernel
 def size_of(values: Any) -> Any:
     """The largest |v|."""
     most = np.int64(0)
