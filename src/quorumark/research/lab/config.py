@@ -46,6 +46,7 @@ class Settings:
     null_keys: int = 0  # other keys that the released model is tested with
     dither: float = 0.0  # κ of the members' noise beside the mark (`quorumark.research.lab.dither`); 0: none
     continuity: bool = False  # count the rows that the continuity rule would silence
+    kept: bool = False  # members keep AdamW's state from round to round, as the paper's public code does
 
     def __post_init__(self) -> None:
         strength_settings(self.strength)
@@ -85,6 +86,7 @@ class Settings:
         """The run's name, without its length: a longer run of the same settings takes a shorter one's place."""
         parts = [self.dataset, self.model, f"k{self.members}", self.partition, self.strength, f"s{self.seed}"]
         parts += [f"dither{self.dither:g}"] * bool(self.dither) + ["continuity"] * self.continuity
+        parts += ["kept"] * self.kept + [f"decay{self.decay:g}"] * (self.decay != type(self).decay)
         return "-".join(parts).replace(":", "")
 
     @property
@@ -118,9 +120,9 @@ class LanguageSettings(Settings):
         super().__post_init__()
         if self.partition != "iid":
             raise InputError("partition", "must be iid for text", repr(self.partition))
-        if self.papers_code or self.dither or self.continuity:
+        if self.papers_code or self.dither or self.continuity or self.kept:
             raise InputError(
-                "strength", "must not be paper-code for text, nor have dither or continuity", self.strength
+                "strength", "must not be paper-code for text, nor have dither, continuity or kept", self.strength
             )
         if self.sequence < 2 or self.patience < 0 or self.max_coordinates < 0:
             rule = "must be 2 or more, patience and max_coordinates 0 or more"
@@ -132,7 +134,7 @@ class LanguageSettings(Settings):
 
     def asdict(self) -> dict[str, Any]:
         """Without what is for images only."""
-        for_images = ("augment", "validation", "dither", "continuity")
+        for_images = ("augment", "validation", "dither", "continuity", "kept")
         return {k: v for k, v in super().asdict().items() if k not in for_images}
 
 
