@@ -47,6 +47,7 @@ class Settings:
     null_keys: int = 0  # other keys that the released model is tested with
     dither: float = 0.0  # κ of the members' noise beside the mark (`quorumark.research.lab.dither`); 0: none
     continuity: bool = False  # count the rows that the continuity rule would silence
+    kept: bool = False  # members keep AdamW's state from round to round, as the paper's public code does
     packing: int = 1  # so many weights in an element of an upload (docs/secagg.md, "Packed sums")
     label: str = ""  # a part of the run's name, where it would be taken for another one of another length
 
@@ -95,6 +96,7 @@ class Settings:
         """The run's name, without its length: a longer run of the same settings takes a shorter one's place."""
         parts = [self.dataset, self.model, f"k{self.members}", self.partition, self.strength, f"s{self.seed}"]
         parts += [f"dither{self.dither:g}"] * bool(self.dither) + ["continuity"] * self.continuity
+        parts += ["kept"] * self.kept + [f"decay{self.decay:g}"] * (self.decay != type(self).decay)
         parts += [f"packing{self.packing}"] * (self.packing > 1) + [self.label] * bool(self.label)
         return "-".join(parts).replace(":", "")
 
@@ -129,8 +131,8 @@ class LanguageSettings(Settings):
         super().__post_init__()
         if self.partition != "iid":
             raise InputError("partition", "must be iid for text", repr(self.partition))
-        if self.papers_code or self.dither or self.continuity or self.packing > 1:
-            rule = "must not be paper-code for text, nor have dither, continuity or packing"
+        if self.papers_code or self.dither or self.continuity or self.kept or self.packing > 1:
+            rule = "must not be paper-code for text, nor have dither, continuity, kept or packing"
             raise InputError("strength", rule, self.strength)
         if self.sequence < 2 or self.patience < 0 or self.max_coordinates < 0:
             rule = "must be 2 or more, patience and max_coordinates 0 or more"
@@ -142,7 +144,7 @@ class LanguageSettings(Settings):
 
     def asdict(self) -> dict[str, Any]:
         """Without what is for images only."""
-        for_images = ("augment", "validation", "dither", "continuity", "packing")
+        for_images = ("augment", "validation", "dither", "continuity", "kept", "packing")
         return {k: v for k, v in super().asdict().items() if k not in for_images}
 
 

@@ -83,9 +83,10 @@ class ImageRun(FederatedRun[ImageRound]):
         self.steps = -(-int(self._counts.max()) // self.batch)
         optimiser = Optimiser(settings.lr, settings.decay, (settings.beta1, settings.beta2))
         args = self.layout, settings.members, self.batch, images.image, self.device, optimiser
-        if fleet is None or fleet.made_of != (*args, streams):
+        if fleet is None or fleet.made_of != (*args, streams, settings.kept):
             fleet = self._made_fleet(module, *args, streams=streams)
         self.fleet = fleet
+        fleet.forget()  # what the run before left
         total = int(self._counts.sum())
         self.weights = [Fraction(int(n), total) for n in self._counts]
         self.keys = [
@@ -132,7 +133,7 @@ class ImageRun(FederatedRun[ImageRound]):
 
     def _made_fleet(self, module: Any, *args: Any, streams: int) -> Fleet:
         """Of another kind where members train otherwise (`lab.rivals`)."""
-        return Fleet(module, *args, streams=streams)
+        return Fleet(module, *args, streams=streams, kept=self.settings.kept)
 
     def _mark(self) -> Mark | CodeMark | None:
         return self.made_mark(self.keys)
@@ -257,6 +258,8 @@ class ImageRun(FederatedRun[ImageRound]):
 
     def _restore_state(self, body: Mapping[str, Any], path: Path) -> None:
         self._open = []
+        if self.settings.kept and 0 < self.round_no < self.settings.rounds:
+            raise RecordError(f"{str(path)!r} lacks the members' optimisers, which this run keeps: begin it again")
         if self.continuity is not None:
             self.continuity.restore(body["continuity"])
         seen = body.get("observer")
