@@ -8,6 +8,8 @@ element m holds one number of each row:
 Sums of such elements are the elements of the sums as long as each sum stays within ±(2^(h−1) − 1): the parts are read
 from the lowest up, each as a signed remainder mod 2^h. Σ 2^(i·h)·(2^(h−1) − 1) < 2^59 < p/2, so nothing wraps.
 
+`pack_update` and `unpack_onto` take CUDA tensors as well, with field elements as int64, and give the same bits.
+
 Numbers come as integers of 2^-40, as `quorumark.codec` has them, and their units are 2^shift of that, one shift for
 each *span* of the vector (a tensor). Rounding to units is to nearest, with ties to even.
 """
@@ -118,6 +120,8 @@ def pack_update(
 ) -> Vector:
     """weight·(E(after) − before) + noise, in one pass: a member's weighted update, from the floats that it trained and
     E of the model that it started from, packed in the units of its spans. `noise` is in 2^-40."""
+    if field.on_cuda(before):
+        return _packed_on_device(after, before, weight, spans, count, out, noise)
     length, bits = elements(after.size, count), BITS[count]
     target = np.empty(length, np.uint64) if out is None else out
     field.check_output(target, (length,))
@@ -132,9 +136,28 @@ def pack_update(
             smallest=parallel.SMALLEST_PART // count,
         )
         if _outermost(found) >= 1 << (bits - 1):
-            rule = f"must be below 2^{bits - 1} units to be packed {count} in an element"
-            raise EncodingError("an update", rule, "a larger one", begin)
+            raise _too_large(count, begin)
     return target
+
+
+def _packed_on_device(
+    after: Any, before: Any, weight: float, spans: Sequence[Span], count: int, out: Any, noise: Any
+) -> Vector:
+    from quorumark.field import parts_on_device  # imported only when a CUDA tensor comes in
+
+    _check_count(count)
+    field.check(before, "before")
+    made: Any
+    made, fits = parts_on_device.pack_update(after, before, weight, spans, BITS[count], count, noise)
+    if not fits:
+        raise _too_large(count, 0)
+    found: Vector = made if out is None else out.copy_(made)
+    return found
+
+
+def _too_large(count: int, where: int) -> EncodingError:
+    rule = f"must be below 2^{BITS[count] - 1} units to be packed {count} in an element"
+    return EncodingError("an update", rule, "a larger one", where)
 
 
 def unpack(packed: Vector, size: int, spans: Sequence[Span], count: int) -> tuple[Moves, list[bool]]:
@@ -152,6 +175,8 @@ def unpack_onto(
 ) -> tuple[NDArray[Any], list[bool]]:
     """The floats that `before`, E of a model, becomes with the numbers of a packed sum, in one pass, rounded once; and
     what `unpack` says of each span. A number that does not fit counts all the same."""
+    if field.on_cuda(before):
+        return _unpacked_on_device(before, packed, spans, count, dtype)
     length, bits = elements(before.size, count), BITS[count]
     kind: np.dtype[Any] = np.dtype(dtype)
     if packed.dtype != np.uint64:
@@ -174,6 +199,18 @@ def unpack_onto(
             field.check(packed, "packed")
         fine &= _outermost(found) < 1 << (bits - 1) and not any(one[2] for one in found)  # type: ignore[index]
     return out, [True] * len(spans) if fine else _fits(_table(packed, before.size, count), before.size, spans)
+
+
+def _unpacked_on_device(
+    before: Any, packed: Any, spans: Sequence[Span], count: int, dtype: DTypeLike
+) -> tuple[Any, list[bool]]:
+    from quorumark.field import parts_on_device
+
+    field.check(before, "before")
+    field.check(packed, "packed")
+    if packed.shape != (elements(before.numel(), count),):
+        raise InputError("packed", f"must have {elements(before.numel(), count)} elements", tuple(packed.shape))
+    return parts_on_device.move_by_parts(packed, before, spans, BITS[count], count, np.dtype(dtype).name)
 
 
 def _pieces(spans: Sequence[Span], count: int, length: int) -> Iterator[tuple[int, int, list[int]]]:

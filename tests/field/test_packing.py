@@ -205,6 +205,46 @@ def test_an_update_is_packed_in_one_pass_as_in_several(
     assert (a != b).mean() <= 0.5
 
 
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.booleans(), st.floats(0.01, 1), st.sampled_from([np.float32, np.float64]), st.data())
+def test_tensors_give_the_same_bits(
+    case: tuple[int, list[Span], list[list[int]]], noisy: bool, weight: float, kind: type, data: st.DataObject
+) -> None:
+    """What CUDA tensors go through (`test_field_cuda.py` does), here on the CPU: packing, and whatever was opened."""
+    torch = pytest.importorskip("torch")
+    from quorumark.field import parts_on_device
+
+    count, spans, (first, *_) = case
+    count, size = max(2, count), len(first)
+    rng = np.random.default_rng(size)
+    before = codec.encode(rng.standard_normal(size).astype(np.float32))
+    limits = np.array([2.0 ** (BITS[count] - 3 + shift - 40) for shift in _shifts(spans)])
+    exact = codec.decode(before, np.float64) + np.clip(rng.standard_normal(size), -limits, limits)
+    after: NDArray[Any] = exact.astype(kind)
+    spans = [(place, max(shift, 8)) for place, shift in spans]
+    noise = np.array([n // 4 % (1 << 20) for n in first], np.int64) if noisy else None
+    wanted = packing.pack_update(after, before, weight, spans, count, noise=noise)
+
+    def tensor(x: Any) -> Any:
+        return torch.from_numpy(x.view(np.int64) if x.dtype == np.uint64 else x)
+
+    told = None if noise is None else tensor(noise)
+    found, fits = parts_on_device.pack_update(tensor(after), tensor(before), weight, spans, BITS[count], count, told)
+    assert fits
+    assert found.numpy().tobytes() == wanted.tobytes()
+    huge = tensor(after).clone()
+    huge[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 1e30]))
+    assert not parts_on_device.pack_update(huge, tensor(before), weight, spans, BITS[count], count, told)[1]
+    if data.draw(st.booleans()):
+        wanted[data.draw(st.integers(0, wanted.size - 1))] = data.draw(st.integers(0, P - 1))
+    floats, said = packing.unpack_onto(before, wanted, spans, count, kind)
+    again, also = parts_on_device.move_by_parts(
+        tensor(wanted), tensor(before), spans, BITS[count], count, np.dtype(kind).name
+    )
+    assert again.numpy().tobytes() == floats.tobytes()
+    assert also == said
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(InputError):
         packing.elements(3, 5)
