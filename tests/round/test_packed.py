@@ -290,7 +290,7 @@ def test_a_network_whose_running_variance_jumps_loses_nothing(count: str) -> Non
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
 
-    def step(model: Any, data: float, seed: int, round_no: int) -> Any:
+    def step(model: Any, data: float, seed: Any, round_no: int) -> Any:
         net.load_state_dict(model)
         net.train()
         torch.manual_seed(seed & (1 << 62) - 1)

@@ -104,11 +104,17 @@ def align(
 
 
 @app.command("secagg")
-def secagg(json: Json = None, quick: Quick = False) -> None:
+def secagg(
+    json: Json = None,
+    quick: Quick = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Instead: several weights in an element, against one.")
+    ] = False,
+) -> None:
     """Secure aggregation: a client's and the server's computation, against Flower's SecAgg+."""
     from quorumark.research.bench import secagg as bench
 
-    _run("Secure aggregation", bench.rows(quick), json, with_peers=False)
+    _run("Secure aggregation", bench.packed_rows(quick) if packed else bench.rows(quick), json, with_peers=False)
 
 
 @app.command("round")

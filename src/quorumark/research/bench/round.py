@@ -27,7 +27,9 @@ from quorumark.setup.inprocess import deal_key
 from quorumark.simulation import Federation, FederationMember
 
 FULL_ROWS, QUICK_ROWS = 11_200, 500  # times 1,000 columns
-CASES = ((5, 3), (8, 4))
+CASES = ((5, 3),)
+"""Members and threshold."""
+
 PACKINGS = (1, 2, 3, 4)
 _WARM, _REPEATS = 3, 5  # the mark is there from the third round on, or from the fourth with four weights in an element
 
