@@ -526,6 +526,7 @@ def test_the_table_of_cpu_time_is_what_was_measured(root: Path) -> None:
         ]
         line = f"| {count} | {' | '.join(f'{ratio:.2f}' for ratio in cells)} |"
         assert line in page, line
+        assert max(cells) <= {2: 0.6, 3: 0.5, 4: 0.4}[count]
 
 
 # --- what a member may do ---------------------------------------------------------------------------------
