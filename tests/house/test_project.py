@@ -150,6 +150,17 @@ def test_the_figures_of_flower_are_the_measured_ones(root: Path) -> None:
         assert f"| {row['seconds']:.{digits}f} (× {row['ratio']:.1f}) |" in text
 
 
+def test_the_figures_of_flower_by_packing_are_the_measured_ones(root: Path) -> None:
+    """With two weights in an element a node sends and gets no more than 1.01 of what plain FedAvg has."""
+    text = (root / "docs" / "flower.md").read_text()
+    rows = json.loads((root / "benchmarks" / "results" / "flower-packed.json").read_text())
+    assert [row["packing"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert f"| {row['packing']} | {row['bytes_down']:,.0f} | {row['bytes_up']:,.0f} | {row['cpu']:.1f} |" in text
+        if row["packing"] > 1:
+            assert max(row["bytes_up"], row["bytes_down"]) < 1.01 * row["plain_bytes_up"]
+
+
 def test_links_in_the_documentation_lead_somewhere(root: Path) -> None:
     for page in [*root.glob("*.md"), *(root / "docs").glob("*.md"), *(root / "benchmarks").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
