@@ -276,7 +276,7 @@ def test_without_a_research_seed_the_order_comes_from_the_operating_system(world
     runs = [world.federation(seed=None) for _ in range(2)]
     for run in runs:
         run.round()
-    assert not (vector(runs[0]) == vector(runs[1])).any()
+    assert (vector(runs[0]) == vector(runs[1])).mean() < 0.01  # a few weights may round to the same number
 
 
 # --- other rules ------------------------------------------------------------------------------------------
