@@ -128,6 +128,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
         "quorumark.research.lab.data",
         "quorumark.research.lab.fleet",
         "quorumark.research.lab.language",
+        "quorumark.research.lab.null",
         "quorumark.research.lab.removal",
         "quorumark.research.lab.scores",
         "quorumark.research.lab.language_run",

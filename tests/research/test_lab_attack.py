@@ -29,12 +29,13 @@ from quorumark.research.rows import LEAST_LOG10, ORIGINAL, Row
 torch = pytest.importorskip("torch")
 from quorumark.model.layout import ModelLayout  # noqa: E402
 from quorumark.research.lab import models  # noqa: E402
-from quorumark.research.lab.attack import Suite, Trained, layered_plan, open_run, plan  # noqa: E402
+from quorumark.research.lab.attack import Suite, open_run  # noqa: E402
 from quorumark.research.lab.image_run import ImageRun  # noqa: E402
 from quorumark.research.lab.mark import axis_norms, axis_sums, encoded  # noqa: E402
 from quorumark.research.lab.observer import LAST, Observer  # noqa: E402
 from quorumark.research.lab.parted import PartedAttackers  # noqa: E402
 from quorumark.research.lab.retrain import TEMPERATURE, Attacker, Attackers, Feed  # noqa: E402
+from quorumark.research.lab.tried import Trained, layered_plan, plan  # noqa: E402
 
 pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
 
