@@ -32,13 +32,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec
-from quorumark.consortium.strength import ONE
+from quorumark.consortium.strength import KEY_BITS, ONE
 from quorumark.field import Stream, Vector
 from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.dither import dither_at
 from quorumark.round.forecast import rises
 
-__all__ = ["Survival", "Tracer", "traced_spans"]
+__all__ = ["Step", "Survival", "Tracer", "traced_spans"]
 
 MOST = 1 << 20  # coordinates that are traced
 _BLOCK = 1 << 12  # which are whole blocks of so many
@@ -65,6 +65,14 @@ class Survival:
         return self.part + 2 * self.error < 1
 
 
+class Step:
+    """What `Tracer.follow` must know of the state before a round: taken before it is accepted."""
+
+    def __init__(self, state: MarkState) -> None:
+        self.model = state.model
+        self.embedded = state.embedded() if state.applied is not None else None
+
+
 class Tracer:
     """The noise of one member, or of several, in a model, as far as it was followed. Secret: it shows the noise."""
 
@@ -73,29 +81,30 @@ class Tracer:
         self._spans = traced_spans(coordinates)
         size = sum(span.stop - span.start for span in self._spans)
         self._noise, self._along, self._mark = (np.zeros(size, np.float32) for _ in range(3))  # G, V, B
+        self._share = 0.0  # Σ a_k of the last marked round
 
     def __repr__(self) -> str:
         return f"Tracer({self._noise.size} of {self._coordinates} coordinates, secrets hidden)"
 
     def follow(
-        self,
-        before: Vector,
-        after: Vector,
-        noise: Iterable[tuple[Fraction, Stream]],
-        embedded: Amplitudes | None,
-        gained: NDArray[np.float64] | None,
-        kept: int,
+        self, step: Step, state: MarkState, noise: Iterable[tuple[Fraction, Stream]], embedded: Amplitudes | None
     ) -> None:
-        """A round that is accepted: E of the carrying weights before and after, the weights and streams of those whose
-        noise is in the sum, and its amplitudes. `gained` is what the forecast counts for them, `kept` what weight
-        decay left of what there was, in 2^-32."""
+        """A round that is accepted: the state before and after it, its amplitudes, and the weights and streams of those
+        whose noise is in its sum, as far as it is theirs to follow."""
+        spot = state.layout.carrying()
         if embedded is not None:
+            self._share = 0.0
             for weight, stream in noise:
+                self._share += float(weight)
                 self._noise += np.concatenate(list(dither_at(self._spans, embedded, self._kappa, weight, stream)))
-        self._along += (self._here(_decoded(after)) - self._here(_decoded(before))) * self._noise
-        self._mark *= kept / ONE
-        if gained is not None:
-            self._mark += self._here(gained)
+        self._along += (self._here(_decoded(state.model[spot])) - self._here(_decoded(step.model[spot]))) * self._noise
+        kept = state.strength.kept(state.round) / ONE
+        self._mark *= kept
+        if step.embedded is not None:  # under a server optimiser marks of earlier rounds may still arrive
+            self._mark += self._here(state.embedded() - kept * step.embedded) * self._share
+        elif embedded is not None:
+            scale = 2.0 ** (KEY_BITS[embedded.key] - codec.FRACTION_BITS)
+            self._mark += self._here(embedded.vector.astype(np.float64)) * (scale * self._share)
 
     def survival(self, state: MarkState, statistic: str) -> Survival | None:
         """In the present model; None as long as it could be anything. Two digits: nobody needs more."""
