@@ -1,6 +1,6 @@
 """The forecast of z, and what the members' noise makes of it, beside the z that is measured, over three seeds.
 
-    python -m benchmarks.forecast [--only resnet-bn,demo] [--out benchmarks/results/forecast.json]
+    python -m benchmarks.forecast [--only resnet-bn demo] [--out benchmarks/results/forecast.json]
 
 The demo's training with the protocol's real messages; kinds of training that five members do with the strength that a
 plan proposes (`tests.kit.planned_runs`); and the 24 architectures of docs/alignment.md, trained by one who knows the
@@ -96,7 +96,7 @@ def line(entry: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def main() -> None:
     commit = subprocess.run(ask, capture_output=True, check=True, text=True).stdout.strip()  # noqa: S603
     known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else []
     rows = {entry["name"]: entry for entry in known}
-    for name in chosen.only.split(","):
+    for name in chosen.only:
         rows[name] = row(name, commit)
         print(line(rows[name]), flush=True)  # noqa: T201
         ordered = [rows[each] for each in CASES if each in rows]
