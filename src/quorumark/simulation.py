@@ -58,6 +58,7 @@ __all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "summary",
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
 STAGES = ("train", "upload", "unmask")
+NOISE = "noise.npz"  # in a run's folder, what `round.survival` keeps: it shows the members' dither, and is theirs alone
 
 
 # --- a member ---------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class RoundReport:
     `final_z`: what the run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is
     too little.
     `survival`: the part of the mark that training left, by the members' own noise, `survival_error` its standard error,
-    and `corrected_z` the forecast times that (`quorumark.round.survival`); all 0 where it is not known.
+    and `corrected_z` the forecast times that (`quorumark.round.survival`); the error is 0 where it is not known.
     """
 
     round: int
@@ -359,7 +360,7 @@ class Federation:
         if found is None:
             return report.expected_z
         report.survival, report.survival_error = found.part, found.error
-        report.corrected_z = found.part * report.expected_z
+        report.corrected_z = max(0.0, found.part) * report.expected_z
         return report.corrected_z if found.is_loss else report.expected_z
 
     def _train_all(self, report: RoundReport) -> list[int]:
@@ -466,6 +467,8 @@ class Federation:
             "reports": json.dumps([asdict(r) for r in self.reports]),
         }
         self.server.save(self.server.like)
+        if self._tracer is not None and self._folder is not None:
+            self._tracer.save(self._folder / NOISE, self.history.mark)
         self._show()
 
     def _show(self) -> None:
@@ -488,6 +491,8 @@ class Federation:
                 member.average = notes["averages"].get(str(x))
         except (KeyError, AttributeError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
+        if self._tracer is not None and self._folder is not None:
+            self._tracer.restore(self._folder / NOISE, self.history.mark)
         self._show()
 
 
@@ -512,9 +517,10 @@ def summary(run: Federation) -> str:
     if not run.marks or not done:
         return ""
     last, threshold = done[-1], run.manifest.terms.policy.z
-    z = last.corrected_z or last.expected_z
+    told = last.survival_error > 0
+    z = last.corrected_z if told else last.expected_z
     line = f"{len(done)} rounds; a verification should find z = {z:.1f}, PASSED from {threshold} on"
-    if last.corrected_z:
+    if told:
         line += f" ({100 * last.survival:.0f} ± {100 * last.survival_error:.0f} % of the mark is left)"
     return f"{line}. {last.advice}" if last.advice else line
 

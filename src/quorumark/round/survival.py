@@ -15,8 +15,10 @@ takes the place of the amplitudes in the forecast (`forecast.rises`), and
 where B is what the forecast counts in the same rounds. Weight by weight V is mostly noise. The sum over all of them is
 not: its variance is Σ_j (∂x_j/∂θ_j)²·V_j²/(κ·‖x‖)² in z, less than Q/κ² after Q marked rounds.
 
-V is kept as a running sum: in each round G ← G + g_q, then V ← V + (θ_q − θ_{q−1})⊙G. One member alone counts √a_k·g_qk
-and a_k·S: the same ratio, with an error 1/√a_k times as large.
+V is kept as a running sum: in each round G ← G + g_q, then V ← V + (θ_q − θ_{q−1})⊙G. Where weight decay leaves a part
+f of what there was, old noise is mostly chance, and counts less: G ← f·G + g_q, V ← f·V + (θ_q − θ_{q−1})⊙G, and
+B ← f²·B + S, of which one f is the decay itself. One member alone counts √a_k·g_qk and a_k·S: the same ratio, with an
+error 1/√a_k times as large.
 
 G and V show the noise, which hides the mark: they stay with those whose noise it is. The ratio may be told.
 """
@@ -26,14 +28,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from io import BytesIO
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quorumark import codec
+from quorumark.checks import DAMAGED
 from quorumark.consortium.strength import KEY_BITS, ONE
 from quorumark.field import Stream, Vector
+from quorumark.files import write_private
 from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.dither import dither_at
 from quorumark.round.forecast import rises
@@ -91,20 +97,42 @@ class Tracer:
     ) -> None:
         """A round that is accepted: the state before and after it, its amplitudes, and the weights and streams of those
         whose noise is in its sum, as far as it is theirs to follow."""
-        spot = state.layout.carrying()
+        spot, kept = state.layout.carrying(), state.strength.kept(state.round) / ONE
+        self._noise *= kept
         if embedded is not None:
             self._share = 0.0
             for weight, stream in noise:
                 self._share += float(weight)
                 self._noise += np.concatenate(list(dither_at(self._spans, embedded, self._kappa, weight, stream)))
+        self._along *= kept
         self._along += (self._here(_decoded(state.model[spot])) - self._here(_decoded(step.model[spot]))) * self._noise
-        kept = state.strength.kept(state.round) / ONE
-        self._mark *= kept
+        self._mark *= kept**2
         if step.embedded is not None:  # under a server optimiser marks of earlier rounds may still arrive
             self._mark += self._here(state.embedded() - kept * step.embedded) * self._share
         elif embedded is not None:
             scale = 2.0 ** (KEY_BITS[embedded.key] - codec.FRACTION_BITS)
             self._mark += self._here(embedded.vector.astype(np.float64)) * (scale * self._share)
+
+    def save(self, path: Path, state: MarkState) -> None:
+        """With what it has followed the run to; mode 0600."""
+        body = BytesIO()
+        chain = np.frombuffer(state.chain, np.uint8)
+        np.savez(body, noise=self._noise, along=self._along, mark=self._mark, share=self._share, chain=chain)
+        write_private(path, body.getvalue())
+
+    def restore(self, path: Path, state: MarkState) -> None:
+        """Goes on from such a file, if there is one that has followed the run to this state; otherwise from nothing:
+        then it is about what is embedded from now on."""
+        try:
+            with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as file:
+                read = {name: file[name] for name in ("noise", "along", "mark", "share", "chain")}
+        except (OSError, KeyError, *DAMAGED):
+            return
+        vectors = [read[name] for name in ("noise", "along", "mark")]
+        fits = all(v.shape == self._noise.shape and v.dtype == np.float32 and np.isfinite(v).all() for v in vectors)
+        if fits and read["share"].shape == () and read["chain"].tobytes() == state.chain:
+            self._noise, self._along, self._mark = vectors
+            self._share = float(read["share"])
 
     def survival(self, state: MarkState, statistic: str) -> Survival | None:
         """In the present model; None as long as it could be anything. Two digits: nobody needs more."""
@@ -117,7 +145,7 @@ class Tracer:
             return None
         kappa = self._kappa / ONE
         part, error = found / kappa / expected, sqrt(squares) / kappa / expected
-        return Survival(round(part, 2), round(error, 2)) if error <= ENOUGH else None
+        return Survival(round(part, 2) + 0.0, max(0.01, round(error, 2))) if error <= ENOUGH else None
 
     def _risen(self, state: MarkState, statistic: str, values: NDArray[np.float32], size: float) -> tuple[float, float]:
         """Σ_j (∂x_j/∂θ_j)·values_j, and the sum of the squares, by steps whose norm is `size`."""
