@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
 
 
 def test_settings_are_checked() -> None:
-    for wrong in ({"strength": "rho"}, {"strength": "loud:1"}, {"partition": "dirichlet:x"}, {"rounds": 0}):
+    for wrong in ({"strength": "rho"}, {"strength": "loud:1"}, {"partition": "dirichlet:x"}, {"rounds": 0},
+                  {"packing": 2}, {"packing": 5, "strength": "rho:0.05"}, {"label": "r-60"},
+                  {"packing": 2, "strength": "rho:0.05", "dither": 3.0},
+                  {"packing": 2, "strength": "per-client-rho:0.05"}):  # fmt: skip
         with pytest.raises(InputError):
             replace(MINI, **wrong)
     assert replace(MINI, partition="dirichlet:0.5").gamma == 0.5
@@ -39,8 +42,11 @@ def test_the_paper_s_cells_have_their_configurations() -> None:
         "clients",
         "dither",
         "forecast",
+        "kept",
         "language",
+        "layers",
         "null",
+        "packing",
         "robustness",
         "strength",
         "table1",
@@ -62,8 +68,8 @@ def _miniature(name: str, path: Path) -> int:
     lines, seen = ['title = "miniature"', f'plot = "{read(name).plot}"'], set()
     for run in read(name).runs:
         members = 4 if run.members <= 32 else 6
-        chosen = (run.strength, run.partition, members, run.augment, bool(run.null_keys), run.dither)
-        if run.seed or chosen in seen:
+        chosen = (run.strength, run.partition, members, run.augment, bool(run.null_keys), run.dither, run.packing)
+        if run.seed != read(name).runs[0].seed or chosen in seen:
             continue
         seen.add(chosen)
         model = "cnn" if "autoaugment" in run.augment else "mlp"  # told apart by their ids
@@ -72,6 +78,7 @@ def _miniature(name: str, path: Path) -> int:
             f'strength = "{run.strength}"', f'partition = "{run.partition}"', f"members = {chosen[2]}",
             f"augment = {json.dumps(run.augment)}", f"null_keys = {20 if run.null_keys else 0}",
             f"dither = {run.dither}", f"continuity = {str(run.continuity).lower()}",
+            f"packing = {run.packing}", f'label = "{run.label}"', f"kept = {str(run.kept).lower()}",
         ]  # fmt: skip
     path.write_text("\n".join(lines))
     return len(seen)
