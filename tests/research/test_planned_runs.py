@@ -109,6 +109,7 @@ LESS = {
     "efficientnet": 0.88,
     "densenet": 0.86,
     "resnext": 0.84,
+    "unet-3d": 0.87,
     "weight-norm": 0.32,
 }
 
