@@ -195,6 +195,8 @@ def test_a_federation_reports_it(policy: dict[str, str]) -> None:
     if "fedadam" not in policy.get("optimiser", ""):  # whose steps hardly take anything back here
         assert last.survival + 2 * last.survival_error < 1
         assert abs(last.expected_z - z) > 4.5
+        assert last.final_z == pytest.approx(last.corrected_z)  # a loss beyond chance: the course goes by it
+        assert "on course for" in last.advice
     assert f"{100 * last.survival:.0f} ± " in simulation.summary(run)
 
 
