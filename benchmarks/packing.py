@@ -126,6 +126,8 @@ def run(name: str, packing: int, seed: int, rounds: int, commit: str) -> dict[st
         "accuracy": case.accuracy(federation.model),
         "z": key.z(federation.model),
         "expected_z": reports[-1].expected_z,
+        "survival": reports[-1].survival,
+        "survival_error": reports[-1].survival_error,
         "rho": reports[-1].rho,
         "bytes_up": reports[-1].uploaded_bytes / len(people) / layout.size,
         "bytes_down": federation.server.length() * 8 / layout.size,

@@ -51,12 +51,14 @@ from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.server import RoundServer
+from quorumark.round.survival import Step, Tracer
 
 __all__ = ["Federation", "FederationMember", "Losses", "RoundReport", "summary", "watch"]
 
 Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
 STAGES = ("train", "upload", "unmask")
+NOISE = "noise.npz"  # in a run's folder, what `round.survival` keeps: it shows the members' dither, and is theirs alone
 
 
 # --- a member ---------------------------------------------------------------------------------------------
@@ -161,6 +163,8 @@ class RoundReport:
     `expected_z`: what a verification of this round's model would give, give or take 1 (`quorumark.round.forecast`);
     `final_z`: what the run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is
     too little.
+    `survival`: the part of the mark that training left, by the members' own noise, `survival_error` its standard error,
+    and `corrected_z` the forecast times that (`quorumark.round.survival`); the error is 0 where it is not known.
     """
 
     round: int
@@ -179,6 +183,9 @@ class RoundReport:
     expected_z: float = 0.0
     final_z: float = 0.0
     advice: str = ""
+    survival: float = 0.0
+    survival_error: float = 0.0
+    corrected_z: float = 0.0
     c: float = 0.0
     uploaded_bytes: int = 0
     seconds: dict[str, float] = dataclass_field(default_factory=dict)
@@ -242,6 +249,9 @@ class Federation:
         self.norms: dict[int, Vector] = {}  # the sums of norms that accepted rounds opened: public
         self.round_no = after
         self.server = RoundServer(manifest, layout, dict(model), after=after, folder=self._folder, marks=self.marks)
+        strength = self.history.strength
+        shared = self.marks and not next(iter(kinds))[1]
+        self._tracer = Tracer(layout.coordinates, strength.dither) if shared and strength.dither else None
         warmup = self.history.strength.warmup_rounds
         if after < 0 or (warmup and not self.history.warming and after < warmup):
             raise InputError("after", f"must be {warmup} or more after the warm-up rounds", after)
@@ -325,6 +335,8 @@ class Federation:
         settled, number, level = server.settled, self.history.round, server.level
         report.members, report.marked, report.held = members, settled.embedded is not None, settled.held
         report.c, report.silenced, report.widened = server.c, server.silenced, server.widened
+        step = None if self._tracer is None else Step(self.history.mark)
+        noise = [self.members[x].noise(members) for x in members] if step is not None else []
         with timed(report, "strength"):
             server.accept(weights)
             if settled.norms is not None:
@@ -334,9 +346,22 @@ class Federation:
                 member.accept(number, *summed, stood=settled.stood, taken=settled.taken)
         report.rho = server.rho
         with timed(report, "forecast"):
-            report.expected_z = server.expected_z
-            found = server.course(report.expected_z)
+            report.expected_z = z = server.expected_z
+            if self._tracer is not None and step is not None:
+                self._tracer.follow(step, self.history.mark, noise, settled.embedded)
+                z = self._survived(self._tracer, report)
+            found = server.course(z)
             report.final_z, report.advice = found.final_z, found.advice
+
+    def _survived(self, tracer: Tracer, report: RoundReport) -> float:
+        """Reports what training left of the mark, and gives the z that the run's course goes by: what it found, if that
+        is a loss beyond chance."""
+        found = tracer.survival(self.history.mark, self.manifest.terms.statistic)
+        if found is None:
+            return report.expected_z
+        report.survival, report.survival_error = found.part, found.error
+        report.corrected_z = max(0.0, found.part) * report.expected_z
+        return report.corrected_z if found.is_loss else report.expected_z
 
     def _train_all(self, report: RoundReport) -> list[int]:
         """Everybody who is there trains; whose training fails is out of this round, and named."""
@@ -442,6 +467,8 @@ class Federation:
             "reports": json.dumps([asdict(r) for r in self.reports]),
         }
         self.server.save(self.server.like)
+        if self._tracer is not None and self._folder is not None:
+            self._tracer.save(self._folder / NOISE, self.history.mark)
         self._show()
 
     def _show(self) -> None:
@@ -464,6 +491,8 @@ class Federation:
                 member.average = notes["averages"].get(str(x))
         except (KeyError, AttributeError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
+        if self._tracer is not None and self._folder is not None:
+            self._tracer.restore(self._folder / NOISE, self.history.mark)
         self._show()
 
 
@@ -488,7 +517,11 @@ def summary(run: Federation) -> str:
     if not run.marks or not done:
         return ""
     last, threshold = done[-1], run.manifest.terms.policy.z
-    line = f"{len(done)} rounds; a verification should find z = {last.expected_z:.1f}, PASSED from {threshold} on"
+    told = last.survival_error > 0
+    z = last.corrected_z if told else last.expected_z
+    line = f"{len(done)} rounds; a verification should find z = {z:.1f}, PASSED from {threshold} on"
+    if told:
+        line += f" ({100 * last.survival:.0f} ± {100 * last.survival_error:.0f} % of the mark is left)"
     return f"{line}. {last.advice}" if last.advice else line
 
 

@@ -20,12 +20,15 @@ from torch import nn
 from quorumark import codec
 from quorumark import field as prime
 from quorumark.consortium.strength import ONE, Strength
+from quorumark.field import Stream
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round.amplitudes import MarkState
+from quorumark.round.dither import add_dither
 from quorumark.round.forecast import expected_z
 from quorumark.round.mark import TooStrongError, check_size, ideal_mark
 from quorumark.round.movement import ideal_norms
+from quorumark.round.survival import Step, Survival, Tracer
 
 BALANCED = "balanced-anchor/v1"
 MEMBERS, TEST = 5, 360
@@ -146,6 +149,7 @@ class Ran:
     loudest: float = 0.0  # the largest cosine of one update with the key
     straight: float = 0.0  # ‖Σ D‖ / √Σ ‖D‖²
     refused: int = 0
+    survival: Survival | None = None
     forecasts: list[float] = field(default_factory=list)
     rhos: list[float] = field(default_factory=list)
 
@@ -163,6 +167,7 @@ def marked_run(
     rng = np.random.default_rng([seed, 7])
     key = rng.choice(np.array([-1, 1]), layout.coordinates)
     weight, ran = Fraction(1, MEMBERS), Ran()
+    tracer = Tracer(layout.coordinates, rule.dither)
     paths: list[Any] = []
     sizes: list[float] = []
     leak = 0.0
@@ -178,6 +183,7 @@ def marked_run(
         for result in results.values():
             total = prime.add(total, layout.encode(result, float(weight)))
         scales = amplitudes.vector.astype(np.float64) * 2.0**-40
+        noise = [(weight, Stream(bytes([k]) * 32, "noise", bytes([seed, number]))) for k in range(MEMBERS)]
         if strength is not None and amplitudes.marks:
             try:
                 for after in encoded.values():
@@ -185,15 +191,16 @@ def marked_run(
             except TooStrongError:
                 ran.refused += 1
             ideal_mark(total, amplitudes, key)
-            noise = rng.normal(size=scales.size) * scales * (rule.dither / ONE)
-            spot = layout.carrying()
-            total[spot] = prime.add(total[spot], codec.encode(noise))
+            for part, stream in noise:
+                add_dither(total, amplitudes, rule.dither, part, stream)
         vector = codec.decode(total, layout.dtype)
         now = layout.unflatten(vector, now)
         after = layout.encode(now)
         marks = strength is not None and amplitudes.marks
         norms = ideal_norms(layout, before, encoded, dict.fromkeys(encoded, weight)) if rule.needs_norms else None
+        step = Step(state)
         state.advance(number, after, amplitudes if marks else None, norms)
+        tracer.follow(step, state, noise, amplitudes if marks else None)
         move = prime.to_signed(prime.sub(after, before))[layout.carrying()].astype(np.float64) * 2.0**-40
         size = float(move @ move)
         paths.append(move.astype(np.float32))
@@ -214,4 +221,5 @@ def marked_run(
         ran.seen = float(best @ key) / (float(np.linalg.norm(best)) or 1.0) / math.sqrt(key.size)
         ran.z = KnownKey(key.astype(np.int8), layout, TensorsInMemory(start)).z(now)
         ran.expected = ran.forecasts[-1]
+        ran.survival = tracer.survival(state, BALANCED)
     return ran

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -17,15 +18,19 @@ from quorumark.align.procedure import align
 from quorumark.align.trace import derive_groups
 from quorumark.codec import decode
 from quorumark.consortium.strength import Strength
+from quorumark.field import Stream
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round.amplitudes import MarkState
+from quorumark.round.dither import add_dither
 from quorumark.round.forecast import expected_z
 from quorumark.round.mark import ideal_mark
+from quorumark.round.survival import Step, Survival, Tracer
 from tests.kit import lab, zoo
 
 State = dict[str, torch.Tensor]
-ROUNDS, SAMPLES = 8, 480
+ROUNDS, SAMPLES, MEMBERS = 8, 480, 5
+BALANCED = "balanced-anchor/v1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +44,19 @@ class Marked:
     key: NDArray[np.int64]
     groups: Groups
     state: MarkState
+    survival: Survival | None = None
+    stranger: Survival | None = None  # what noise that is not in the model would say
 
     @property
     def expected_z(self) -> float:
         """What the amplitudes forecast (docs/strength.md, "Forecast")."""
-        return expected_z(self.state, "balanced-anchor/v1")
+        return expected_z(self.state, BALANCED)
+
+    @property
+    def corrected_z(self) -> float:
+        """The forecast times what the members' noise says is left."""
+        assert self.survival is not None
+        return self.survival.part * self.expected_z
 
     def left(self) -> NDArray[np.float64]:
         """What is left of the mark at each weight that carries, times the key: A_j if training took nothing back."""
@@ -117,9 +130,16 @@ def innocent(name: str, seed: int, epochs: int = ROUNDS) -> State:
 
 @cache
 def marked(
-    name: str, seed: int = 1, optimiser: str = "adamw", rounds: int = ROUNDS, rho: str = "0.15", c_max: str = "0.25"
+    name: str,
+    seed: int = 1,
+    optimiser: str = "adamw",
+    rounds: int = ROUNDS,
+    rho: str = "0.15",
+    c_max: str = "0.25",
+    dither: str = "0",
 ) -> Marked:
-    """A model trained in so many rounds by one who knows the key, with a mark of at most ρ.
+    """A model trained in so many rounds by one who knows the key, with a mark of at most ρ, and with the noise of five
+    members if there is `dither`.
 
     The usual run is short, so that the limit of the leak stops the mark below ρ.
     """
@@ -133,14 +153,27 @@ def marked(
         "c_max": c_max,
         "lr": f"cosine:{rounds + 4}",
         "alike": "mark",
-        "dither": "0",
+        "dither": dither,
     }
     rule = Strength.of(strength, layout.coordinates)
     state = MarkState(rule, layout, "rademacher", layout.encode(start))
+    tracers = [Tracer(layout.coordinates, rule.dither) for _ in range(2 if rule.dither else 0)]
     for number in range(1, rounds + 1):
         after = trained(name, now, 1000 * seed + number, 1, 2e-3 * float(rule.rate(number)), optimiser)
         amplitudes, total = state.amplitudes(number), layout.encode(after)
         ideal_mark(total, amplitudes, key)
+        noise = [member_noise(name, seed, number, member) for member in range(2 * MEMBERS if tracers else 0)]
+        for weight, stream in noise[:MEMBERS]:
+            add_dither(total, amplitudes, rule.dither, weight, stream)
+        step = Step(state)
         state.advance(number, total, amplitudes)
+        for tracer, theirs in zip(tracers, (noise[:MEMBERS], noise[MEMBERS:]), strict=False):
+            tracer.follow(step, state, theirs, amplitudes)
         now = layout.unflatten(decode(total).astype(layout.dtype), after)
-    return Marked(name, start, now, layout, key, groups_of(name), state)
+    told = [tracer.survival(state, BALANCED) for tracer in tracers] or [None, None]
+    return Marked(name, start, now, layout, key, groups_of(name), state, *told)
+
+
+def member_noise(name: str, seed: int, number: int, member: int) -> tuple[Fraction, Stream]:
+    """Of one of five members with equal weights; those from the sixth on are strangers."""
+    return Fraction(1, MEMBERS), Stream(bytes([member]) * 32, "noise", f"{name} {seed} {number}".encode())

@@ -109,16 +109,35 @@ LESS = {
     "efficientnet": 0.88,
     "densenet": 0.86,
     "resnext": 0.84,
+    "unet-3d": 0.87,
     "weight-norm": 0.32,
 }
+
+
+def zoo_of(name: str) -> tuple[float, float, float]:
+    """The forecast, what the members' noise makes of it, and z, in the mean over three seeds."""
+    runs = [zoo_runs.marked(name, seed, rounds=20, rho="0.1", c_max="0.1", dither="3") for seed in (1, 2, 3)]
+    for run in runs:
+        assert run.stranger is not None, "noise that is not in the model tells something as well: nothing is left"
+        assert abs(run.stranger.part) < 5 * max(run.stranger.error, 0.02)
+    found = [(run.expected_z, run.corrected_z, run.z(run.released)) for run in runs]
+    expected, corrected, measured = (float(np.mean(column)) for column in zip(*found, strict=True))
+    return expected, corrected, measured
+
+
+def test_the_members_noise_knows_what_adam_takes_back() -> None:
+    """The forecast is three times too high for a model with weight_norm."""
+    expected, corrected, measured = zoo_of("weight-norm")
+    assert abs(corrected - measured) < max(0.1 * measured, 2)
+    assert expected > 2 * measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_the_forecast_for_models_of_every_kind(name: str) -> None:
-    """Within max(10 %, 2) in the mean over three seeds; for those of LESS too high, by as much as is known."""
-    runs = [zoo_runs.marked(name, seed, rounds=20, rho="0.1", c_max="0.1") for seed in (1, 2, 3)]
-    expected = float(np.mean([run.expected_z for run in runs]))
-    measured = float(np.mean([run.z(run.released) for run in runs]))
+    """Corrected by the members' noise it is within max(10 %, 2) in the mean over three seeds; by itself it is too high
+    for those of LESS, by as much as is known."""
+    expected, corrected, measured = zoo_of(name)
+    assert abs(corrected - measured) < max(0.1 * measured, 2)
     assert measured < expected + max(0.1 * measured, 2), "never far too low"
     assert abs(expected * LESS.get(name, 1) - measured) < max(0.1 * measured, 2)

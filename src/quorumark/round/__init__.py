@@ -12,6 +12,7 @@ mark         what a member adds for it, and what it refuses
 dither       noise beside the mark
 continuity   no mark where a model jumped
 forecast     the z that a verification would give, without any key
+survival     what training left of the mark, by the members' own noise
 survey       where members say that they are
 past         earlier rounds from one state, and what settles them
 history      the models that were accepted: the state that a round starts from

@@ -16,7 +16,7 @@ the sign of the mark.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import sqrt
 
@@ -29,7 +29,7 @@ from quorumark.consortium.strength import KEY_BITS, ONE
 from quorumark.field import Stream, Vector
 from quorumark.round.amplitudes import Amplitudes
 
-__all__ = ["add_dither", "dither_moves", "dither_stream"]
+__all__ = ["add_dither", "dither_at", "dither_moves", "dither_stream"]
 
 _FINE, _COARSE = 34, 15  # bits of u_1, and of u_2 and u_3: 64 in all
 _HALF = 3 << (_FINE - 1)  # 3/2 in 2^-34
@@ -63,19 +63,38 @@ def dither_moves(
         moves[slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]] += noise
 
 
+def dither_at(
+    spans: Iterable[slice], amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
+) -> Iterator[NDArray[np.float64]]:
+    """The noise that a member added at some of its coordinates, over κ·S: √a_k·g, and 0 where there was no mark."""
+    bits, whole = KEY_BITS[amplitudes.key], [(span.start, span.stop) for span in spans]
+    made = {start: noise for start, _, noise in _pieces(amplitudes, kappa, weight, stream, whole)}
+    for start, stop in whole:
+        out = np.zeros(stop - start)
+        if start in made:
+            scale = (amplitudes.vector[start:stop] << np.uint64(bits)).astype(np.float64) * (kappa / ONE)
+            np.divide(made[start], scale, out=out, where=scale > 0)
+        yield out
+
+
 def _pieces(
-    amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
+    amplitudes: Amplitudes,
+    kappa: int,
+    weight: Fraction,
+    stream: Stream,
+    spans: Iterable[tuple[int, int]] | None = None,
 ) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """The noise of coordinates start … stop−1, where there is a mark."""
+    """The noise of coordinates start … stop−1, where there is a mark: of all of them, or in spans of up to 2^16."""
     scales = amplitudes.vector
     # σ of g in units of 2^-34 is 2^33. Products of float64 are the same everywhere
     factor = kappa / ONE * sqrt(weight) * 2.0 ** (KEY_BITS[amplitudes.key] - _FINE + 1)
     words = np.empty(min(_PIECE, scales.size), np.uint64)
-    for start in range(0, scales.size, _PIECE):
-        scale = scales[start : start + _PIECE]
+    if spans is None:
+        spans = ((start, min(start + _PIECE, scales.size)) for start in range(0, scales.size, _PIECE))
+    for start, stop in spans:
+        scale = scales[start:stop]
         if not scale.any():
             continue
-        stop = start + scale.size
         part = words[: scale.size]
         stream.words(part, start)
         yield start, stop, np.rint(_normal(part) * (scale.astype(np.float64) * factor)).astype(np.int64)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, prod, sqrt
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import BLOCK, canonical_form
 from quorumark.round.amplitudes import MarkState
 
-__all__ = ["SPARE", "Course", "course", "expected_z"]
+__all__ = ["SPARE", "Course", "course", "expected_z", "rises"]
 
 SPARE = 4.0  # how far above the threshold a run should end
 FIRST = 5  # rounds: before that the mark has hardly begun
@@ -60,18 +60,33 @@ def expected_z(state: MarkState, statistic: str) -> float:
     embedded = state.embedded()
     if not embedded.any():
         return 0.0
-    layout, end = state.layout, state.layout.carrier_size
-    model, anchor = _decoded(state.model[:end]), _Carriers(layout, _decoded(state.anchor[:end]))
-    signs = np.where(np.random.default_rng(_SIGNS).integers(0, 2, embedded.size, np.int8), 1, -1).astype(np.int8)
-    probe = np.zeros(end)
-    probe[layout.carrying()] = signs * embedded
+    size = float(np.linalg.norm(_Forms(state, statistic).of(np.zeros(embedded.size))))
+    return float(rises(state, statistic, embedded).sum()) / size if size else 0.0
 
-    def form(weights: NDArray[np.float64]) -> NDArray[Any]:
-        return canonical_form(statistic, layout, _Carriers(layout, weights), anchor).x
 
-    rise = sum(sign * float(signs @ form(model + sign * probe).astype(np.float64)) for sign in (1, -1)) / 2
-    size = sqrt(float(np.square(form(model).astype(np.float64)).sum()))
-    return rise / size if size else 0.0
+def rises(state: MarkState, statistic: str, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(∂x_j/∂θ_j)·steps_j, weight by weight: ½·ε_j·(x(θ + ε⊙steps) − x(θ − ε⊙steps))_j. Only sums over many are of use:
+    x is rounded, and each entry has a part in it of what the other steps do."""
+    forms = _Forms(state, statistic)
+    signs = np.where(np.random.default_rng(_SIGNS).integers(0, 2, steps.size, np.int8), 1, -1).astype(np.int8)
+    risen: NDArray[np.float64] = signs * (forms.of(signs * steps) - forms.of(-signs * steps)) / 2
+    return risen
+
+
+class _Forms:
+    """x of the state's model after steps of its carrying weights."""
+
+    def __init__(self, state: MarkState, statistic: str) -> None:
+        end = state.layout.carrier_size
+        self._layout, self._statistic = state.layout, statistic
+        self._model = _decoded(state.model[:end])
+        self._anchor = _Carriers(state.layout, _decoded(state.anchor[:end]))
+
+    def of(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        weights = self._model.copy()
+        weights[self._layout.carrying()] += steps
+        moved = _Carriers(self._layout, weights)
+        return canonical_form(self._statistic, self._layout, moved, self._anchor).x.astype(np.float64)
 
 
 @dataclass(frozen=True)

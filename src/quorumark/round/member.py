@@ -26,7 +26,7 @@ from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import InputError, MessageError, RoundError
-from quorumark.field import Vector
+from quorumark.field import Stream, Vector
 from quorumark.model.layout import ModelLayout
 from quorumark.packing import pack_update
 from quorumark.round import checked_sums, statements
@@ -337,6 +337,11 @@ class RoundMember:
         key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = checked_sums.tag(key, whole[:-1], first=self.point == plan.members[0])
         checked_sums.keep(self.secagg, self._known().state, self._begun(), key, plan.level)
+
+    def noise(self, members: Sequence[int]) -> tuple[Fraction, Stream]:
+        """Its weight among these members and what its dither in their sum from the present state is made from. Secret:
+        for the tracer of those whose noise it is (`round.survival`)."""
+        return weight_of(self.manifest, members, self.point), dither_stream(self._identity, self._known().state)
 
     def check_sum(self, opened: Vector, level: bytes = b"") -> bool | None:
         """Whether this is the sum of the round from the present state; None if this member cannot say."""

@@ -1,0 +1,294 @@
+"""What training leaves of a mark, by members' own noise: right where the forecast is not, and nothing by others'."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quorumark import codec, field, simulation
+from quorumark.consortium.strength import Strength
+from quorumark.field import Stream
+from quorumark.model.layout import ModelLayout
+from quorumark.research.known import KnownKey, TensorsInMemory
+from quorumark.round import survival
+from quorumark.round.amplitudes import MarkState
+from quorumark.round.dither import add_dither
+from quorumark.round.forecast import expected_z
+from quorumark.round.mark import ideal_mark
+from quorumark.round.member import RoundMember
+from quorumark.round.survival import Step, Survival, Tracer, traced_spans
+from quorumark.simulation import Losses
+from tests.kit.federation import World
+
+BALANCED = "balanced-anchor/v1"
+MEMBERS, SHAPES = 5, {"a": (150, 120), "b": (120, 150)}
+LAYOUT = ModelLayout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+
+
+@dataclass
+class Walked:
+    state: MarkState
+    z: float
+    all: Survival | None
+    strangers: Survival | None
+    each: list[Survival | None]
+
+    @property
+    def forecast(self) -> float:
+        return expected_z(self.state, BALANCED)
+
+
+def walked(
+    seed: int, taken: float, rounds: int = 20, members: int = MEMBERS, alone: int = 0, **settings: str
+) -> Walked:
+    """A model that walks at random while training takes this part of everything that was added, mark and noise, back
+    in each round. Strangers are as many members whose noise is not in it; so many members ask `alone` as well."""
+    rng = np.random.default_rng(seed)
+    strength = Strength.of({"rho": "0.1", "c_max": "0.1", "alike": "mark", **settings}, LAYOUT.coordinates)
+    start = codec.decode(codec.encode(rng.normal(0, 0.1, LAYOUT.size)), np.float64)
+    weights, added, key = start, np.zeros(LAYOUT.size), rng.choice(np.array([-1, 1]), LAYOUT.size)
+    state = MarkState(strength, LAYOUT, "rademacher", codec.encode(weights))
+    tracers = [Tracer(LAYOUT.coordinates, strength.dither) for _ in range(2 + alone)]
+    for number in range(1, rounds + 1):
+        amplitudes, step = state.amplitudes(number), Step(state)
+        streams = [Stream(bytes([x]) * 32, "test", bytes([seed, number])) for x in range(2 * members)]
+        noise = [(Fraction(1, members), stream) for stream in streams]
+        new = np.zeros(LAYOUT.size, np.uint64)
+        ideal_mark(new, amplitudes, key)
+        for weight, stream in noise[:members]:
+            add_dither(new, amplitudes, strength.dither, weight, stream)
+        learnt = rng.normal(0, 0.01, LAYOUT.size) - taken * added
+        added = (1 - taken) * added + codec.decode(new, np.float64)
+        weights = weights + learnt + codec.decode(new, np.float64)
+        embedded = amplitudes if amplitudes.marks else None
+        state.advance(number, codec.encode(weights), embedded)
+        asking = [noise[:members], noise[members:], *([each] for each in noise[:alone])]
+        for tracer, theirs in zip(tracers, asking, strict=True):
+            tracer.follow(step, state, theirs, embedded)
+    known = KnownKey(key.astype(np.int8), LAYOUT, TensorsInMemory.of(LAYOUT, start))
+    everybody, strangers, *each = (tracer.survival(state, BALANCED) for tracer in tracers)
+    return Walked(state, known.z(TensorsInMemory.of(LAYOUT, weights)), everybody, strangers, each)
+
+
+@pytest.mark.parametrize("taken", [0.0, 0.08])
+def test_it_finds_what_training_took_and_the_forecast_does_not(taken: float) -> None:
+    """In the mean over four keys, whose chance is 0.5 there, and the noise's 0.2; the seeds are fixed."""
+    runs = [walked(seed, taken) for seed in range(4)]
+    found = [run.all for run in runs if run.all is not None]
+    assert len(found) == len(runs)
+    forecast, z = float(np.mean([run.forecast for run in runs])), float(np.mean([run.z for run in runs]))
+    corrected = float(np.mean([f.part * run.forecast for f, run in zip(found, runs, strict=True)]))
+    assert z > 6
+    assert abs(corrected - z) < 2.5
+    assert (forecast > 1.5 * z) == bool(taken)
+    assert all(each.is_loss for each in found) == bool(taken)
+
+
+def test_one_member_finds_the_same_with_a_larger_error_and_a_stranger_nothing() -> None:
+    """Within four standard errors each; the seeds are fixed."""
+    for seed in range(3):
+        run = walked(seed, 0.08, alone=1)
+        one = run.each[0]
+        assert run.all is not None
+        assert one is not None
+        assert run.strangers is not None
+        assert abs(one.part - run.all.part) < 4 * one.error
+        assert one.error == pytest.approx(run.all.error * MEMBERS**0.5, abs=0.03)
+        assert abs(run.strangers.part) < 4 * max(run.strangers.error, 0.01)
+        assert run.all.part > 3 * run.all.error
+
+
+def test_the_error_that_is_told_is_that_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thirty members, each by itself: their spread, which has a chance of 13 %, and three of that."""
+    monkeypatch.setattr(survival, "ENOUGH", 9.0)
+    found = [each for each in walked(5, 0.0, rounds=12, members=30, alone=30).each if each is not None]
+    assert len(found) == 30
+    spread, told = float(np.std([each.part for each in found])), float(np.mean([each.error for each in found]))
+    assert 0.61 < spread / told < 1.39
+    assert abs(float(np.mean([each.part for each in found])) - 1) < 4 * told / 30**0.5
+
+
+def test_decay_that_the_terms_name_is_no_loss() -> None:
+    """What the forecast counts already is not counted again: decay takes weights, mark and noise along."""
+    told = walked(1, 0.03, decay="0.03")
+    assert told.all is not None
+    assert abs(told.all.part - 1) < 4 * told.all.error
+    assert walked(1, 0.03).all.part < 0.9  # type: ignore[union-attr]
+
+
+def test_of_a_large_model_some_blocks_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for everybody, spread over all of it; the error grows as 1/√p."""
+    for coordinates in (1, 4096, 1 << 20, (1 << 20) + 1, 11_173_962):
+        spans = traced_spans(coordinates)
+        count = sum(span.stop - span.start for span in spans)
+        assert count == coordinates if coordinates <= 1 << 20 else (1 << 18) < count <= (1 << 20) + (1 << 12)
+        assert spans[0].start == 0
+        assert spans[-1].stop > coordinates - (1 << 12) * -(-coordinates // (1 << 20))
+    whole = walked(2, 0.08).all
+    monkeypatch.setattr(survival, "MOST", 12_000)
+    monkeypatch.setattr(survival, "_BLOCK", 100)
+    part = walked(2, 0.08).all
+    assert sum(span.stop - span.start for span in traced_spans(LAYOUT.coordinates)) == 12_000
+    assert whole is not None
+    assert part is not None
+    assert abs(part.part - whole.part) < 4 * part.error
+    assert part.error == pytest.approx(whole.error * 3**0.5, abs=0.02)
+
+
+# --- in a federation ---
+
+BIG = {"a.weight": (100, 60), "b.weight": (120, 100)}
+NOISY = {"rho": "0.1", "c_max": "0.1"}  # and dither 3, as by default
+
+
+def big() -> dict[str, Any]:
+    rng = np.random.default_rng(8)
+    model = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in BIG.items()}
+    return {**model, "bias": np.zeros(100, np.float32)}
+
+
+def wander(model: dict[str, Any], data: float, seed: int) -> dict[str, Any]:  # noqa: ARG001
+    """Steps at random, and a tenth of the way back to where training began."""
+    rng, start = np.random.default_rng(seed), big()
+    return {
+        n: (w + 0.02 * rng.standard_normal(w.shape) - 0.1 * (w - start[n])).astype(np.float32) for n, w in model.items()
+    }
+
+
+def world(c_max: str = "0.1", **policy: str) -> World:
+    return World(model_of=big(), strength={**NOISY, "c_max": c_max}, policy={"sums": "checked", **policy})
+
+
+def measured(of: World, run: simulation.Federation) -> float:
+    return KnownKey.from_shares(of.manifest, of.shares, of.layout, TensorsInMemory(of.model)).z(run.model)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"packing": "1"},
+        {"packing": "2"},
+        {"packing": "4"},
+        {"optimiser": "fedavgm:server_momentum=0.5"},
+        {"optimiser": "fedadam:eta=0.01"},
+    ],
+    ids=str,
+)
+def test_a_federation_reports_it(policy: dict[str, str]) -> None:
+    """Whatever is lost, packed or stepped. A key's chance and the noise's: 4.5 deviations, one false alarm in 10^5."""
+    of = world(**policy)
+    losses = Losses({(5, "upload", 1): [2], (7, "train"): [4], (9, "unmask"): [5]})
+    run = of.federation(members=of.members(wander), losses=losses)
+    reports = list(run.rounds(14))
+    last, z = reports[-1], measured(of, run)
+    assert not any(report.given_up for report in reports), [report.given_up for report in reports]
+    assert not reports[0].survival
+    assert 0 < last.survival_error < 0.2
+    assert last.corrected_z == pytest.approx(max(0, last.survival) * last.expected_z)
+    assert abs(last.corrected_z - z) < 4.5 * (1 + (last.survival_error * last.expected_z) ** 2) ** 0.5
+    if "fedadam" not in policy.get("optimiser", ""):  # whose steps hardly take anything back here
+        assert last.survival + 2 * last.survival_error < 1
+        assert abs(last.expected_z - z) > 4.5
+        assert last.final_z == pytest.approx(last.corrected_z)  # a loss beyond chance: the course goes by it
+        assert "on course for" in last.advice
+    assert f"{100 * last.survival:.0f} ± " in simulation.summary(run)
+
+
+def test_the_noise_of_other_states_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if members counted noise that they did not add: the number is about the model, not about the procedure."""
+    honest = RoundMember.noise
+
+    def of_another_state(self: RoundMember, members: Any) -> tuple[Fraction, Stream]:
+        weight, _ = honest(self, members)
+        return weight, Stream(bytes([self.point]) * 32, "other", self.state)
+
+    monkeypatch.setattr(RoundMember, "noise", of_another_state)
+    of = world()
+    run = of.federation(members=of.members(wander))
+    last = list(run.rounds(12))[-1]
+    assert last.survival_error > 0
+    assert abs(last.survival) < 4 * max(last.survival_error, 0.01)
+
+
+def test_nothing_is_told_where_there_is_no_noise_or_too_little_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = World(model_of=big(), strength={**NOISY, "dither": "0"})
+    plain = world()
+    runs = [w.federation(members=w.members(wander, mark=mark)) for w, mark in ((quiet, True), (plain, False))]
+    for run in runs:
+        reports = list(run.rounds(6))
+        assert not any(report.survival or report.survival_error or report.corrected_z for report in reports)
+        assert "is left" not in simulation.summary(run)
+    small = World(strength=NOISY)  # 1,476 carriers, and so an error of 0.1 to 0.3
+    monkeypatch.setattr(survival, "ENOUGH", 0.05)
+    reports = list(small.federation().rounds(4))
+    assert reports[-1].expected_z > 0
+    assert not any(report.survival_error for report in reports)
+
+
+def test_a_run_that_is_taken_up_again_goes_on_with_it(tmp_path: Path) -> None:
+    """Bit for bit. Without the file, or with one of another round, it is about what is embedded from then on."""
+    of = world("0.03")  # so weak that it goes on growing
+
+    def federation(folder: str) -> simulation.Federation:
+        return of.federation(members=of.members(wander), folder=tmp_path / folder)
+
+    whole = list(federation("whole").rounds(8))
+    for case in ("kept", "older", "damaged"):
+        run = federation(case)
+        list(run.rounds(4))
+        older = (tmp_path / case / simulation.NOISE).read_bytes()
+        run.round()
+        file = tmp_path / case / simulation.NOISE
+        assert file.stat().st_mode & 0o777 == 0o600
+        if case != "kept":
+            file.write_bytes(older if case == "older" else older[:500])
+        taken_up = federation(case)
+        assert taken_up._tracer is not None
+        assert taken_up._tracer._mark.any() == (case == "kept")
+        list(taken_up.rounds(8))
+        again = taken_up.reports
+        if case == "kept":
+            assert (again[-1].survival, again[-1].survival_error) == (whole[-1].survival, whole[-1].survival_error)
+        else:
+            assert again[-1].survival_error > whole[-1].survival_error > 0
+        events = (tmp_path / case / "events.jsonl").read_text().splitlines()
+        assert json.loads(events[-1])["survival"] == again[-1].survival
+
+
+# --- what nobody can tell from public models ---
+
+
+def test_the_same_public_run_may_have_a_mark_or_none() -> None:
+    """To the bit: models, amplitudes and forecast are the same, z is not. In the second run the members have another
+    key, and their training takes S⊙τ back: what each of them uploads is another, and the sum is the same. The
+    members' noise tells the runs apart, and whoever has public models only cannot."""
+    rng = np.random.default_rng(3)
+    strength = Strength.of({"rho": "0.1", "c_max": "0.1", "alike": "mark", "dither": "0"}, LAYOUT.coordinates)
+    start = codec.decode(codec.encode(rng.normal(0, 0.1, LAYOUT.size)), np.float64)
+    keys = rng.choice(np.array([-1, 1]), (2, LAYOUT.size))
+    learnt = [codec.encode(rng.normal(0, 0.01, LAYOUT.size)) for _ in range(20)]  # E of each round's update
+    known = [KnownKey(key.astype(np.int8), LAYOUT, TensorsInMemory.of(LAYOUT, start)) for key in keys]
+    states = [MarkState(strength, LAYOUT, "rademacher", codec.encode(start)) for _ in keys]
+    for number, update in enumerate(learnt, 1):
+        sums = []
+        for run, state in enumerate(states):
+            amplitudes = state.amplitudes(number)
+            trained = field.add(state.model, update)
+            if run:  # these members' training: E(θ) + update + S⊙(τ − τ′), a model like any other
+                ideal_mark(trained, amplitudes, keys[0])
+                ideal_mark(trained, amplitudes, -keys[1])
+            ideal_mark(trained, amplitudes, keys[run])  # what secure aggregation adds in both
+            sums.append(trained)
+            state.advance(number, trained, amplitudes if amplitudes.marks else None)
+        assert (sums[0] == sums[1]).all()
+    assert states[0].to_bytes() == states[1].to_bytes()
+    assert expected_z(states[0], BALANCED) == expected_z(states[1], BALANCED) > 8
+    end = TensorsInMemory.of(LAYOUT, codec.decode(states[0].model, np.float64))
+    assert known[0].z(end) > 8
+    assert abs(known[1].z(end)) < 4
