@@ -79,6 +79,7 @@ WHOLE = {  # modules that are about such a package, and import it at the top: ot
     "quorumark.research.lab.parted",
     "quorumark.research.lab.masked",
     "quorumark.research.lab.models",
+    "quorumark.research.lab.null",
     "quorumark.research.lab.removal",
     "quorumark.research.lab.observer",
     "quorumark.research.lab.retrain",
