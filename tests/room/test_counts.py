@@ -1,5 +1,5 @@
-"""How much it takes of people: five members found a consortium and get their first certificate, and each of them runs at
-most three commands and presses at most two buttons. A step that needs one more fails here."""
+"""How much it takes of people: five members found a consortium and get their first certificate, and each of them runs
+at most three commands and presses at most two buttons. A step that needs one more fails here."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_three_commands_and_two_clicks_each(tmp_path: Path) -> None:
         for one in people:
             one.click("Agree", "Make a key")
         anchors = [lambda one=one: list(one.home.glob("consortia/*/anchor.safetensors")) for one in people]
-        until(lambda: all(found() for found in anchors), "the key")  # type: ignore[no-untyped-call]
+        until(lambda: all(found() for found in anchors), "the key")
 
         suspect = marked(people, room.address)
         asker.run("room", "ask", str(suspect), "--purpose", "offered by a reseller", "--answers", "5")
@@ -153,5 +153,5 @@ def test_the_demo_passes_in_two_minutes(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout, done.stderr)
     passed = re.search(r"^ *([0-9.]+) s  PASSED", done.stdout, re.MULTILINE)
     assert passed is not None, done.stdout
-    print(f"from `room demo` to PASSED: {passed[1]} s; whole command {time.monotonic() - start:.1f} s")
+    sys.stdout.write(f"from `room demo` to PASSED: {passed[1]} s; whole command {time.monotonic() - start:.1f} s\n")
     assert float(passed[1]) < 300

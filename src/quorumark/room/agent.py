@@ -24,6 +24,7 @@ from quorumark.room.asking import Asking
 from quorumark.room.auditing import Auditing
 from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
+from quorumark.room.combining import Papers
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.drafts import Drafts
 from quorumark.room.founding import Founding
@@ -197,7 +198,7 @@ class Agent:
             return None
         return terms if terms.has_key else None
 
-    def report(self, about: str) -> Path | None:
+    def report(self, about: str) -> Papers | None:
         """Where certificate and report of a query are, once they are there."""
         return self._asking.report(about)
 

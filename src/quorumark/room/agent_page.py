@@ -184,11 +184,12 @@ class AgentPage:
         kinds = {"report.html": "text/html; charset=utf-8", "certificate.json": "application/octet-stream"}
         if name not in kinds or one.kind != "query" or one.state != "done":
             raise RoomError("there is nothing at this address", code="room.not-found")
-        folder = await asyncio.to_thread(self._agent.report, one.digest)
-        if folder is None:
+        papers = await asyncio.to_thread(self._agent.report, one.digest)
+        if papers is None:
             raise RoomError("there is no certificate yet", code="room.not-found")
         headers = {"content-security-policy": _REPORT} if name == "report.html" else {}
-        return FileResponse(folder / name, media_type=kinds[name], headers=headers)
+        path = papers.report if name == "report.html" else papers.certificate
+        return FileResponse(path, media_type=kinds[name], headers=headers)
 
     # --- asking ---
 
@@ -260,7 +261,7 @@ class AgentPage:
     def _now(self) -> str:
         desk = self._agent.desk
         states: list[Any] = [
-            [one.shown, one.state, one.status, [list(pair) for pair in one.people], *desk.said(one.digest)]
+            [one.shown, one.state, one.late, one.status, [list(pair) for pair in one.people], *desk.said(one.digest)]
             for one in desk.matters()
         ]
         drafts: list[Any] = [[one.id, one.state] for one in self._agent.drafts.shown()]
