@@ -199,6 +199,7 @@ def _ask_at_terminal(agent: Agent) -> None:
             _say(line)
         questions = {"terms": "agree, and make the key?", "call": "agree, and do this with the others?"}
         questions["audit"] = "open these pieces of your share, for good?"
+        questions["examine"] = "open the answers that are sealed to you?"
         question = questions.get(matter.kind, "answer, and sign what follows?")
         said = answered(lambda question=question: typer.confirm(question))  # type: ignore[misc]
         try:

@@ -27,7 +27,9 @@ from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.combining import Papers
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.drafts import Drafts
+from quorumark.room.examining import Examining
 from quorumark.room.founding import Founding
+from quorumark.room.layering import Choices, find_choices
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
 from quorumark.room.seat import Seat
@@ -72,7 +74,7 @@ class Agent:
         self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
         self._founding, self._asking = Founding(self._seat), Asking(self._seat)
         self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
-        self._standings = Standings(self._seat)
+        self._standings, self._examining = Standings(self._seat), Examining(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -155,7 +157,7 @@ class Agent:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
                     every = (self._standings, self._founding, self._changing, self._auditing, self._asking)
-                    for part in every:
+                    for part in (*every, self._examining):
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:
@@ -201,6 +203,14 @@ class Agent:
     def report(self, about: str) -> Papers | None:
         """Where certificate and report of a query are, once they are there."""
         return self._asking.report(about)
+
+    def numbers(self, about: str) -> Path | None:
+        """The numbers by layer of a query that this member examined: for its own page alone."""
+        return self._examining.numbers(about)
+
+    def choices(self) -> Choices | None:
+        """What a question can be about; None while there is no key, or several."""
+        return None if self.terms() is None else find_choices(self.home, self.place)
 
     def fetch(self, about: str) -> None:
         """The member wants to see a suspect that is too large to be fetched unasked."""

@@ -45,7 +45,7 @@ from quorumark.room.combining import Combining, Papers
 from quorumark.room.desk import Matter
 from quorumark.room.heads import Heads, say_head
 from quorumark.room.place import Place
-from quorumark.room.question import LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
+from quorumark.room.question import ASK, LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
 from quorumark.room.seat import Seat, sha256_of
 from quorumark.verify.answer import check_answerable
 from quorumark.verify.certificate import Certificate
@@ -60,7 +60,6 @@ from quorumark.verify.rules import read_rules
 __all__ = ["Asking", "ask", "compute_query", "send_question"]
 
 _LEDGERS = "room.ledger-head"  # looked at again: people mend it
-_ASK = "quorumark-room-ask/v1"
 _ASKED = re.compile("query/([0-9a-f]{64})/ask.msg")
 
 
@@ -139,7 +138,7 @@ def send_question(
     if after is not None:
         client.upload(after.to_bytes(), f"{start}/after.json")
     client.upload(query.to_bytes(), f"{start}/query.json")
-    word = canonical({"format": _ASK, "purpose": purpose, "answers": wanted})
+    word = canonical({"format": ASK, "purpose": purpose, "answers": wanted})
     point = terms.point_of(identity.ed25519)
     client.upload(identity.write(header("ask", query, point), word), f"{start}/ask.msg")
     say_head(client, home, identity, ours, manifest, query)
@@ -171,7 +170,9 @@ class Asking:
         self._settled: dict[str, tuple[int, str]] = {}  # how many there were when nothing was left to do
 
     def step(self, client: Client) -> None:
-        """Does what can be done now."""
+        """Does what can be done now. Who is in the room without a key, such as an examiner, has nothing to answer."""
+        if not any(place.manifest_path.exists() for place in self._seat.home.consortia()):
+            return
         self._entries = Counter(one.name.split("/")[1] for one in self._seat.mirror.named("query/", ""))
         for notice in self._seat.mirror.named("query/", "/ask.msg"):
             found = _ASKED.fullmatch(notice.name)
@@ -269,7 +270,7 @@ class Asking:
         terms = manifest.terms
         point = terms.point_of(word.author)
         body = open_message(client.small(word, LARGEST_WORD), terms, header("ask", query, point))
-        said = take(parse(body, _ASK, "a question"), ["purpose", "answers"], "a question")
+        said = take(parse(body, ASK, "a question"), ["purpose", "answers"], "a question")
         require(is_text(said["purpose"], 500), "a question's purpose", "must be printable")
         require(is_count(said["answers"], terms.threshold), "a question's answers", "must be at least the threshold")
         after = None
@@ -452,7 +453,7 @@ class Asking:
         answered = [name for name, what in people if what == "answered"]
         count = f"{len(answered)} of {asked.answers} answers ({', '.join(answered) or 'nobody yet'})"
         if asked.query.layers is not None and len(answered) >= asked.answers:
-            count += f"; {asked.query.layers.examiner.name} must open them (quorumark room examine)"
+            count += f"; {asked.query.layers.examiner.name} must open them"
         if said == "no":
             self._seat.desk.move(about, "declined", f"you declined; {count}", people=people)
         elif said == "yes":

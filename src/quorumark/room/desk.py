@@ -24,7 +24,7 @@ State = Literal["checking", "waiting", "working", "declined", "refused", "done"]
 class Matter:
     """Something to decide on. `facts` were computed by this agent; `status` says how far it is."""
 
-    kind: Literal["terms", "query", "call", "audit"]
+    kind: Literal["terms", "query", "call", "audit", "examine"]
     digest: str
     title: str
     facts: tuple[tuple[str, str], ...] = ()
