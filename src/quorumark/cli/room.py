@@ -89,6 +89,10 @@ def join_room(
     ] = None,
     prompt: Annotated[bool, typer.Option("--prompt", help="Ask for decisions at this terminal as well.")] = False,
     page: Annotated[bool, typer.Option("--page/--no-page", help="Serve your own page on 127.0.0.1.")] = True,
+    signer: Annotated[
+        Path | None,
+        typer.Option(help="The socket of `quorumark member serve`, where another user holds the share (docs/room.md)."),
+    ] = None,
     ca: CaFile = None,
     *,
     keys: Keys,
@@ -106,7 +110,7 @@ def join_room(
     member, unlock = HomeFolder(home), keys.unlock(home)
     policy = None if approve_with is None else Policy.read(approve_with)
     _enter(home, member.identity(unlock), url, found, examples, invite, ca)
-    agent = Agent(member, unlock, policy, note=_say, cafile=ca)
+    agent = Agent(member, unlock, policy, note=_say, cafile=ca, signer=signer)
     shown = None
     if page:
         try:

@@ -33,6 +33,7 @@ from quorumark.room.layering import Choices, find_choices
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
 from quorumark.room.seat import Seat
+from quorumark.room.shares import OwnShare, Signer
 from quorumark.room.standing import Standings
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
@@ -63,7 +64,9 @@ class Agent:
         policy: Policy | None = None,
         note: Note = lambda _: None,
         cafile: Path | None = None,
+        signer: Path | None = None,
     ) -> None:
+        """`signer`: the socket of the process that holds the share, where it is not in this home."""
         self.home, self.place = home, Place(home.path)
         self.settings = self.place.settings()
         self.identity = home.identity(unlock)
@@ -71,7 +74,9 @@ class Agent:
         self.drafts = Drafts(home, self.identity, self.place)
         self.stopped = threading.Event()
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
-        self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
+        share = OwnShare(home, unlock) if signer is None else Signer(home, self.identity, signer)
+        where = (self.place, self.desk, self._mirror, policy or Policy(), share)
+        self._seat = Seat(home, unlock, self.identity, *where)
         self._founding, self._asking = Founding(self._seat), Asking(self._seat)
         self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
         self._standings, self._examining = Standings(self._seat), Examining(self._seat)

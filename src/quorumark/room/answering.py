@@ -19,9 +19,7 @@ from quorumark.room.heads import Heads
 from quorumark.room.numbering import again
 from quorumark.room.question import LARGEST_PARTIAL, Asked, header
 from quorumark.room.seat import Seat
-from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.check import sign
 from quorumark.verify.evidence import Partial
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.rules import AnswerRules, read_rules
@@ -102,17 +100,8 @@ class Answering:
         if not path.exists():
             if not compared:
                 return
-            made = answer(
-                seat.home,
-                seat.unlock,
-                asked.reference,
-                asked.suspect,
-                asked.query,
-                approved=by == "person",
-                after=asked.after,
-                consortium=asked.ours,
-                rules=self._rules() if by == "policy" else None,
-            )
+            rules = self._rules() if by == "policy" else None
+            made = seat.share.answer(asked, person=by == "person", rules=rules)
             write_private(path, made.to_bytes())
         self._heads.say(client, asked, answered=True)  # first: those who see the answer can know what it did
         seat.send(client, path, f"{asked.start}/partial.json")
@@ -139,7 +128,7 @@ class Answering:
                     continue  # made without this member's answer: nothing to sign
                 if before is not None and not follows(certificate, before):
                     continue
-                signed = sign(self._seat.home, self._seat.unlock, certificate, consortium=asked.ours)
+                signed = self._seat.share.sign(asked, certificate)
                 write_private(path, signed.to_bytes())
             before = Certificate.from_bytes(path.read_bytes())
             self._seat.send(client, path, f"{asked.start}/{path.name.partition('-')[2]}")

@@ -47,7 +47,6 @@ from quorumark.room.heads import Heads, say_head
 from quorumark.room.place import Place
 from quorumark.room.question import ASK, LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
 from quorumark.room.seat import Seat, sha256_of
-from quorumark.verify.answer import check_answerable
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
 from quorumark.verify.guard import budget
@@ -211,8 +210,8 @@ class Asking:
         matter = Matter("query", about, f"Is {files!r} ours?", facts)
         try:
             if not asked.kept(self._seat.place, "partial.json").exists():
-                check_answerable(self._seat.home, asked.reference, prepared, after=asked.after, consortium=asked.ours)
-        except (EvidenceError, GuardError) as error:  # nobody is asked about what would be refused anyway
+                self._seat.share.check(asked, prepared)
+        except (EvidenceError, GuardError, RoomError) as error:  # nobody is asked about what would be refused anyway
             self._refused[about] = there
             self._seat.desk.put(
                 replace(matter, state="refused", status=str(error), code=error.code or "room.other-query")

@@ -15,7 +15,7 @@ from quorumark.errors import RoomError
 from quorumark.room.client import Notice
 from quorumark.room.place import Decisions
 
-__all__ = ["Desk", "Matter", "Mirror"]
+__all__ = ["Desk", "Matter", "Mirror", "State"]
 
 State = Literal["checking", "waiting", "working", "declined", "refused", "done"]
 
