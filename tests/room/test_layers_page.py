@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from quorumark.room.agent import Agent
 from quorumark.room.asking import ask
 from quorumark.room.client import Client
 from quorumark.room.desk import Matter
-from quorumark.room.examining import bring_word, save_sealed
+from quorumark.room.examining import bring_word
 from quorumark.room.people import read_cards
 from quorumark.room.place import Place, Settings
 from quorumark.verify.certificate import Certificate
-from quorumark.verify.evidence import Partial, Query
-from quorumark.verify.examine import examine
+from quorumark.verify.evidence import Query
 from quorumark.verify.ledger import Ledger
 from tests.kit.browser import CHROMIUM, browser
+from tests.kit.commands import run
 from tests.kit.consortium import trained_from
 from tests.kit.forms import body, send
 from tests.kit.layered import STRENGTH, evaded, layered_anchor
@@ -232,8 +233,15 @@ def test_an_examiner_under_a_members_name_is_the_member_or_nobody(
         path.unlink()
 
 
+def command(*arguments: str) -> str:
+    done = run({**os.environ}, *arguments)
+    assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+    return done.stdout
+
+
 def test_the_word_of_an_examiner_who_is_not_in_the_room_comes_by_a_file(scene: Scene, tmp_path: Path) -> None:
-    group, elsewhere = scene.group, Identity.generate("Auditor Elm")
+    group = scene.group
+    outside, _ = make_home(tmp_path, "Auditor Elm")
     home: HomeFolder = group.homes[0][0]
     suspect = scene.evaded(2)
     plain = put_question(group, suspect, answers=3)
@@ -243,25 +251,27 @@ def test_the_word_of_an_examiner_who_is_not_in_the_room_comes_by_a_file(scene: S
     papers = group.agent(0).report(scene.matter(0, plain).digest)
     assert papers is not None
     before = Certificate.from_bytes(papers.certificate.read_bytes())
-    options: Any = {"answers": 3, "after": before, "examiner": elsewhere.card()}
+    options: Any = {"answers": 3, "after": before, "examiner": outside.card()}
     query = ask(group.client(0), home, identity(group, 0), suspect, "an auditor", **options)
     for index in range(3):
         scene.say(index, query)
     until(lambda: "Auditor Elm must open them" in scene.matter(0, query).status, "the answers")
-    assert save_sealed(group.client(1), group.homes[1][0], query.digest()[:16], tmp_path / "sealed") == 3
-    partials = [Partial.from_bytes(path.read_bytes()) for path in sorted((tmp_path / "sealed").glob("partial-*.json"))]
-    manifest = home.only_consortium().manifest()
-    word = examine(elsewhere, manifest, query, partials).opened.to_bytes()
-    client, birch = group.client(1), identity(group, 1)
+    birch = group.homes[1][0]
+    examine = ("room", "examine", query.digest()[:16], "--home", str(birch.path))
+    assert command(*examine, "--save", str(tmp_path / "sealed")) == f"3 sealed answers are in {tmp_path / 'sealed'}\n"
+    sealed = [str(path) for path in sorted((tmp_path / "sealed").glob("partial-*.json"))]
+    where = ("--manifest", str(tmp_path / "sealed" / "consortium.json"), "--home", str(outside.path))
+    command("verify", "open", str(tmp_path / "sealed" / "query.json"), *sealed, *where, "--out", str(tmp_path / "w"))
+    word = (tmp_path / "w").read_bytes()
     forged = word.replace(b'"wrong":[]', b'"wrong":[1]')
     assert forged != word
     for bad, start in ((forged, query.digest()), (word, plain.digest())):
         with pytest.raises(QuorumarkError):
-            bring_word(client, group.homes[1][0], birch, start, bad)
-    bring_word(client, group.homes[1][0], birch, query.digest()[:16], word)
+            bring_word(group.client(1), birch, identity(group, 1), start, bad)
+    command(*examine, "--word", str(tmp_path / "w"))
     until(lambda: scene.matter(0, query).verdict == "PASSED", "the verdict")
     with pytest.raises(RoomError):
-        bring_word(client, group.homes[1][0], birch, "00", word)
+        bring_word(group.client(1), birch, identity(group, 1), "00", word)
 
 
 def test_a_suspect_that_is_gone_must_be_chosen(scene: Scene) -> None:

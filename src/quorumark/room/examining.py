@@ -15,11 +15,11 @@ from pathlib import Path
 
 from quorumark.canonical import digest, parse
 from quorumark.checks import is_count, is_text, require, take
-from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.home import HomeFolder, history_name
 from quorumark.consortium.identity import Identity, open_message
 from quorumark.consortium.records import Manifest
 from quorumark.errors import EvidenceError, QuorumarkError, RoomError
-from quorumark.files import write_private
+from quorumark.files import write_private, write_shared
 from quorumark.model.layout import ModelLayout
 from quorumark.report.layers import layers_page
 from quorumark.room.client import Client, Notice
@@ -48,7 +48,8 @@ def examine_in_room(client: Client, home: HomeFolder, identity: Identity, start:
     `start` is the beginning of the query's digest. An examiner that is not a member takes the manifest from the room:
     it must compare its digest with what members say.
     """
-    log, query, manifest = _find(client, home, start)
+    log, query, chain = _find(client, home, start)
+    manifest = chain[-1]
     examined = examine(identity, manifest, query, _partials(client, log, manifest, query))
     _put(client, log, identity.ed25519, query, examined.opened)
     return examined, manifest
@@ -56,13 +57,13 @@ def examine_in_room(client: Client, home: HomeFolder, identity: Identity, start:
 
 def save_sealed(client: Client, home: HomeFolder, start: str, folder: Path) -> int:
     """The query and its sealed answers as files, for an examiner who is not in the room; how many answers."""
-    log, query, manifest = _find(client, home, start)
-    found = _partials(client, log, manifest, query)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "consortium.json").write_bytes(manifest.to_bytes())
-    (folder / "query.json").write_bytes(query.to_bytes())
-    for partial in found:
-        (folder / f"partial-{partial.point}.json").write_bytes(partial.to_bytes())
+    log, query, chain = _find(client, home, start)
+    found = _partials(client, log, chain[-1], query)
+    files = {f"partial-{partial.point}.json": partial.to_bytes() for partial in found}
+    files |= {f"history/{history_name(link.digest().hex())}": link.to_bytes() for link in chain[:-1]}
+    files |= {"consortium.json": chain[-1].to_bytes(), "query.json": query.to_bytes()}
+    for name, content in files.items():
+        write_shared(folder / name, content)
     return len(found)
 
 
@@ -77,19 +78,22 @@ def bring_word(client: Client, home: HomeFolder, identity: Identity, start: str,
     return word
 
 
-def _find(client: Client, home: HomeFolder, start: str) -> tuple[list[Notice], Query, Manifest]:
+def _find(client: Client, home: HomeFolder, start: str) -> tuple[list[Notice], Query, list[Manifest]]:
     log = [one for one in client.whole_log() if not one.gone]
     query = _query(client, log, start)
-    return log, query, _manifest(client, home, log, query)
+    return log, query, _chain(client, home, log, query)
 
 
-def _manifest(client: Client, home: HomeFolder, log: list[Notice], query: Query) -> Manifest:
+def _chain(client: Client, home: HomeFolder, log: list[Notice], query: Query) -> list[Manifest]:
+    """The manifests up to the query's, from this home or from the room."""
     ours = home.consortium_of(query.manifest)
     if ours is not None and ours.manifest_path.exists():
         chain = ours.chain()
     else:
         chain = fetch_chain(client, lambda name: [one for one in log if one.name == name], query.manifest)
-    return next((link for link in chain if link.digest().hex() == query.manifest), chain[-1])
+    digests = [link.digest().hex() for link in chain]
+    require(query.manifest in digests, "a query", "must be about a manifest of its consortium")
+    return chain[: digests.index(query.manifest) + 1]
 
 
 def _put(client: Client, log: list[Notice], author: str, query: Query, word: Opened) -> None:
@@ -204,7 +208,7 @@ class Examining:
             self._others.add((about, notice.sha256))
             return
         try:
-            manifest = _manifest(client, seat.home, seat.mirror.named("manifest/", ".json"), query)
+            manifest = _chain(client, seat.home, seat.mirror.named("manifest/", ".json"), query)[-1]
             point = manifest.terms.point_of(word.author)
             body = open_message(client.small(word, LARGEST_WORD), manifest.terms, header("ask", query, point))
             said = take(parse(body, ASK, "a question"), ["purpose", "answers"], "a question")
