@@ -437,6 +437,8 @@ class Asking:
         people = self._combining.people(client, asked, final)
         if final is not None:
             self._combining.keep(asked, final, number)
+            if asked.asker != self._seat.key:
+                self._combining.look_late(client, asked, final)
             finding = final.finding
             z, least = (f"{float(number):.2f}" for number in (finding.z, finding.threshold))
             text = f"{finding.verdict}: z = {z}, threshold {least}; {finding.corroboration}"

@@ -96,7 +96,9 @@ class Combining:
         if not counts:
             self._combine_first(client, asked)
         elif self._folder(asked, counts[0]).certificate.exists():
-            self._combine_late(client, asked, self._own(asked, counts[-1]))
+            later = self.look_late(client, asked, self._own(asked, counts[-1]))
+            if later is not None:
+                self._keep_combined(asked, later, len(later.finding.partials))
         for count in self._made(asked):
             name = again("combined.msg", count)
             self._seat.send(client, asked.kept(self._seat.place, name), f"{asked.start}/{name}")
@@ -121,32 +123,33 @@ class Combining:
         if enough and (asked.query.layers is None or opened is not None):
             self._keep_combined(asked, self._combined_of(asked, partials, opened), 0)
 
-    def _combine_late(self, client: Client, asked: Asked, before: Certificate) -> None:
-        """Answers that came after the last certificate. What does not fit it is named, and the certificate stays."""
+    def look_late(self, client: Client, asked: Asked, before: Certificate) -> Certificate | None:
+        """What follows with the answers that came after a certificate, once for the same answers. What does not fit it
+        is named, at every member, since an asker could be silent about it; the certificate stays."""
         partials = self.partials(client, asked)
         opened = self._opened(client, asked, partials)
         if asked.query.layers is not None:
             partials = [one for one in partials if opened is not None and one.digest() in opened.partials]
         there = tuple(sorted(partial.digest() for partial in partials))
-        if there in self._tried or not set(there) > {partial.digest() for partial in before.finding.partials}:
-            return
+        known, where = {partial.digest() for partial in before.finding.partials}, f"{asked.start}/late"
+        if there in self._tried or not set(there) > known:
+            if known == set(there):
+                self._seat.desk.trouble(where, "")
+            return None
         self._tried.add(there)
-        where, late = (
-            f"{asked.start}/late",
-            {one.point for one in partials} - {p.point for p in before.finding.partials},
-        )
+        late = {one.point for one in partials} - {one.point for one in before.finding.partials}
         names = ", ".join(asked.terms.member(point).name for point in sorted(late))
         try:
             certificate = self._combined_of(asked, partials, opened)
         except EvidenceError as error:
             self._seat.desk.trouble(where, f"the late answer of {names} does not fit the certificate: {error}")
-            return
+            return None
         if not follows(certificate, before):
             text = f"with the late answer of {names} it would say {certificate.finding.verdict}: the certificate stays"
             self._seat.desk.trouble(where, text)
-            return
+            return None
         self._seat.desk.trouble(where, "")
-        self._keep_combined(asked, certificate, len(partials))
+        return certificate
 
     def _combined_of(self, asked: Asked, partials: list[Partial], opened: Opened | None) -> Certificate:
         audits = Ledger.open(asked.ours, asked.manifest).audits()
