@@ -140,6 +140,17 @@ def chosen(scene: Scene) -> dict[str, str]:
     return {"after": after[1], "examiner": judge[1]}
 
 
+def look(scene: Scene, address: str, name: str) -> None:
+    """Pictures of a page, wide and narrow, for whoever looks at them; nothing is wider than the screen."""
+    with browser(scene.group.folder / f"profile-{name}") as tab:
+        for width in (1100, 360):
+            tab.size(width, dark=width == 360)
+            tab.go(address)
+            assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
+            tab.picture(scene.group.folder / f"{name}-{width}.png")
+        assert not tab.errors
+
+
 def test_from_the_form_to_the_examiners_page_and_a_late_answer(scene: Scene) -> None:
     link = visit(f"{scene.pages[0].address}q/{scene.matter(0, scene.plain).digest}")[2]
     assert "Ask by layers" in link
@@ -174,6 +185,8 @@ def test_from_the_form_to_the_examiners_page_and_a_late_answer(scene: Scene) -> 
     numbers = f"{scene.pages[4].address}q/{sealed.digest}/numbers.html"
     assert visit(numbers)[0] == 404  # nobody has pressed
     assert "Open the answers" in visit(scene.pages[4].address)[2]
+    if CHROMIUM is not None:
+        look(scene, scene.pages[4].address, "examiner")
     form = {"about": sealed.digest, "shown": sealed.shown, "say": "yes"}
     assert visit(f"{scene.pages[4].address}decide", "POST", form, **scene.own(4))[0] == 303
     for index in range(4):
@@ -183,6 +196,10 @@ def test_from_the_form_to_the_examiners_page_and_a_late_answer(scene: Scene) -> 
     assert headers["content-security-policy"].startswith("sandbox;")
     assert "Layer by layer" in text
     assert "For your eyes" in visit(f"{scene.pages[4].address}q/{sealed.digest}")[2]
+    if CHROMIUM is not None:
+        look(scene, f"{scene.pages[4].address}q/{sealed.digest}", "examined")
+        look(scene, numbers, "numbers")
+        look(scene, f"{scene.pages[3].address}q/{scene.matter(3, query).digest}", "late")
     home = scene.judge.home.path
     (kept,) = home.glob("room/*/examined/*.html")
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -233,6 +250,39 @@ def test_an_examiner_under_a_members_name_is_the_member_or_nobody(
         path.unlink()
 
 
+def failed(scene: Scene, seed: int) -> tuple[Path, Query, Certificate]:
+    """Another suspect, its plain query, and the certificate, which did not pass."""
+    suspect = scene.evaded(seed)
+    plain = put_question(scene.group, suspect, answers=3)
+    for index in range(3):
+        scene.say(index, plain)
+    until(lambda: scene.matter(0, plain).verdict == "FAILED", "the plain verdict")
+    papers = scene.group.agent(0).report(scene.matter(0, plain).digest)
+    assert papers is not None
+    return suspect, plain, Certificate.from_bytes(papers.certificate.read_bytes())
+
+
+def test_a_member_examines_as_well(scene: Scene) -> None:
+    _, _, before = failed(scene, 3)
+    cedar = scene.group.homes[2][0].card()
+    assert f'<option value="{cedar.fingerprint()}">Cedar, a member<' in scene.form()
+    fields = {**FIELDS, "after": before.digest(), "examiner": cedar.fingerprint()}
+    asked = scene.asked()
+    assert send(scene.pages[0].address, body({}, fields), **scene.own(0))[0] == 303
+    query = scene.query(until(lambda: scene.asked() - asked, "the question").pop())
+    for index in (0, 1, 2):
+        scene.say(index, query)
+    desk = scene.group.agent(2).desk
+
+    def sealed() -> Matter | None:
+        return next((m for m in desk.matters() if m.kind == "examine" and m.state == "waiting"), None)
+
+    matter: Matter = until(lambda: (m := sealed()) and m.status.startswith("3 of 3") and m, "the answers")
+    desk.decide(matter.digest, matter.shown, "yes", "person")
+    until(lambda: scene.matter(0, query).verdict == "PASSED", "the verdict")
+    assert "Layer by layer" in visit(f"{scene.pages[2].address}q/{matter.digest}/numbers.html")[2]
+
+
 def command(*arguments: str) -> str:
     done = run({**os.environ}, *arguments)
     assert done.returncode == 0, (arguments, done.stdout, done.stderr)
@@ -243,14 +293,7 @@ def test_the_word_of_an_examiner_who_is_not_in_the_room_comes_by_a_file(scene: S
     group = scene.group
     outside, _ = make_home(tmp_path, "Auditor Elm")
     home: HomeFolder = group.homes[0][0]
-    suspect = scene.evaded(2)
-    plain = put_question(group, suspect, answers=3)
-    for index in range(3):
-        scene.say(index, plain)
-    until(lambda: scene.matter(0, plain).verdict == "FAILED", "the plain verdict")
-    papers = group.agent(0).report(scene.matter(0, plain).digest)
-    assert papers is not None
-    before = Certificate.from_bytes(papers.certificate.read_bytes())
+    suspect, plain, before = failed(scene, 2)
     options: Any = {"answers": 3, "after": before, "examiner": outside.card()}
     query = ask(group.client(0), home, identity(group, 0), suspect, "an auditor", **options)
     for index in range(3):
