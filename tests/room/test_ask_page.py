@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from quorumark.room.drafts import Draft, plain_name
 from quorumark.room.place import Policy
 from quorumark.verify.evidence import Query
 from quorumark.verify.ledger import Ledger
+from tests.kit.forms import body, send
 from tests.kit.rooms import Group, room_on, until, visit
 
 pytest.importorskip("starlette")
@@ -25,40 +25,7 @@ pytestmark = pytest.mark.room
 from quorumark.room import forms  # noqa: E402 - after the check that its packages are there
 from quorumark.room.agent_page import AgentPage  # noqa: E402
 
-BOUNDARY = "----a-boundary"
 FIELDS = {"purpose": "offered by a reseller", "kind": "plain", "answers": "2"}
-
-
-def body(files: dict[str, bytes], fields: dict[str, str], field: str = "suspect") -> bytes:
-    """A form as browsers send it."""
-    parts = [
-        f'Content-Disposition: form-data; name="{field}"; filename="{name}"\r\n'
-        "Content-Type: application/octet-stream\r\n\r\n".encode()
-        + content
-        for name, content in files.items()
-    ]
-    parts += [f'Content-Disposition: form-data; name="{n}"\r\n\r\n{text}'.encode() for n, text in fields.items()]
-    start = f"--{BOUNDARY}\r\n".encode()
-    return b"".join(start + part + b"\r\n" for part in parts) + f"--{BOUNDARY}--\r\n".encode()
-
-
-def send(page: AgentPage, content: bytes, **headers: str) -> tuple[int, str]:
-    parts = urlsplit(page.address)
-    sent = {"content-type": f"multipart/form-data; boundary={BOUNDARY}", "content-length": str(len(content))}
-    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = http.client.HTTPConnection("127.0.0.1", parts.port, timeout=60)
-    connection.putrequest("POST", parts.path + "ask", skip_host="host" in sent)
-    for name, value in sent.items():
-        connection.putheader(name, value)
-    try:
-        connection.endheaders()
-        connection.send(content)
-    except OSError:
-        pass  # it was refused before all was sent
-    answer = connection.getresponse()
-    text = answer.read().decode("utf-8", "replace")
-    connection.close()
-    return answer.status, text
 
 
 class Scene:
@@ -98,7 +65,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def test_a_member_asks_on_its_page_and_all_get_report_and_certificate(scene: Scene) -> None:
     group, content = scene.group, scene.suspect.read_bytes()
-    status, _ = send(scene.page, body({"a model.safetensors": content}, FIELDS), **scene.own)
+    status, _ = send(scene.page.address, body({"a model.safetensors": content}, FIELDS), **scene.own)
     assert status == 303
     matters = [group.decide(index, "query") for index in (0, 1)]
     assert dict(matters[1].facts)["why"] == FIELDS["purpose"]
@@ -129,7 +96,11 @@ def test_a_confidential_suspect_stays_here(scene: Scene) -> None:
     suspect = scene.group.marked("secret.safetensors", seed=9)
     before = scene.queries()
     assert (
-        send(scene.page, body({"secret.safetensors": suspect.read_bytes()}, FIELDS | {"keep": "yes"}), **scene.own)[0]
+        send(
+            scene.page.address,
+            body({"secret.safetensors": suspect.read_bytes()}, FIELDS | {"keep": "yes"}),
+            **scene.own,
+        )[0]
         == 303
     )
     (query,) = until(lambda: scene.queries() - before, "the question")
@@ -165,12 +136,12 @@ def test_nobody_else_asks(scene: Scene, what: str, monkeypatch: pytest.MonkeyPat
     made: list[Draft] = []
     monkeypatch.setattr(type(scene.group.agent(0).drafts), "finish", lambda _, __, draft: made.append(draft))
     content = body({"x.safetensors": b"12345678"}, FIELDS)
-    status, text = send(scene.page, content, **headers)
+    status, text = send(scene.page.address, content, **headers)
     assert (status, text[:14]) == (403, "room.elsewhere")
     assert not made
     assert not scene.left()
     monkeypatch.setattr(AgentPage, "_check", lambda *_: None)  # without the check it would have been asked
-    assert send(scene.page, content, **headers)[0] == 303
+    assert send(scene.page.address, content, **headers)[0] == 303
     assert len(made) == 1
     for folder in scene.drafts.iterdir():
         scene.group.agent(0).drafts.drop(folder)
@@ -195,7 +166,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_form_asks_nothing_and_leaves_nothing(scene: Scene, what: str) -> None:
     content, words = WRONG[what]
-    status, text = send(scene.page, content, **scene.own)
+    status, text = send(scene.page.address, content, **scene.own)
     assert 400 <= status < 500
     assert words in text
     assert not scene.left()
@@ -204,19 +175,21 @@ def test_a_wrong_form_asks_nothing_and_leaves_nothing(scene: Scene, what: str) -
 def test_a_file_above_the_limit_is_not_kept(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "LARGEST_SUSPECT", 1 << 20)
     content = body({"x": bytes(2 << 20)}, FIELDS)
-    status, text = send(scene.page, content, **scene.own)
+    status, text = send(scene.page.address, content, **scene.own)
     assert status == 413
     assert "place for 1,048,576 bytes" in text
     assert not scene.left()
     # a length that is not true does not help
-    assert send(scene.page, body({"x": bytes(10)}, FIELDS), content_length="999999999999", **scene.own)[0] == 413
+    assert (
+        send(scene.page.address, body({"x": bytes(10)}, FIELDS), content_length="999999999999", **scene.own)[0] == 413
+    )
     monkeypatch.setattr(forms, "free_bytes", lambda _: 100)
-    assert send(scene.page, body({"x": bytes(500)}, FIELDS), **scene.own)[0] == 413
+    assert send(scene.page.address, body({"x": bytes(500)}, FIELDS), **scene.own)[0] == 413
 
 
 def test_what_is_no_model_is_said_and_discarded(scene: Scene) -> None:
     before = scene.queries()
-    assert send(scene.page, body({"notes.safetensors": b"no model at all"}, FIELDS), **scene.own)[0] == 303
+    assert send(scene.page.address, body({"notes.safetensors": b"no model at all"}, FIELDS), **scene.own)[0] == 303
     drafts = scene.group.agent(0).drafts
     failed = until(lambda: [one for one in drafts.shown() if one.failed], "it is refused")[0]
     assert failed.files == "notes.safetensors"
@@ -241,7 +214,7 @@ def test_an_agent_that_died_while_it_asked_asks_once(scene: Scene, monkeypatch: 
 
     monkeypatch.setattr("quorumark.room.drafts.send_question", die)
     suspect = group.marked("late.safetensors", seed=11)
-    assert send(scene.page, body({"late.safetensors": suspect.read_bytes()}, FIELDS), **scene.own)[0] == 303
+    assert send(scene.page.address, body({"late.safetensors": suspect.read_bytes()}, FIELDS), **scene.own)[0] == 303
     until(lambda: sent, "it begins to send")
     assert scene.queries() == before
     scene.page.stop()
@@ -265,7 +238,7 @@ def test_a_large_suspect_is_fetched_when_a_person_wants_it(scene: Scene) -> None
     group.agents = [agent for agent in group.agents if agent.identity.name != "Cedar"]
     group.start(index, policy=Policy(most_mib=0))
     suspect, before = group.marked("large.safetensors", seed=21), scene.queries()
-    assert send(scene.page, body({"x.safetensors": suspect.read_bytes()}, FIELDS), **scene.own)[0] == 303
+    assert send(scene.page.address, body({"x.safetensors": suspect.read_bytes()}, FIELDS), **scene.own)[0] == 303
     (query,) = until(lambda: scene.queries() - before, "the question")
     desk = group.agent(index).desk
 

@@ -3,6 +3,7 @@ machine can run it."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -12,6 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from tests.kit.rooms import Group, free_port, room_on, until, visit
 
@@ -105,15 +110,41 @@ def test_the_containers_command_starts_a_room(tmp_path: Path, root: Path) -> Non
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         until(lambda: _answers(f"http://127.0.0.1:{port}"), "the room answers")
-        check = re.search(r"^HEALTHCHECK CMD (\[.*\])$", text, re.MULTILINE)
-        assert check is not None
-        script = json.loads(check[1])[2].replace("8420", str(port))
-        assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 0
+        assert healthy(text, port)
     finally:
         process.terminate()
         process.wait()
+    assert not healthy(text, port)
     for source in re.findall(r"^COPY (.*) /source", text, re.MULTILINE):
         assert all((root / one).exists() for one in source.split())
+
+
+def healthy(text: str, port: int) -> bool:
+    """The container's own health check, at another port."""
+    check = re.search(r"^HEALTHCHECK CMD (\[.*\])$", text, re.MULTILINE)
+    assert check is not None
+    name, *rest = json.loads(check[1])
+    assert name == "quorumark"
+    command = [sys.executable, "-c", "from quorumark.cli import main; main()", *rest, "--port", str(port)]
+    return subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_the_health_check_speaks_tls(tmp_path: Path, root: Path) -> None:
+    key, name = (
+        ec.generate_private_key(ec.SECP256R1()),
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "room.example")]),
+    )
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    made = made.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+    kinds = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(*kinds))
+    (tmp_path / "cert.pem").write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    files = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    text = (root / "examples" / "room" / "Containerfile").read_text()
+    with room_on(tmp_path / "room", "--anyone-may-found", *files) as room:
+        assert healthy(text, room.port)
+    assert not healthy(text, room.port)
 
 
 @pytest.mark.slow
@@ -138,10 +169,10 @@ def test_what_the_container_installs_is_enough_for_a_room(tmp_path: Path, root: 
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze here")
-@pytest.mark.parametrize("name", ["quorumark-room.service", "quorumark-agent.service"])
+@pytest.mark.parametrize("name", ["quorumark-room.service", "quorumark-agent.service", "quorumark-signer.service"])
 def test_the_units_are_sound(tmp_path: Path, root: Path, name: str) -> None:
     text = (root / "examples" / "room" / name).read_text()
-    command = re.search(r"^ExecStart=(\S+) (room \S+) (.*)$", text, re.MULTILINE)
+    command = re.search(r"^ExecStart=(\S+) ((?:room|member) \S+) (.*)$", text, re.MULTILINE)
     assert command is not None
     options = set(re.findall(r"--[a-z-]+", command[3]))
     own = shutil.which("true")

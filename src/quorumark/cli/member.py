@@ -52,11 +52,15 @@ def card(
 def backup(
     to: Annotated[Path, typer.Argument(help="The file to write; secrets in it stay sealed as they are.")],
     home: HomeOption = DEFAULT_HOME,
+    without_shares: Annotated[
+        bool, typer.Option("--without-shares", help="For an agent's home, where a signer holds the shares.")
+    ] = False,
 ) -> None:
     """Copy this member's folder into one file."""
     from quorumark.consortium.home import HomeFolder
 
-    typer.echo(f"{HomeFolder(home).backup(to)} files backed up to {to}; the passphrase or key file is not among them")
+    count = HomeFolder(home).backup(to, shares=not without_shares)
+    typer.echo(f"{count} files backed up to {to}; the passphrase or key file is not among them")
 
 
 @app.command("restore")

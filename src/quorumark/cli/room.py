@@ -5,15 +5,17 @@ from __future__ import annotations
 import ipaddress
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quorumark.cli.bundles import Here, Keys, bundled
+from quorumark.cli.bundles import Keys, bundled
 from quorumark.cli.options import DEFAULT_HOME, HomeOption, Roots, answered
 
 if TYPE_CHECKING:
+    from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.identity import Identity
     from quorumark.room.agent import Agent
     from quorumark.room.client import Client
@@ -25,6 +27,28 @@ app = typer.Typer(
 )
 CaFile = Annotated[Path | None, typer.Option("--ca", help="Roots for TLS, if not the system's (PEM).")]
 NOT_INSTALLED = "the room's server and pages"
+
+
+@dataclass(frozen=True)
+class InRoom(Keys):
+    """Which member this is, and how it reaches its room, for one command."""
+
+    home: HomeOption = DEFAULT_HOME
+    ca: CaFile = None
+
+    @property
+    def member(self) -> HomeFolder:
+        from quorumark.consortium.home import HomeFolder
+
+        return HomeFolder(self.home)
+
+    def connect(self) -> tuple[Client, Identity]:
+        from quorumark.room.client import Client
+        from quorumark.room.place import Place
+
+        settings = Place(self.home).settings()
+        identity = self.member.identity(self.unlock(self.home))
+        return Client(settings.address, identity, settings.consortium, self.ca), identity
 
 
 @app.command("serve")
@@ -76,6 +100,17 @@ def serve_room(
     serve(data, address, host, port, limits, tls, started=typer.echo, proxies=proxy or ())
 
 
+@app.command("alive")
+def room_is_alive(
+    host: Annotated[str, typer.Option(help="Where the room listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port.")] = 8420,
+) -> None:
+    """Whether a room answers on this machine, with TLS or without; exit code 1 if none does. For health checks."""
+    from quorumark.room.client import answers_at
+
+    raise typer.Exit(0 if answers_at(host, port) else 1)
+
+
 @app.command("join")
 @bundled
 def join_room(
@@ -89,6 +124,10 @@ def join_room(
     ] = None,
     prompt: Annotated[bool, typer.Option("--prompt", help="Ask for decisions at this terminal as well.")] = False,
     page: Annotated[bool, typer.Option("--page/--no-page", help="Serve your own page on 127.0.0.1.")] = True,
+    signer: Annotated[
+        Path | None,
+        typer.Option(help="The socket of `quorumark member serve`, where another user holds the share (docs/room.md)."),
+    ] = None,
     ca: CaFile = None,
     *,
     keys: Keys,
@@ -106,7 +145,7 @@ def join_room(
     member, unlock = HomeFolder(home), keys.unlock(home)
     policy = None if approve_with is None else Policy.read(approve_with)
     _enter(home, member.identity(unlock), url, found, examples, invite, ca)
-    agent = Agent(member, unlock, policy, note=_say, cafile=ca)
+    agent = Agent(member, unlock, policy, note=_say, cafile=ca, signer=signer)
     shown = None
     if page:
         try:
@@ -199,6 +238,7 @@ def _ask_at_terminal(agent: Agent) -> None:
             _say(line)
         questions = {"terms": "agree, and make the key?", "call": "agree, and do this with the others?"}
         questions["audit"] = "open these pieces of your share, for good?"
+        questions["examine"] = "open the answers that are sealed to you?"
         question = questions.get(matter.kind, "answer, and sign what follows?")
         said = answered(lambda question=question: typer.confirm(question))  # type: ignore[misc]
         try:
@@ -211,30 +251,17 @@ def _lines(matter: Matter) -> list[str]:
     return [matter.title, *(f"  {label}: {text}" for label, text in matter.facts)]
 
 
-def _client(home: Path, keys: Keys, ca: Path | None) -> tuple[Client, Identity]:
-    """A member's connection to its room, for one command."""
-    from quorumark.consortium.home import HomeFolder
-    from quorumark.room.client import Client
-    from quorumark.room.place import Place
-
-    settings = Place(home).settings()
-    identity = HomeFolder(home).identity(keys.unlock(home))
-    return Client(settings.address, identity, settings.consortium, ca), identity
-
-
 @app.command("propose")
 @bundled
 def propose_terms(
     folder: Annotated[Path, typer.Argument(help="The folder that `consortium create` wrote.")],
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Put terms before all members: each sees them on its page, and agrees or declines."""
     from quorumark.room.founding import propose
 
-    client, identity = _client(home, keys, ca)
+    client, identity = room.connect()
     about = propose(client, identity, folder)
     typer.echo(f"proposed; all members compare this digest by phone:\n{about}")
 
@@ -256,21 +283,19 @@ def ask_room(
     keep_file: Annotated[
         bool, typer.Option("--keep-file", help="Do not upload the suspect: members get it by other means.")
     ] = False,
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Ask all members whether a model is the consortium's. Your agent combines their answers when enough are there."""
     from quorumark.cli.options import read_certificate
-    from quorumark.consortium.home import HomeFolder, read_as
+    from quorumark.consortium.home import read_as
     from quorumark.consortium.records import Card
     from quorumark.room.asking import ask
 
-    client, identity = _client(home, keys, ca)
+    client, identity = room.connect()
     query = ask(
         client,
-        HomeFolder(home),
+        room.member,
         identity,
         suspect,
         purpose,
@@ -298,10 +323,9 @@ def call_members(
     recover: Annotated[
         str | None, typer.Option(help="Get your lost share back: the points of t other members, like 2,3,5.")
     ] = None,
-    ca: CaFile = None,
+    consortium: Annotated[str | None, typer.Option(help="The start of its id, if there are several.")] = None,
     *,
-    here: Here,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Call all members to make new shares (a refresh), to change terms or members, or to bring your share back.
 
@@ -318,12 +342,10 @@ def call_members(
         helpers = tuple(int(x) for x in recover.split(",")) if recover else ()
     except ValueError:
         raise InputError("--recover", "must be points like 2,3,5", repr(recover)) from None
-    client, _ = _client(here.home, keys, ca)
+    client, _ = room.connect()
     agreed = None if terms is None else read_as(terms, "a consortium's terms", Terms.from_bytes)
-    unlock = keys.unlock(here.home)
-    call = put_call(
-        client, here.member, unlock, here.folder, purpose, terms=agreed, new_shares=new_shares, helpers=helpers
-    )
+    ours, unlock = room.member.only_consortium(consortium), room.unlock(room.home)
+    call = put_call(client, room.member, unlock, ours, purpose, terms=agreed, new_shares=new_shares, helpers=helpers)
     typer.echo(f"called; {call.digest()}\nmembers decide on their pages, you too")
 
 
@@ -336,17 +358,14 @@ def audit_certificate(
         str | None, typer.Option(help="32 bytes in hex, of a public coin; by default fresh random ones.")
     ] = None,
     source: Annotated[str, typer.Option(help="Who drew the seed, or which public coin it is from.")] = "challenger",
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Ask members to open a few pieces of their shares, for somebody who trusts none of them (a spot audit).
 
     Each decides on its page: what is opened is public, and burnt. `verify audit check` then shows what it proves.
     """
     from quorumark.cli.options import read_certificate
-    from quorumark.consortium.home import HomeFolder
     from quorumark.errors import InputError
     from quorumark.room.auditing import bring_audit
 
@@ -354,9 +373,9 @@ def audit_certificate(
         raw = None if seed is None else bytes.fromhex(seed)
     except ValueError:
         raise InputError("--seed", "must be 32 bytes in hex", repr(seed)) from None
-    client, identity = _client(home, keys, ca)
+    client, identity = room.connect()
     found = read_certificate(certificate)
-    made = bring_audit(client, HomeFolder(home), identity, found, purpose, raw, source)
+    made = bring_audit(client, room.member, identity, found, purpose, raw, source)
     typer.echo(
         f"brought; audit {made.digest()}\n{len(made.leaves)} leaves are to be opened; members decide on their pages"
     )
@@ -367,10 +386,8 @@ def audit_certificate(
 def share_stamps(
     file: Annotated[Path, typer.Argument(help="The manifest, or a certificate that its members have signed.")],
     roots: Roots = None,
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Put the time stamps beside a file into the room; with --tsa-roots, take those of the others that hold.
 
@@ -379,7 +396,7 @@ def share_stamps(
     from quorumark.room.stamping import put_stamps, take_stamps
     from quorumark.stamps.tokens import read_roots
 
-    client, _ = _client(home, keys, ca)
+    client, _ = room.connect()
     if roots:
         for one in take_stamps(client, file, read_roots(roots)):
             typer.echo(f"existed by {one.when}, says {one.authority!r}; renew before {one.until}")
@@ -395,22 +412,41 @@ def examine_answers(
         Path | None, typer.Option(help="Also write the numbers by layer as one HTML file, 0600: keep it to yourself.")
     ] = None,
     layout: Annotated[Path | None, typer.Option(help="With --report: layout.json, if this home has none.")] = None,
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Only write the query and the sealed answers to this folder, for an examiner elsewhere."),
+    ] = None,
+    word: Annotated[
+        Path | None,
+        typer.Option(help="Only bring the word of an examiner who is not in the room (`verify open` wrote it)."),
+    ] = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
-    """Open the answers by layers that are sealed to you, and put your signed word into the room."""
-    from quorumark.consortium.home import HomeFolder, read_as
+    """Open the answers by layers that are sealed to you, and put your signed word into the room.
+
+    An examiner who is not in the room gets the answers as files (--save), runs `quorumark verify open`, and any
+    member brings its word (--word): its signature says whose it is.
+    """
+    from quorumark.consortium.home import read_as, read_file
     from quorumark.errors import InputError
     from quorumark.files import write_private
     from quorumark.model.layout import ModelLayout
     from quorumark.report.layers import layers_page
-    from quorumark.room.examining import examine_in_room
+    from quorumark.room.examining import bring_word, examine_in_room, save_sealed
     from quorumark.verify.reference import LAYOUT
 
-    client, identity = _client(home, keys, ca)
-    member = HomeFolder(home)
+    if (save is not None) + (word is not None) + (report is not None) > 1:
+        raise InputError("--save, --word and --report", "exclude each other")
+    client, identity = room.connect()
+    member = room.member
+    if save is not None:
+        typer.echo(f"{save_sealed(client, member, query, save)} sealed answers are in {save}")
+        return
+    if word is not None:
+        brought = bring_word(client, member, identity, query, read_file(word, "an examiner's word"))
+        typer.echo(f"Q = {brought.q}; the examiner's word is in the room")
+        return
     examined, manifest = examine_in_room(client, member, identity, query)
     if report is not None:
         ours = member.consortium_of(manifest.digest().hex())
@@ -429,31 +465,26 @@ def examine_answers(
 def accept_other_ledger(
     name: Annotated[str, typer.Argument(help="Whose ledger was lost; your own name, if it is yours.")],
     query: Annotated[str, typer.Argument(help="The start of the digest of the query that was stopped.")] = "",
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Accept that a member's ledger was lost, and begins anew. Ask the member by phone first: whoever sets ledgers back
     can ask for more than the budget."""
-    from quorumark.consortium.home import HomeFolder
     from quorumark.room.heads import accept_ledger
 
-    client, identity = _client(home, keys, ca)
-    typer.echo(accept_ledger(client, HomeFolder(home), identity, name, query))
+    client, identity = room.connect()
+    typer.echo(accept_ledger(client, room.member, identity, name, query))
 
 
 @app.command("invite")
 @bundled
 def invite_people(
     count: Annotated[int, typer.Argument(help="How many.", min=1, max=100)] = 1,
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Print invitations, each for one person and a week (the founder)."""
-    client, _ = _client(home, keys, ca)
+    client, _ = room.connect()
     for text in client.invite(count):
         _say(f"quorumark room join '{text}'")
 
@@ -462,13 +493,11 @@ def invite_people(
 @bundled
 def remove_person(
     name: Annotated[str, typer.Argument(help="Whose place in the room ends.")],
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Take somebody's place in the room away (the founder). Their share of the key is another matter: reshare."""
-    client, _ = _client(home, keys, ca)
+    client, _ = room.connect()
     client.post("remove", name=name)
     typer.echo(f"{name} sees nothing of the room any more; what they sent stays")
 
@@ -477,13 +506,11 @@ def remove_person(
 @bundled
 def delete_suspect(
     query: Annotated[str, typer.Argument(help="The query's digest, or its start.")],
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Delete a suspect's files from the room: who uploaded them may, and the founder."""
-    client, _ = _client(home, keys, ca)
+    client, _ = room.connect()
     found = [one for one in client.whole_log() if one.name.startswith(f"query/{query}") and "/file/" in one.name]
     for sha256 in {one.sha256 for one in found if not one.gone}:
         client.post("delete", sha256=sha256)
@@ -496,15 +523,13 @@ def make_link(
     label: Annotated[str, typer.Option(help="What you will know it by, like the court's name.")],
     days: Annotated[int, typer.Option(help="How long it is good.", min=1, max=3650)] = 30,
     query: Annotated[str, typer.Option(help="The start of a query's digest: the link shows that one only.")] = "",
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Make a read-only link for a judge or an auditor. Whoever has it can look, until it ends or is revoked."""
     from quorumark.errors import InputError
 
-    client, _ = _client(home, keys, ca)
+    client, _ = room.connect()
     scope = ""
     if query:
         names = {one.name.split("/")[1] for one in client.whole_log() if one.name.startswith(f"query/{query}")}
@@ -518,13 +543,11 @@ def make_link(
 @bundled
 def revoke_link(
     label: Annotated[str, typer.Argument(help="The link's label.")],
-    home: HomeOption = DEFAULT_HOME,
-    ca: CaFile = None,
     *,
-    keys: Keys,
+    room: InRoom,
 ) -> None:
     """Revoke a link: what it opened is closed at once."""
-    client, _ = _client(home, keys, ca)
+    client, _ = room.connect()
     client.post("unlink", label=label)
     typer.echo("revoked")
 

@@ -189,13 +189,15 @@ class HomeFolder:
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
-    def backup(self, target: str | os.PathLike[str]) -> int:
-        """All of it in one tar file. Secrets stay sealed as they are; how many files went in."""
+    def backup(self, target: str | os.PathLike[str], *, shares: bool = True) -> int:
+        """All of it in one tar file, or all but the shares. Secrets stay sealed as they are; how many files went in."""
         # not a running ceremony's state: brought back later, it could open the same dealings a second time
         found = [p for p in self.path.rglob("*") if not p.is_symlink() and _KEPT.fullmatch(self._relative(p))]
         # nor a share of another epoch than the one in force
         current = {place.share_path() for place in self.consortia()}
-        names = sorted(p for p in found if not p.name.startswith("share-") or p in current)
+        names = sorted(p for p in found if not p.name.startswith("share-") or (shares and p in current))
+        if not shares:
+            names = [p for p in names if p.name != "archive.bin"]
         if not names:
             raise KeystoreError(f"there is nothing to back up in {str(self.path)!r}")
         # GNU's format needs no extended headers for what is in a home, so that `restore` can refuse them

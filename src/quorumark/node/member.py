@@ -14,6 +14,7 @@
     setup    terms, messages of the others                      this member's messages; at the end the manifest
     answer   a query and the files that it needs (`queries`)    this member's partial, if its rules allow
     sign     a certificate                                      the certificate with this member's signature
+    ledger   this member's own word that it asks                what its ledger has since then, and how its share is
 
 What it keeps between two messages is in its `Journal`. A QuorumarkError is a refusal; `refusal` gives its text without
 anything that only this member may know.
@@ -22,6 +23,7 @@ anything that only this member may know.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -71,10 +73,10 @@ RESULT, MESSAGE = "result:", "message:"
 
 _ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
 _TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read by `read_count`
-    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn"},
+    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn", "approval", "asked"},
     str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
     | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
-    bool: {"with-model"},
+    bool: {"with-model", "with-share", "check-only"},
 }
 _BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
@@ -164,6 +166,7 @@ class MemberNode:
             "setup": self._setup,
             "answer": self._answer,
             "sign": self._sign,
+            "ledger": self._ledger,
         }
 
     def __repr__(self) -> str:
@@ -194,7 +197,7 @@ class MemberNode:
         optimiser keeps. Until the layout is known, and for suspects, which are any file, there is no limit but the
         signer's own.
         """
-        if stage in ("upload", "unmask", "again", "never", "state", "sign"):
+        if stage in ("upload", "unmask", "again", "never", "state", "sign", "ledger"):
             return 0
         if stage in ("join", "ready"):
             for path in self._home.only_consortium(self._which).path.glob("rounds/layout.json"):
@@ -507,20 +510,31 @@ class MemberNode:
     # --- verification ---
 
     def _answer(self, config: Config, arrays: Arrays) -> Reply:
-        """This member's partial about a suspect, if its own rules approve: no person is asked here."""
+        """This member's partial about a suspect, if its own rules approve, or if a person did, as the member's own
+        identity signed. `check-only`: whether there would be one."""
         from quorumark.node.queries import unpack_query  # here, as in `_setup`
-        from quorumark.verify.answer import answer
+        from quorumark.verify.answer import answer, check_answerable
+        from quorumark.verify.approval import check_approval
         from quorumark.verify.evidence import Query
+        from quorumark.verify.query import prepare_again
 
-        consortium = self._journal().consortium
-        query = Query.from_bytes(config["query"])
+        journal = self._journal()
+        consortium, query = journal.consortium, Query.from_bytes(config["query"])
+        approved = "approval" in config
+        if approved:
+            check_approval(config["approval"], journal.manifest, journal.point, query)
         with unpack_query(consortium, arrays) as asked:
+            if config.get("check-only") is True:
+                prepared = prepare_again(asked.reference, asked.suspect, query)
+                check_answerable(self._home, asked.reference, prepared, after=asked.after, consortium=consortium)
+                return {}, {}
             partial = answer(
                 self._home,
                 self._unlock,
                 asked.reference,
                 asked.suspect,
                 query,
+                approved=approved,
                 audits=asked.audits,
                 after=asked.after,
                 consortium=consortium,
@@ -534,6 +548,26 @@ class MemberNode:
         certificate = Certificate.from_bytes(config["certificate"])
         signed = sign(self._home, self._unlock, certificate, consortium=self._journal().consortium)
         return {"certificate": signed.to_bytes()}, {}
+
+    def _ledger(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        """For this member's own agent, which has the identity and not the share: the ledger from a place on."""
+        from quorumark.verify.approval import check_asked
+        from quorumark.verify.ledger import Ledger
+
+        journal = self._journal()
+        check_asked(config["asked"], journal.manifest, journal.point)
+        ours, have = journal.consortium, read_count(config, "have-bytes")
+        ledger = Ledger.open(ours, journal.manifest)
+        with ledger.exclusive():
+            content = ours.ledger_path.read_bytes() if ours.ledger_path.exists() else b""
+        reply: Config = {"before": hashlib.sha256(content[:have]).hexdigest() if have <= len(content) else ""}
+        if config.get("with-share") is True:
+            try:
+                ours.verify_share(self._unlock)
+                reply["share"] = "sound"
+            except QuorumarkError:
+                reply["share"] = "unsound"
+        return reply, {"ledger": _array(content[have:])}
 
 
 def _check_near(round_no: int, last: int) -> None:

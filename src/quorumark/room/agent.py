@@ -24,12 +24,16 @@ from quorumark.room.asking import Asking
 from quorumark.room.auditing import Auditing
 from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
+from quorumark.room.combining import Papers
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.drafts import Drafts
+from quorumark.room.examining import Examining
 from quorumark.room.founding import Founding
+from quorumark.room.layering import Choices, find_choices
 from quorumark.room.people import introduce, keep_people
 from quorumark.room.place import Decisions, Place, Policy
 from quorumark.room.seat import Seat
+from quorumark.room.shares import OwnShare, Signer
 from quorumark.room.standing import Standings
 from quorumark.verify.guard import budget
 from quorumark.verify.ledger import Ledger
@@ -60,7 +64,9 @@ class Agent:
         policy: Policy | None = None,
         note: Note = lambda _: None,
         cafile: Path | None = None,
+        signer: Path | None = None,
     ) -> None:
+        """`signer`: the socket of the process that holds the share, where it is not in this home."""
         self.home, self.place = home, Place(home.path)
         self.settings = self.place.settings()
         self.identity = home.identity(unlock)
@@ -68,10 +74,12 @@ class Agent:
         self.drafts = Drafts(home, self.identity, self.place)
         self.stopped = threading.Event()
         self._mirror, self._note, self._cafile = Mirror(), note, cafile
-        self._seat = Seat(home, unlock, self.identity, self.place, self.desk, self._mirror, policy or Policy())
+        share = OwnShare(home, unlock) if signer is None else Signer(home, self.identity, signer)
+        where = (self.place, self.desk, self._mirror, policy or Policy(), share)
+        self._seat = Seat(home, unlock, self.identity, *where)
         self._founding, self._asking = Founding(self._seat), Asking(self._seat)
         self._changing, self._auditing = Changing(self._seat), Auditing(self._seat)
-        self._standings = Standings(self._seat)
+        self._standings, self._examining = Standings(self._seat), Examining(self._seat)
         self._threads: list[threading.Thread] = []
         self._alone = contextlib.ExitStack()
         self._again = threading.Event()
@@ -154,7 +162,7 @@ class Agent:
                     introduce(client, self.identity, self._mirror, self.settings.examples)
                     keep_people(client, self.place, self._mirror)
                     every = (self._standings, self._founding, self._changing, self._auditing, self._asking)
-                    for part in every:
+                    for part in (*every, self._examining):
                         part.step(client)
                 self.desk.trouble("agent", "")
             except QuorumarkError as error:
@@ -197,9 +205,17 @@ class Agent:
             return None
         return terms if terms.has_key else None
 
-    def report(self, about: str) -> Path | None:
+    def report(self, about: str) -> Papers | None:
         """Where certificate and report of a query are, once they are there."""
         return self._asking.report(about)
+
+    def numbers(self, about: str) -> Path | None:
+        """The numbers by layer of a query that this member examined: for its own page alone."""
+        return self._examining.numbers(about)
+
+    def choices(self) -> Choices | None:
+        """What a question can be about; None while there is no key, or several."""
+        return None if self.terms() is None else find_choices(self.home, self.place)
 
     def fetch(self, about: str) -> None:
         """The member wants to see a suspect that is too large to be fetched unasked."""

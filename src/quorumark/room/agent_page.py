@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -170,7 +171,10 @@ class AgentPage:
         """One query: how far it is, and what came of it."""
         now, one = self._now(), self._find(request)
         said, by = self._agent.desk.said(one.digest)
-        return self._render("matter.html", now=now, one=one, said=said, by=by)
+        kind = dict(one.facts).get("kind of query", "")
+        by_layers = one.verdict in ("FAILED", "INCONCLUSIVE") and not kind.startswith("by layers")
+        numbers = one.kind == "examine" and self._agent.numbers(one.digest) is not None
+        return self._render("matter.html", now=now, one=one, said=said, by=by, by_layers=by_layers, numbers=numbers)
 
     def _find(self, request: Request) -> Matter:
         one = self._agent.desk.find(request.path_params["about"])
@@ -181,23 +185,35 @@ class AgentPage:
     async def _result(self, request: Request) -> Response:
         """Report and certificate, once there is one. The report is made and checked by this agent."""
         one, name = self._find(request), request.path_params["name"]
+        if one.kind == "examine" and name == "numbers.html":
+            return await self._numbers(one)
         kinds = {"report.html": "text/html; charset=utf-8", "certificate.json": "application/octet-stream"}
         if name not in kinds or one.kind != "query" or one.state != "done":
             raise RoomError("there is nothing at this address", code="room.not-found")
-        folder = await asyncio.to_thread(self._agent.report, one.digest)
-        if folder is None:
+        papers = await asyncio.to_thread(self._agent.report, one.digest)
+        if papers is None:
             raise RoomError("there is no certificate yet", code="room.not-found")
         headers = {"content-security-policy": _REPORT} if name == "report.html" else {}
-        return FileResponse(folder / name, media_type=kinds[name], headers=headers)
+        path = papers.report if name == "report.html" else papers.certificate
+        return FileResponse(path, media_type=kinds[name], headers=headers)
+
+    async def _numbers(self, one: Matter) -> Response:
+        """For an examiner: what nobody else may see."""
+        path = await asyncio.to_thread(self._agent.numbers, one.digest)
+        if path is None:
+            raise RoomError("the answers are not open yet", code="room.not-found")
+        return FileResponse(path, media_type="text/html; charset=utf-8", headers={"content-security-policy": _REPORT})
 
     # --- asking ---
 
-    async def _ask_form(self, _: Request) -> Response:
-        return self._form_page()
+    async def _ask_form(self, request: Request) -> Response:
+        about = self._agent.desk.find(request.query_params.get("about", ""))
+        query = "" if about is None else dict(about.facts).get("query", "")
+        return await asyncio.to_thread(self._form_page, after=query)
 
-    def _form_page(self, status: int = 200, problem: str = "") -> Response:
-        """The form; without a key there is nothing to ask about."""
-        return self._render("ask.html", status, terms=self._agent.terms(), problem=problem)
+    def _form_page(self, status: int = 200, problem: str = "", after: str = "") -> Response:
+        """The form; without a key there is nothing to ask about. `after`: the plain query before one by layers."""
+        return self._render("ask.html", status, choices=self._agent.choices(), problem=problem, after=after)
 
     async def _ask(self, request: Request) -> Response:
         """A file and a purpose. The file goes to disk while it arrives; the agent does the rest."""
@@ -209,7 +225,10 @@ class AgentPage:
             if not (answers.isascii() and answers.isdecimal() and len(answers) < 6):
                 raise RoomError("this is no form of this page", code="room.malformed")
             keep = form.get("keep", "") == "yes"
-            drafts.finish(folder, Draft(form.get("purpose", "").strip(), form.get("kind", ""), int(answers), keep))
+            draft = Draft(form.get("purpose", "").strip(), form.get("kind", ""), int(answers), keep)
+            if draft.kind == "layers":
+                await asyncio.to_thread(self._by_layers, folder, form)
+            drafts.finish(folder, draft)
         except QuorumarkError as error:
             drafts.drop(folder)
             return self._form_page(STATUS.get(error.code, 400), str(error))
@@ -217,6 +236,14 @@ class AgentPage:
             drafts.drop(folder)
             raise
         return RedirectResponse(f"/{self._token}/", 303)
+
+    def _by_layers(self, folder: Path, form: dict[str, str]) -> None:
+        """Exactly what the form showed: the certificate by its digest, the examiner by the card's fingerprint."""
+        choices = self._agent.choices()
+        if choices is None or not choices.blocks:
+            raise RoomError("nothing is answered by layers here: the terms do not allow it", code="room.malformed")
+        before, examiner = choices.certificate(form.get("after", "")), choices.examiner(form.get("examiner", ""))
+        self._agent.drafts.by_layers(folder, before, examiner)
 
     async def _discard(self, request: Request) -> Response:
         form = await small_form(request)
@@ -260,7 +287,7 @@ class AgentPage:
     def _now(self) -> str:
         desk = self._agent.desk
         states: list[Any] = [
-            [one.shown, one.state, one.status, [list(pair) for pair in one.people], *desk.said(one.digest)]
+            [one.shown, one.state, one.late, one.status, [list(pair) for pair in one.people], *desk.said(one.digest)]
             for one in desk.matters()
         ]
         drafts: list[Any] = [[one.id, one.state] for one in self._agent.drafts.shown()]

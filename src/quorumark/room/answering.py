@@ -1,23 +1,25 @@
 """A member's answer to a query in a room: who decides, the answer or the refusal, and the signature that follows.
 
-A member answers one query once, and signs one combination of it: what it sends is kept before it is sent.
+A member answers one query once: what it sends is kept before it is sent. It signs the certificate that follows, and
+another one only if that has more answers, and takes back nothing that was proved.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from quorumark.errors import QuorumarkError, RoomError
 from quorumark.files import write_private
 from quorumark.room.client import Client
-from quorumark.room.combining import Combining
+from quorumark.room.combining import Combining, follows
 from quorumark.room.desk import Matter
 from quorumark.room.heads import Heads
+from quorumark.room.numbering import again
 from quorumark.room.question import LARGEST_PARTIAL, Asked, header
 from quorumark.room.seat import Seat
-from quorumark.verify.answer import answer
-from quorumark.verify.check import sign
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Partial
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.rules import AnswerRules, read_rules
@@ -98,17 +100,8 @@ class Answering:
         if not path.exists():
             if not compared:
                 return
-            made = answer(
-                seat.home,
-                seat.unlock,
-                asked.reference,
-                asked.suspect,
-                asked.query,
-                approved=by == "person",
-                after=asked.after,
-                consortium=asked.ours,
-                rules=self._rules() if by == "policy" else None,
-            )
+            rules = self._rules() if by == "policy" else None
+            made = seat.share.answer(asked, person=by == "person", rules=rules)
             write_private(path, made.to_bytes())
         self._heads.say(client, asked, answered=True)  # first: those who see the answer can know what it did
         seat.send(client, path, f"{asked.start}/partial.json")
@@ -121,16 +114,26 @@ class Answering:
         seat.send(client, path, f"{asked.start}/declined.msg")
 
     def sign(self, client: Client, asked: Asked) -> None:
-        """The certificate that follows from this answer and the others', once everything in it does."""
-        seat, path = self._seat, asked.kept(self._seat.place, "signed.json")
-        if not path.exists():
-            own = asked.kept(seat.place, "partial.json")
-            certificate = self._combining.combined(client, asked)
-            if certificate is None or not own.exists():
-                return
-            answered = Partial.from_bytes(own.read_bytes())
-            if certificate.finding.query != asked.query or answered not in certificate.finding.partials:
-                return  # made without this member's answer: nothing to sign
-            signed = sign(seat.home, seat.unlock, certificate, consortium=asked.ours)
-            write_private(path, signed.to_bytes())
-        seat.send(client, path, f"{asked.start}/signed.json")
+        """The certificates that follow from this answer and the others', once everything in them does: the first one,
+        and each with more answers than what this member has signed."""
+        own = asked.kept(self._seat.place, "partial.json")
+        if not own.exists():
+            return
+        before: Certificate | None = None
+        for count in self._combining.offered(asked):
+            path = asked.kept(self._seat.place, again("signed.json", count))
+            if not path.exists():
+                certificate = self._combining.combined(client, asked, count)
+                if certificate is None or not self._has_part(asked, certificate, own):
+                    continue  # made without this member's answer: nothing to sign
+                if before is not None and not follows(certificate, before):
+                    continue
+                signed = self._seat.share.sign(asked, certificate)
+                write_private(path, signed.to_bytes())
+            before = Certificate.from_bytes(path.read_bytes())
+            self._seat.send(client, path, f"{asked.start}/{path.name.partition('-')[2]}")
+
+    @staticmethod
+    def _has_part(asked: Asked, certificate: Certificate, own: Path) -> bool:
+        finding = certificate.finding
+        return finding.query == asked.query and Partial.from_bytes(own.read_bytes()) in finding.partials

@@ -8,15 +8,17 @@
     combined.msg (t+1 answers, or as many as were asked for)
                                          ←      signed.json, once everything in it follows from the partials
     certificate.json, report.html
+                                         ←      partial.json of who answers later: combined-4.msg, signed-4.json, …
 
 Who asks, and why, is signed by the asker and bound to the query's digest. How many it takes, and who counts, is in the
-manifest of this home. A member answers one query once, and signs one combination of it: what it sent is kept before it
-is sent, and sent again if need be.
+manifest of this home. A member answers one query once; what it sent is kept before it is sent, and sent again if
+need be.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +41,12 @@ from quorumark.errors import (
 from quorumark.report.texts import about_cost, about_layers, sentences
 from quorumark.room.answering import Answering
 from quorumark.room.client import Client, Notice
-from quorumark.room.combining import Combining
+from quorumark.room.combining import Combining, Papers
 from quorumark.room.desk import Matter
 from quorumark.room.heads import Heads, say_head
 from quorumark.room.place import Place
-from quorumark.room.question import LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
+from quorumark.room.question import ASK, LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
 from quorumark.room.seat import Seat, sha256_of
-from quorumark.verify.answer import check_answerable
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
 from quorumark.verify.guard import budget
@@ -58,7 +59,6 @@ from quorumark.verify.rules import read_rules
 __all__ = ["Asking", "ask", "compute_query", "send_question"]
 
 _LEDGERS = "room.ledger-head"  # looked at again: people mend it
-_ASK = "quorumark-room-ask/v1"
 _ASKED = re.compile("query/([0-9a-f]{64})/ask.msg")
 
 
@@ -137,7 +137,7 @@ def send_question(
     if after is not None:
         client.upload(after.to_bytes(), f"{start}/after.json")
     client.upload(query.to_bytes(), f"{start}/query.json")
-    word = canonical({"format": _ASK, "purpose": purpose, "answers": wanted})
+    word = canonical({"format": ASK, "purpose": purpose, "answers": wanted})
     point = terms.point_of(identity.ed25519)
     client.upload(identity.write(header("ask", query, point), word), f"{start}/ask.msg")
     say_head(client, home, identity, ours, manifest, query)
@@ -165,9 +165,14 @@ class Asking:
         self._names: dict[str, str] = {}  # of queries that were refused
         self._wanted: set[str] = set()  # large suspects that a person wants to see
         self._states: dict[str, str] = {}  # of folders that people put files into
+        self._entries: Counter[str] = Counter()  # of each query
+        self._settled: dict[str, tuple[int, str]] = {}  # how many there were when nothing was left to do
 
     def step(self, client: Client) -> None:
-        """Does what can be done now."""
+        """Does what can be done now. Who is in the room without a key, such as an examiner, has nothing to answer."""
+        if not any(place.manifest_path.exists() for place in self._seat.home.consortia()):
+            return
+        self._entries = Counter(one.name.split("/")[1] for one in self._seat.mirror.named("query/", ""))
         for notice in self._seat.mirror.named("query/", "/ask.msg"):
             found = _ASKED.fullmatch(notice.name)
             if found is None:
@@ -205,8 +210,8 @@ class Asking:
         matter = Matter("query", about, f"Is {files!r} ours?", facts)
         try:
             if not asked.kept(self._seat.place, "partial.json").exists():
-                check_answerable(self._seat.home, asked.reference, prepared, after=asked.after, consortium=asked.ours)
-        except (EvidenceError, GuardError) as error:  # nobody is asked about what would be refused anyway
+                self._seat.share.check(asked, prepared)
+        except (EvidenceError, GuardError, RoomError) as error:  # nobody is asked about what would be refused anyway
             self._refused[about] = there
             self._seat.desk.put(
                 replace(matter, state="refused", status=str(error), code=error.code or "room.other-query")
@@ -221,7 +226,7 @@ class Asking:
         name = error.query.digest()
         files = ", ".join(file.name for file in error.query.files[:3])
         matter = Matter("query", about, f"Is {files!r} ours?", (("query", name),), "refused", str(error), error.code)
-        certificate = self._combining.certificate(client, asker, error.query, error.manifest)
+        certificate, _ = self._combining.certificate(client, asker, error.query, error.manifest)
         if certificate is None:
             return matter
         verdict = certificate.finding.verdict
@@ -264,7 +269,7 @@ class Asking:
         terms = manifest.terms
         point = terms.point_of(word.author)
         body = open_message(client.small(word, LARGEST_WORD), terms, header("ask", query, point))
-        said = take(parse(body, _ASK, "a question"), ["purpose", "answers"], "a question")
+        said = take(parse(body, ASK, "a question"), ["purpose", "answers"], "a question")
         require(is_text(said["purpose"], 500), "a question's purpose", "must be printable")
         require(is_count(said["answers"], terms.threshold), "a question's answers", "must be at least the threshold")
         after = None
@@ -332,8 +337,8 @@ class Asking:
             self._refused.pop(about, None)
             self._seat.desk.news.set()
 
-    def report(self, about: str) -> Path | None:
-        """The folder with certificate and report of a query that is done."""
+    def report(self, about: str) -> Papers | None:
+        """Certificate and report of a query that is done."""
         asked = self._asked.get(about)
         return None if asked is None else self._combining.report(asked)
 
@@ -375,13 +380,34 @@ class Asking:
 
     def _go_on(self, client: Client, about: str, asked: Asked) -> None:
         matter = self._seat.desk.find(about)
-        if matter is None or matter.state == "done" or (matter.state == "refused" and matter.code != _LEDGERS):
+        if matter is None or (matter.state == "refused" and matter.code != _LEDGERS):
+            return
+        news = self._entries[asked.query.digest()], self._seat.desk.said(about)[0]
+        if matter.state == "done" and self._settled.get(about) == news:
             return
         try:
+            self._do(client, about, asked, matter)
+        except (GuardError, EvidenceError, RoomError) as error:
+            if error.code == "room.unreachable":
+                raise
+            if matter.state == "done":  # what comes late must not hide the certificate
+                self._seat.desk.trouble(about, str(error))
+            else:
+                self._seat.desk.move(about, "refused", str(error), error.code)
+        except (MessageError, RecordError, SignatureError) as error:
+            self._seat.desk.trouble(about, str(error))  # what is there now is not used; the right one may come
+        else:
+            self._seat.desk.trouble(about, "")
+        self._settled[about] = news
+
+    def _do(self, client: Client, about: str, asked: Asked, matter: Matter) -> None:
+        in_force = matter.state != "done" or asked.ours.manifest().digest().hex() == asked.query.manifest
+        if in_force:
             self._answering.check_not_set_back(client, asked)
             compared = self._compare(client, asked)
             matter = self._renewed(about, asked, matter)
-            self._answering.decide(about, asked, matter)
+            if matter.state != "done":  # a policy adds nothing to what is done
+                self._answering.decide(about, asked, matter)
             said, by = self._seat.desk.said(about)
             if said == "yes":
                 self._answering.answer(client, asked, by, len(compared) + 1 >= asked.terms.threshold)
@@ -392,16 +418,6 @@ class Asking:
                 self._combining.combine(client, asked)
                 self._combining.finish(client, asked)
             self._show(client, about, asked, said, compared)
-        except (GuardError, EvidenceError) as error:
-            self._seat.desk.move(about, "refused", str(error), error.code)
-        except RoomError as error:
-            if error.code == "room.unreachable":
-                raise
-            self._seat.desk.move(about, "refused", str(error), error.code)
-        except (MessageError, RecordError, SignatureError) as error:
-            self._seat.desk.trouble(about, str(error))  # what is there now is not used; the right one may come
-        else:
-            self._seat.desk.trouble(about, "")
 
     def _compare(self, client: Client, asked: Asked) -> list[str]:
         """Says this member's head, and compares the others' before it answers; whose were compared."""
@@ -417,21 +433,28 @@ class Asking:
         return matter
 
     def _show(self, client: Client, about: str, asked: Asked, said: str, compared: list[str]) -> None:
-        final = self._combining.certificate(client, asked.asker, asked.query, asked.manifest)
+        final, number = self._combining.certificate(client, asked.asker, asked.query, asked.manifest)
         people = self._combining.people(client, asked, final)
         if final is not None:
-            self._combining.keep(asked, final)
+            self._combining.keep(asked, final, number)
+            if asked.asker != self._seat.key:
+                self._combining.look_late(client, asked, final)
             finding = final.finding
             z, least = (f"{float(number):.2f}" for number in (finding.z, finding.threshold))
             text = f"{finding.verdict}: z = {z}, threshold {least}; {finding.corroboration}"
             if finding.layers is not None:
                 text += f"; by layers Q = {finding.layers.q}, threshold {finding.layers.threshold}"
-            self._seat.desk.move(about, "done", text, verdict=finding.verdict, people=people)
+            own = asked.terms.point_of(self._seat.key)
+            late = own not in {partial.point for partial in finding.partials}
+            if late and said == "yes":
+                text += "; you answered after it: a new one comes once the asker's agent has combined it with the rest"
+            move = self._seat.desk.move
+            move(about, "done", text, verdict=finding.verdict, people=people, late=late and not said)
             return
         answered = [name for name, what in people if what == "answered"]
         count = f"{len(answered)} of {asked.answers} answers ({', '.join(answered) or 'nobody yet'})"
         if asked.query.layers is not None and len(answered) >= asked.answers:
-            count += f"; {asked.query.layers.examiner.name} must open them (quorumark room examine)"
+            count += f"; {asked.query.layers.examiner.name} must open them"
         if said == "no":
             self._seat.desk.move(about, "declined", f"you declined; {count}", people=people)
         elif said == "yes":

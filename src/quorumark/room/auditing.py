@@ -110,7 +110,12 @@ class Auditing:
 
     def step(self, client: Client) -> None:
         """Does what can be done now."""
-        for notice in self._seat.mirror.named("audit/", "/word.msg"):
+        brought = self._seat.mirror.named("audit/", "/word.msg")
+        if brought and not self._seat.share.is_here:
+            text = "an audit is in the room, and this member's share is with its signer: open and record it there"
+            self._seat.desk.trouble("audit", f"{text} (quorumark verify audit)")
+            return
+        for notice in brought:
             found = _BROUGHT.fullmatch(notice.name)
             if found is None:
                 continue

@@ -19,6 +19,7 @@ from typing import Any
 from quorumark.canonical import canonical, digest, read_json
 from quorumark.consortium.signatures import verify
 from quorumark.errors import QuorumarkError, RoomError
+from quorumark.room.numbering import count_in
 from quorumark.room.statement import Standing, number_of
 from quorumark.room.store import Entry, Store
 
@@ -75,6 +76,7 @@ class Question:
     z: str = ""
     threshold: str = ""
     shown: dict[str, str] = field(default_factory=dict)  # name of a page or file → SHA-256
+    counts: dict[str, int] = field(default_factory=dict)  # the number of answers in its name
 
     @property
     def state(self) -> str:
@@ -260,14 +262,21 @@ class Board:
                 one.answered.append(who)
             elif what == "declined.msg":
                 one.declined.append(who)
-            elif what == "signed.json":
+            elif count_in(what, "signed.json") is not None and who not in one.signed:
                 one.signed.append(who)
-            elif what in ("certificate.json", "report.html", "combined.msg") and own and not entry.gone:
-                one.shown[what] = entry.sha256
-                if what == "certificate.json":
+            elif own and not entry.gone:
+                self._show(one, what, entry)
+        return list(reversed(found.values()))
+
+    def _show(self, one: Question, what: str, entry: Entry) -> None:
+        """What the asker made of the answers: the one with the most of them counts."""
+        for name in ("certificate.json", "report.html", "combined.msg"):
+            count = count_in(what, name)
+            if count is not None and count >= one.counts.get(name, 0):
+                one.shown[name], one.counts[name] = entry.sha256, count
+                if name == "certificate.json":
                     finding = _finding(self._read(entry))
                     one.verdict, one.z, one.threshold = (_text(finding, n) for n in ("verdict", "z", "threshold"))
-        return list(reversed(found.values()))
 
 
 class _Kept:

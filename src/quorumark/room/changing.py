@@ -201,6 +201,9 @@ class Changing:
         if matter is None or matter.state in ("done", "refused", "declined"):
             return
         own = called.call.kind == "recover" and called.caller.ed25519 == self._seat.key
+        if not self._seat.share.is_here:
+            desk.move(about, "refused", _AT_THE_SIGNER, "room.signer")
+            return
         said, by = desk.said(about)
         if by == "policy" and not self._seat.policy.agrees(about):
             desk.withdraw(about)
@@ -339,6 +342,11 @@ class Changing:
             if isinstance(person, dict) and person.get("key") in gone and person.get("active") is True:
                 named = [m.name for m in called.before.terms.roster if m.ed25519 == person.get("key")]
                 client.post("remove", name=named[0])
+
+
+_AT_THE_SIGNER = (
+    "this member's share is with its signer: refresh, reshare, amend and recover there, with the commands over a folder"
+)
 
 
 def _differences(terms: Terms, before: Terms) -> list[tuple[str, str]]:

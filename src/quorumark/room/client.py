@@ -28,7 +28,7 @@ from quorumark.files import replacing
 from quorumark.room.codes import REFUSED
 from quorumark.room.requests import address_of, sign_request
 
-__all__ = ["MOST_ENTRIES", "Client", "Notice"]
+__all__ = ["MOST_ENTRIES", "Client", "Notice", "answers_at"]
 
 _PART = 4 << 20
 _LARGEST_ANSWER = 1 << 24
@@ -48,6 +48,24 @@ class Notice:
     sha256: str
     size: int
     gone: bool
+
+
+def answers_at(host: str, port: int) -> bool:
+    """Whether a room answers there, in plain HTTP or in TLS. Nothing is sent but the question, so that its certificate,
+    which is for another name than this machine's own address, need not be checked."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    plain = http.client.HTTPConnection(host, port, timeout=5)
+    for connection in (plain, http.client.HTTPSConnection(host, port, timeout=5, context=context)):
+        try:
+            connection.request("GET", "/")
+            if connection.getresponse().status == http.HTTPStatus.OK:
+                return True
+        except (OSError, http.client.HTTPException):
+            continue
+        finally:
+            connection.close()
+    return False
 
 
 class Client:

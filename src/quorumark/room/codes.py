@@ -35,6 +35,7 @@ STATUS = {
     "room.other-audit": 409,
     "room.not-shown": 409,
     "room.elsewhere": 403,
+    "room.signer": 409,
 }
 """Code → HTTP status. What only agents refuse never travels; it has a status all the same."""
 

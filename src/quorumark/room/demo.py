@@ -199,7 +199,7 @@ def press(page: str, say: str) -> bool:
         answer = connection.getresponse()
         answer.read()
         return answer.status == 303
-    except OSError:
+    except (OSError, http.client.HTTPException):  # the agent is away, or ended in the middle of its page
         return False
     finally:
         connection.close()

@@ -15,7 +15,7 @@ from quorumark.errors import RoomError
 from quorumark.room.client import Notice
 from quorumark.room.place import Decisions
 
-__all__ = ["Desk", "Matter", "Mirror"]
+__all__ = ["Desk", "Matter", "Mirror", "State"]
 
 State = Literal["checking", "waiting", "working", "declined", "refused", "done"]
 
@@ -24,7 +24,7 @@ State = Literal["checking", "waiting", "working", "declined", "refused", "done"]
 class Matter:
     """Something to decide on. `facts` were computed by this agent; `status` says how far it is."""
 
-    kind: Literal["terms", "query", "call", "audit"]
+    kind: Literal["terms", "query", "call", "audit", "examine"]
     digest: str
     title: str
     facts: tuple[tuple[str, str], ...] = ()
@@ -33,6 +33,7 @@ class Matter:
     code: str = ""
     verdict: str = ""
     people: tuple[tuple[str, str], ...] = ()  # of the signed roster, and what each did
+    late: bool = False  # it is done without this member, whose answer can still be added
 
     @property
     def shown(self) -> str:
@@ -104,11 +105,12 @@ class Desk:
         code: str = "",
         verdict: str = "",
         people: tuple[tuple[str, str], ...] = (),
+        late: bool = False,
     ) -> None:
         with self._lock:
             one = self._matters[about]
-            verdict, people = verdict or one.verdict, people or one.people
-            self._matters[about] = replace(one, state=state, status=status, code=code, verdict=verdict, people=people)
+            one = replace(one, verdict=verdict or one.verdict, people=people or one.people)
+            self._matters[about] = replace(one, state=state, status=status, code=code, late=late)
 
     def trouble(self, where: str, text: str) -> None:
         """What goes wrong, by where: shown on the page until it is over ("")."""
@@ -128,7 +130,8 @@ class Desk:
         """The member's word. It counts for exactly what was shown."""
         with self._lock:
             matter = self._matters.get(about)
-            if matter is None or matter.shown != shown or matter.state != "waiting" or said not in ("yes", "no"):
+            waits = matter is not None and (matter.state == "waiting" or (matter.late and said == "yes"))
+            if matter is None or matter.shown != shown or not waits or said not in ("yes", "no"):
                 raise RoomError(
                     "this is not what was shown, or is decided already: look at the page again", code="room.not-shown"
                 )

@@ -2,6 +2,7 @@
 
     HOME/room/ID/drafts/D/draft.json     what the member wrote; a folder without it is an upload that never ended
     HOME/room/ID/drafts/D/files/…        the suspect
+    HOME/room/ID/drafts/D/after.json     by layers: the certificate of the plain query, and examiner.json, a card
     HOME/room/ID/drafts/D/query.json     the query, once it is computed: kept before anything of it is sent
 
 A crash loses nothing and asks nothing twice: each step can be done again, with the same result.
@@ -22,19 +23,24 @@ from quorumark.canonical import canonical, parse
 from quorumark.checks import field_names, is_count, is_text, require, take
 from quorumark.consortium.home import HomeFolder, read_file
 from quorumark.consortium.identity import Identity
+from quorumark.consortium.records import Card
 from quorumark.errors import InconclusiveError, InputError, QuorumarkError, RoomError
 from quorumark.files import move, write_private
 from quorumark.report.texts import sentences
 from quorumark.room.asking import compute_query, send_question
 from quorumark.room.client import Client
+from quorumark.room.layering import Before
 from quorumark.room.place import Place
+from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
+from quorumark.verify.query import AskLayers, how_aligned
 
 __all__ = ["KINDS", "Draft", "Drafts", "Shown"]
 
-KINDS = ("plain", "aligned", "adapter")
+KINDS = ("plain", "aligned", "adapter", "layers")
 MOST_DRAFTS = 8
 MOST_FILES = 500
+_AFTER, _EXAMINER = "after.json", "examiner.json"
 _PLAIN = re.compile(r"[^A-Za-z0-9._ -]")
 _ID = re.compile("[0-9a-f]{16}")
 
@@ -97,6 +103,19 @@ class Drafts:
         folder = self._folder() / secrets.token_hex(8)
         (folder / "files").mkdir(mode=0o700, parents=True)
         return folder
+
+    def by_layers(self, folder: Path, before: Before, examiner: Card) -> None:
+        """Keeps what a question by layers takes. Without a file of its own it is about the suspect of the plain one."""
+        write_private(folder / _AFTER, before.path.read_bytes())
+        write_private(folder / _EXAMINER, examiner.to_bytes())
+        files = folder / "files"
+        for path in files.iterdir():  # browsers send an empty one where none was chosen
+            if not path.stat().st_size:
+                path.unlink()
+        if not any(files.iterdir()):
+            certificate = Certificate.from_bytes(before.path.read_bytes())
+            for file in certificate.finding.query.files:
+                _link(self._place.folder("suspects", before.query) / file.name, files / file.name)
 
     def finish(self, folder: Path, draft: Draft) -> None:
         """The member has asked: from here on the agent does the rest."""
@@ -176,12 +195,15 @@ class Drafts:
     def _ask(self, client: Client, folder: Path) -> None:
         draft = Draft.from_bytes(read_file(folder / "draft.json", "a draft"))
         files, kept = folder / "files", folder / "query.json"
+        layers, after = self._layers(folder) if draft.kind == "layers" else (None, None)
         if not kept.exists():
             self._say(folder, "your agent reads the suspect")
             every = sorted(files.iterdir())
             source = every[0] if len(every) == 1 else files
-            lora = draft.kind == "adapter"
-            made = compute_query(self._home, source, align=draft.kind == "aligned", lora=lora)
+            how = {"align": draft.kind == "aligned", "lora": draft.kind == "adapter"}
+            if after is not None:  # the suspect is read as the plain query has read it
+                how = how_aligned(self._home.only_consortium().manifest().terms, after.finding.query.alignment)
+            made = compute_query(self._home, source, align=how["align"], lora=how["lora"], layers=layers)
             write_private(kept, made.to_bytes())
         query = Query.from_bytes(read_file(kept, "a query"))
         # the suspect goes where this agent looks for it anyway, before others are asked
@@ -202,11 +224,27 @@ class Drafts:
             draft.purpose,
             answers=draft.answers,
             keep_file=draft.keep_file,
+            after=after,
             progress=progress,
         )
         self.drop(folder)
         with self._lock:
             self._states.pop(folder.name, None)
+
+    def _layers(self, folder: Path) -> tuple[AskLayers, Certificate]:
+        after = Certificate.from_bytes(read_file(folder / _AFTER, "a certificate"))
+        examiner = Card.from_bytes(read_file(folder / _EXAMINER, "a member's card"))
+        return AskLayers.of(after, examiner), after
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy, if need be."""
+    if not source.is_file():
+        raise RoomError("the model of that question is not here any more: choose its file", code="room.not-found")
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def plain_name(text: str) -> str:

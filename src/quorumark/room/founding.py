@@ -19,11 +19,11 @@ from quorumark.errors import BusyError, CeremonyError, MessageError, QuorumarkEr
 from quorumark.files import write_shared
 from quorumark.room.carrying import Carrier, sender_of
 from quorumark.room.client import Client, Notice
-from quorumark.room.desk import Matter
+from quorumark.room.desk import Matter, State
 from quorumark.room.manifests import publish_chain
 from quorumark.room.seat import Seat
 from quorumark.setup.dkg import check_terms
-from quorumark.setup.exchange import expected_messages, set_up
+from quorumark.setup.exchange import expected_messages
 from quorumark.verify.public import agreed, fits, keep_agreed
 from quorumark.verify.reference import ANCHOR
 
@@ -92,7 +92,7 @@ class Founding:
     """One member's setups in a room."""
 
     def __init__(self, seat: Seat) -> None:
-        self._home, self._unlock, self._identity = seat.home, seat.unlock, seat.identity
+        self._home, self._identity = seat.home, seat.identity
         self._place, self._desk, self._mirror, self._policy = seat.place, seat.desk, seat.mirror, seat.policy
         self._seat = seat
         self._terms: dict[str, Terms] = {}
@@ -214,7 +214,8 @@ class Founding:
         except (CeremonyError, RoomError) as error:
             if error.code == "room.unreachable":
                 raise
-            self._desk.move(about, "refused", str(error), error.code)
+            state: State = "working" if error.code == "room.signer" else "refused"  # its operator can mend it
+            self._desk.move(about, state, str(error), error.code)
             return
         finally:
             carrier.send(client)
@@ -233,7 +234,7 @@ class Founding:
         return path.read_bytes()
 
     def _visit(self, about: str, terms: Terms, carrier: Carrier) -> None:
-        waiting = carrier.visit(lambda: set_up(self._home, self._unlock, terms, carrier.folder))
+        waiting = carrier.visit(lambda: self._seat.share.set_up(terms, carrier.folder))
         if waiting is not None and not waiting.finished:
             names = ", ".join(waiting.waiting)
             self._desk.move(about, "working", f"the key is being made; waiting for {names} ({waiting.step})")

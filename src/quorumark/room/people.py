@@ -16,7 +16,7 @@ from quorumark.room.client import Client
 from quorumark.room.desk import Mirror
 from quorumark.room.place import Place
 
-__all__ = ["introduce", "keep_people", "read_people"]
+__all__ = ["introduce", "keep_people", "read_cards", "read_people"]
 
 _FORMAT = "quorumark-room-person/v1"
 _PURPOSE = "room person"
@@ -70,6 +70,15 @@ def _order(place: Place, author: str, number: int) -> None:
     path = place.people / f"{author}.order"
     if not path.exists():
         write_shared(path, str(number).encode())
+
+
+def read_cards(place: Place) -> list[Card]:
+    """The cards of all who introduced themselves: signed each by its own keys, and no more is known of them."""
+    found = []
+    for path in sorted(place.people.glob("*-*.json")):
+        card, _ = _read(read_file(path, "an introduction"))
+        found.append(card)
+    return found
 
 
 def read_people(home: Path) -> list[tuple[Card, int]]:

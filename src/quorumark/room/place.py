@@ -1,4 +1,5 @@
-"""What an agent keeps of a room, in its member's home: public copies, and the member's decisions. No secrets.
+"""What an agent keeps of a room, in its member's home: public copies, and the member's decisions. No secrets, but
+what an examiner sees.
 
 HOME/room/room.json              the room's address, the consortium's id there, this member's number of examples
 HOME/room/page                   the address of the agent's page while it runs (0600: it opens the page)
@@ -9,7 +10,8 @@ HOME/room/ID/exchange/T/         the ceremony's folder, as setup.exchange wants 
 HOME/room/ID/drafts/…            questions that the member wrote on its page, until they are in the room
 HOME/room/ID/suspects/Q/         suspects' files
 HOME/room/ID/answers/…           what this member sent about a query: sent again after a crash, never made anew
-HOME/room/ID/certificates/Q/     certificate.json, checked here, and report.html, made here
+HOME/room/ID/certificates/Q/     certificate.json, checked here, and report.html, made here; -4 with late answers
+HOME/room/ID/examined/Q.html     an examiner's numbers by layer (0600): they tell how to take the mark out
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.evidence import Query
 from quorumark.verify.reference import Reference
 
-__all__ = ["LARGEST_CERTIFICATE", "LARGEST_PARTIAL", "LARGEST_QUERY", "LARGEST_WORD", "Asked", "header"]
+__all__ = ["ASK", "LARGEST_CERTIFICATE", "LARGEST_PARTIAL", "LARGEST_QUERY", "LARGEST_WORD", "Asked", "header"]
 
+ASK = "quorumark-room-ask/v1"
 LARGEST_QUERY = 1 << 24
 LARGEST_WORD = 1 << 13
 LARGEST_PARTIAL = 1 << 20

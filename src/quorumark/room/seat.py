@@ -14,6 +14,7 @@ from quorumark.files import write_private
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Desk, Mirror
 from quorumark.room.place import Place, Policy
+from quorumark.room.shares import Share
 
 __all__ = ["Seat", "sha256_of"]
 
@@ -29,6 +30,7 @@ class Seat:
     desk: Desk
     mirror: Mirror
     policy: Policy
+    share: Share
     sent: set[str] = field(default_factory=set)  # names given since the room was last read whole
 
     @property

@@ -40,6 +40,7 @@ class Standings:
             lost = accepted_standings(self._seat.place, ours[genesis]) if genesis in ours else set()
             last = self._last(client, [n for n in own if n.sha256 not in lost], genesis)
             if genesis in ours:
+                self._seat.share.follow(ours[genesis])
                 ledger = Ledger.open(ours[genesis], ours[genesis].manifest())
                 if last is not None:
                     self._compare(last, ours[genesis], ledger)
@@ -106,11 +107,7 @@ class Standings:
         key = ours.manifest().digest().hex()
         when, found = self._health.get(key, (0.0, ""))
         if not found or time.monotonic() - when > _DAY:
-            try:
-                ours.verify_share(self._seat.unlock)
-                found = "sound"
-            except QuorumarkError:
-                found = "unsound"
+            found = "sound" if self._seat.share.is_sound(ours) else "unsound"
             self._health[key] = time.monotonic(), found
         return found
 

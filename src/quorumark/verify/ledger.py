@@ -187,7 +187,10 @@ class Ledger:
         """The line first, then the head: whatever a crash leaves of it, `_read` can tell."""
         number = len(self.entries) + 1
         entry = {"number": number, "previous": self.head, "time": now(), "kind": kind} | values
-        line = canonical({"format": FORMAT, **entry})
+        self._write(entry, canonical({"format": FORMAT, **entry}))
+
+    def _write(self, entry: Mapping[str, Any], line: bytes) -> None:
+        number = len(self.entries) + 1
         try:
             descriptor = os.open(self._consortium.ledger_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as file:
@@ -199,6 +202,16 @@ class Ledger:
         head = digest("ledger entry", line).hex()
         self._keep_head(number, head)
         self.entries, self.lines, self.head = (*self.entries, entry), (*self.lines, head), head
+
+    def follow(self, lines: bytes) -> None:
+        """Adds lines that this member's signer wrote, to a copy of its ledger: each must continue what is here."""
+        *whole, rest = lines.split(b"\n")
+        with self.exclusive():
+            for line in whole:
+                entry = self._entry(len(self.entries) + 1, line)
+                if rest or entry["previous"] != self.head:
+                    raise self._wrong(len(self.entries) + 1, "does not continue the ledger of this member's signer")
+                self._write(entry, line)
 
     def record_answer(self, query: Query, x: Numbers, approved_by: str) -> None:
         """Before an answer leaves. The same x again adds nothing, and puts a lost vector back.
