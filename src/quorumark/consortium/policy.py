@@ -90,9 +90,6 @@ class Policy:
         if self.optimiser is not None and self.sums != "checked":
             rule = "must be checked with a server optimiser: members compute its model from the sum"
             raise InputError("policy 'sums'", rule, repr(self.sums))
-        if self.sums == "checked" and self.cohort is not None:
-            rule = "must be unchecked where cohorts are drawn, since their members change: set sums=unchecked"
-            raise InputError("policy 'sums'", rule, repr(self.sums))
 
     @classmethod
     def of(cls, settings: Mapping[str, str] | Policy) -> Policy:
