@@ -48,7 +48,7 @@ from quorumark.field import Vector
 from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.round.history import History, research_seed
-from quorumark.round.links import Link, start_here
+from quorumark.round.links import Link, read_links, start_here
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
 from quorumark.round.secagg.member import SecAggMember
@@ -457,7 +457,7 @@ class Federation:
                     told = number, config["sum-halvings"], arrays["sum"], level
                     said[x] = {"summed": member.vouch(Link.told(config), *told)}
                 elif stage == "second":
-                    said[x] = {"seconded": member.second(Link.of(json.loads(config["link"])))}
+                    said[x] = {"seconded": member.second(*read_links(config["link"].encode()))}
         return said
 
     def _seed_for(self, point: int) -> int | None:

@@ -520,8 +520,8 @@ def test_one_liar_cannot_close_a_draw(world: Consortium) -> None:
     broken(run, "before ready")
     liar, ask = run.server.cohort[0], run.ask
 
-    def answers(stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        said = ask(stage, config)
+    def answers(stage: str, config: dict[str, Any], /, **more: Any) -> dict[int, dict[str, Any]]:
+        said = ask(stage, config, **more)
         if stage == "never":
             said[liar] |= {"point-there": run.server.cohort[1], "never": b"nonsense"}
         return said

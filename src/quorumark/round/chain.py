@@ -19,7 +19,7 @@ from quorumark.consortium.records import Manifest
 from quorumark.errors import MessageError, RoundError
 from quorumark.files import append_private
 from quorumark.round.group import Group, group_of
-from quorumark.round.links import Link, read_links
+from quorumark.round.links import Link, read_links, write_links
 from quorumark.round.survey import Ask
 
 __all__ = ["Chain"]
@@ -66,7 +66,7 @@ class Chain:
             said = ask("vouch", {**config, **link.asked}, arrays=arrays, only=self._asked(group, link))
             link = link.joined(replace(link, summed=self._taken(said, "summed"))).right(group)
         if not link.is_whole(group) and len(link.checked_by(group)) >= group.threshold:
-            shown = {"link": canonical(link.as_dict()).decode()}
+            shown = {"link": write_links([link]).decode()}
             said = ask("second", shown, only=self._asked(group, link))
             link = link.joined(replace(link, seconded=self._taken(said, "seconded"))).right(group)
         self.waiting = link

@@ -37,13 +37,16 @@ from quorumark.round.statements import Said
 __all__ = [
     "Link",
     "check_reached",
+    "check_summed",
     "has_links",
+    "has_signed",
     "leads",
     "reach",
     "reached",
     "read_links",
     "second",
     "sign_summed",
+    "signed_into",
     "start_here",
     "write_links",
 ]
@@ -156,9 +159,8 @@ def write_links(links: Iterable[Link]) -> bytes:
 # --- what a member signs ----------------------------------------------------------------------------------
 
 
-def sign_summed(member: SecAggMember, link: Link) -> bytes:
-    """This member has checked what came after a state. The caller has seen to that, and has written down the sum; here
-    is whether it answered there, and has signed nothing else."""
+def check_summed(member: SecAggMember, link: Link) -> None:
+    """Whether a member may sign what came after a state: it answered there, and has signed nothing else."""
     with member.state.edit() as memory:
         given = memory["answered"].get(link.before.hex(), {}).get("model", [])
         if not any((group, draw) == (member.group.id.hex(), link.draw) for _, group, draw in given):
@@ -166,8 +168,30 @@ def sign_summed(member: SecAggMember, link: Link) -> bytes:
                 f"{member.name} has not answered in a round from this model, and cannot say what came after it",
                 code="round.not-uploaded",
             )
-        _sign_once(memory, member, link)
+        _check_once(memory, member, link)
+
+
+def sign_summed(member: SecAggMember, link: Link) -> bytes:
+    """This member has checked what came after a state. The caller has seen to that, and has written the model down: if
+    so many members sign that the others follow, at least those can go on from it."""
+    check_summed(member, link)
+    _note_signed(member, link)
     return member.sign("summed", link.before, link.about)
+
+
+def has_signed(member: SecAggMember, link: Link) -> bool:
+    with member.state.edit() as memory:
+        return bool(memory["signed"].get(link.before.hex()) == _entry(member, link))
+
+
+def signed_into(state: State, after: bytes, manifests: Sequence[Manifest]) -> Link | None:
+    """What this member signed about how a state came to be, without its signature."""
+    groups = {group_of(manifest).id.hex(): manifest.digest().hex() for manifest in manifests}
+    with state.edit() as memory:
+        for before, (group, draw, successor, whole) in memory["signed"].items():
+            if successor == after.hex() and group in groups:
+                return Link(bytes.fromhex(before), groups[group], draw, after, bytes.fromhex(whole))
+    return None
 
 
 def second(member: SecAggMember, link: Link) -> bytes:
@@ -181,27 +205,34 @@ def second(member: SecAggMember, link: Link) -> bytes:
             code="round.not-linked",
         )
     with member.state.edit() as memory:
-        _sign_once(memory, member, link)
+        _check_once(memory, member, link)
+    _note_signed(member, link)
     return member.sign("seconded", link.before, link.about)
 
 
-def _sign_once(memory: Memory, member: SecAggMember, link: Link) -> None:
+def _check_once(memory: Memory, member: SecAggMember, link: Link) -> None:
     """One successor of each state, for ever; none under a draw in which it said that it answers nothing."""
-    mine, before = member.group.id.hex(), link.before.hex()
-    if [mine, before, link.draw] in memory["closed"]:
+    if [member.group.id.hex(), link.before.hex(), link.draw] in memory["closed"]:
         raise RoundError(
             f"{member.name} has said that nothing is summed from this model under this draw of the cohort",
             code="round.said-never",
         )
-    entry = [mine, link.draw, link.after.hex(), link.whole.hex()]
-    known = memory["signed"].get(before, entry)
-    if known[2:] != entry[2:] and not memory["simulation"]:
+    known = memory["signed"].get(link.before.hex())
+    if known is not None and known[2:] != _entry(member, link)[2:] and not memory["simulation"]:
         raise RoundError(
             f"{member.name} has signed that another model came after this one: a server shows members different sums, "
             "or a member helps it. Find out who it was, and let the operators decide",
             code="round.other-successor",
         )
-    memory["signed"][before] = entry
+
+
+def _note_signed(member: SecAggMember, link: Link) -> None:
+    with member.state.edit() as memory:
+        memory["signed"][link.before.hex()] = _entry(member, link)
+
+
+def _entry(member: SecAggMember, link: Link) -> list[Any]:
+    return [member.group.id.hex(), link.draw, link.after.hex(), link.whole.hex()]
 
 
 # --- what a member follows --------------------------------------------------------------------------------
