@@ -187,7 +187,7 @@ def test_what_is_no_map_of_strings_is_refused(part: str, value: Any) -> None:
 def test_typed_policies_are_checked_too() -> None:
     wrong: list[dict[str, Any]] = [
         {"z": 6}, {"z": "6"}, {"z": Decimal(0)}, {"z": Decimal("NaN")}, {"z": Decimal("Infinity")}, {"z": 6.5},
-        {"attempts": None}, {"attempts": True}, {"attempts": "20"}, {"budget": 0}, {"cohort": 4, "sums": "checked"},
+        {"attempts": None}, {"attempts": True}, {"attempts": "20"}, {"budget": 0}, {"cohort": "4"},
         {"groups": "ab"}, {"lora": b"ab"}, {"sums": None},
     ]  # fmt: skip
     for values in wrong:
@@ -280,9 +280,14 @@ def test_an_amendment_changes_what_it_names_and_nothing_that_is_fixed() -> None:
 def test_an_amendment_with_bad_settings_is_refused(name: str, value: str) -> None:
     with pytest.raises(QuorumarkError):
         propose(TERMS, policy={name: value})
-    with pytest.raises(InputError, match="cohorts are drawn"):
+    with pytest.raises(RecordError, match="nobody signed anything of the rounds so far"):
         propose(TERMS, policy={"cohort": "4"})  # sums are checked until the members say that they are not
-    assert propose(TERMS, policy={"cohort": "4", "sums": "unchecked"}).policy.cohort == 4
+    drawn = propose(TERMS, policy={"cohort": "4", "sums": "unchecked"})
+    assert drawn.policy.cohort == 4
+    with pytest.raises(RecordError, match="nobody signed anything of the rounds so far"):
+        propose(drawn, policy={"sums": "checked"})
+    linked = replace(TERMS, policy=Policy(cohort=4, sums="checked"))
+    assert propose(linked, policy={"cohort": "3"}).policy.has_links
 
 
 # --- the command line -------------------------------------------------------------------------------------

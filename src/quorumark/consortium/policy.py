@@ -35,8 +35,8 @@ class Policy:
     """The agreed settings; `Policy()` has the safe defaults.
 
     z:          the threshold z* of a verification, above 0.
-    sums:       "checked": members check the sums that a server announces. "unchecked" where cohorts are drawn, whose
-                members change from round to round and cannot check what others summed; "" is the default of the two.
+    sums:       "checked": members check the sums that a server announces; "" is the default, which is "unchecked"
+                where cohorts are drawn.
     attempts:   how often a round is tried.
     packing:    how many weights an element of an upload holds, 1 to 4.
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
@@ -111,6 +111,11 @@ class Policy:
     def checks_sums(self) -> bool:
         """Whether members check what a server announces as a sum (docs/secagg.md, "Checked sums")."""
         return self.sums == "checked"
+
+    @property
+    def has_links(self) -> bool:
+        """Whether members who are drawn follow links from one state to the next (docs/secagg.md, "Links")."""
+        return self.checks_sums and self.cohort is not None
 
     def as_dict(self) -> dict[str, str]:
         """The settings in force as strings, each in its one spelling."""

@@ -9,7 +9,7 @@ for the consortium, whatever its manifests.
     optimiser.npz          the server optimiser's numbers for each weight at that state, where the terms name one
     anchor.npy             E of the model that the run began with
     layout.json            where each weight is in the vector
-    links.json             the links that led to that state from the last one before it where it was drawn
+    links.json             the last links that led to a state of this member, where cohorts are drawn and sums checked
     sum.npz                what the others check that model by, if this member hands it out
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made; of a
@@ -62,6 +62,7 @@ Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
 _MARKED = "marked.txt"
+_LINKS = 64  # are kept: a server that loses its folder has those from its members, and no earlier ones
 _UNMARKED = "unmarked"  # among the consents, which are by state: one for all sums without a key
 
 
@@ -93,7 +94,7 @@ class Journal:
         self.group = group_of(self.manifest)
         self.point = self.group.point_of(identity.ed25519)
         self.name = self.group.name(self.point)
-        self.checks, self.has_links = checks_sums(self.manifest), links.has_links(self.manifest)
+        self.checks, self.has_links = checks_sums(self.manifest), self.manifest.terms.policy.has_links
         self._folder = rounds_folder(consortium)
         self._sum_path, self._links_path = self._folder / "sum.npz", self._folder / "links.json"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
@@ -402,8 +403,7 @@ class Journal:
                 return "links", {}
             links.reach(self.memory(), own, chain)
             verified = True
-            if chain:
-                write_private(self._links_path, links.write_links(chain))
+            self._keep_links(chain)
         self._check_back(layout, own, turn)
         self._save(own, model, config, arrays)
         self.note(verified=verified, joined=os.urandom(16).hex(), turn=turn.to_bytes().decode())
@@ -456,11 +456,22 @@ class Journal:
     def _under(self, link: links.Link) -> SecAggMember:
         return SecAggMember(self.identity, group_of(self.manifest_of(link.under)), self.memory(), leaving=True)
 
+    def _keep_links(self, chain: list[links.Link]) -> None:
+        """For a server that loses its own: the last ones up to the state that this member reached."""
+        kept = self._links_here()
+        if chain and (not kept or kept[-1].after != chain[-1].after):
+            kept = kept if kept and kept[-1].after == chain[0].before else []
+            write_private(self._links_path, links.write_links([*kept, *chain][-_LINKS:]))
+
+    def _links_here(self) -> list[links.Link]:
+        """None if the file is damaged: others have them, too."""
+        with contextlib.suppress(QuorumarkError):
+            return links.read_links(read_file(self._links_path, "links"))
+        return []
+
     def _kept_links(self) -> str:
-        """For a server that lost its own: those that led here, and what this member signed itself."""
-        found = []
-        if self._links_path.exists():
-            found = links.read_links(read_file(self._links_path, "links"))
+        """Those, and what this member signed itself."""
+        found = self._links_here()
         layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
         link = links.signed_into(self.memory(), self.history(layout).state, self.chain)
         if link is not None:

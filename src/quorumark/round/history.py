@@ -96,7 +96,7 @@ class History:
         )
         self._known: dict[int, Amplitudes] = {}  # by halvings, from the present state; copies share it
         self.begun = self.state  # what a run begins from, and all that is known there
-        self._begun_mark = self.mark.digest() if checks_sums(manifest) and terms.policy.cohort is not None else b""
+        self._begun_mark = self.mark.digest() if terms.policy.has_links else b""
 
     @property
     def is_begun(self) -> bool:

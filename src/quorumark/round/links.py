@@ -29,7 +29,7 @@ from quorumark.consortium.records import Manifest
 from quorumark.errors import MessageError, RoundError
 from quorumark.round import statements
 from quorumark.round.group import Group, group_of, word
-from quorumark.round.history import History, checks_sums
+from quorumark.round.history import History
 from quorumark.round.memory import Memory, State, follow
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Said
@@ -38,7 +38,6 @@ __all__ = [
     "Link",
     "check_reached",
     "check_summed",
-    "has_links",
     "has_signed",
     "leads",
     "reach",
@@ -50,11 +49,6 @@ __all__ = [
     "start_here",
     "write_links",
 ]
-
-
-def has_links(manifest: Manifest) -> bool:
-    """Whether members follow links: their sums are checked, and not all of them are drawn."""
-    return checks_sums(manifest) and group_of(manifest).draws > 1
 
 
 @dataclass(frozen=True)

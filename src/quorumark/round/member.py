@@ -86,7 +86,7 @@ class RoundMember:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
         self.checks, self.packing = checks_sums(manifest), packing_of(manifest)
-        self.has_links = links.has_links(manifest)
+        self.has_links = manifest.terms.policy.has_links
         self.history_checked = True  # whether it has seen for itself that its history is what was summed
         self.turn: Turn | None = None
         self._identity = identity

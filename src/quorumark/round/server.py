@@ -46,7 +46,7 @@ from quorumark.round.chain import Chain
 from quorumark.round.forecast import Course, course, expected_z
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
-from quorumark.round.links import Link, has_links, write_links
+from quorumark.round.links import Link, write_links
 from quorumark.round.movement import norm_count
 from quorumark.round.open_sum import OpenSum, octets
 from quorumark.round.past import Past
@@ -104,7 +104,7 @@ class RoundServer:
         self._sum: SecAggServer | None = None  # the round under way
         self._open: OpenSum | None = None  # from the present model: members were asked for its answers
         self._amplitudes: Amplitudes | None = None
-        self.chain = Chain((*earlier, manifest), self._folder) if has_links(manifest) else None
+        self.chain = Chain((*earlier, manifest), self._folder) if manifest.terms.policy.has_links else None
         if self._folder is not None and (self._folder / "run.json").exists():
             self._resume()
         else:
