@@ -30,7 +30,7 @@ from quorumark.errors import MessageError, RoundError
 from quorumark.round import statements
 from quorumark.round.group import Group, group_of, word
 from quorumark.round.history import History
-from quorumark.round.memory import Memory, State, follow
+from quorumark.round.memory import Memory, State, follow, is_newer
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Said
 
@@ -199,6 +199,11 @@ def second(member: SecAggMember, link: Link) -> bytes:
             code="round.not-linked",
         )
     with member.state.edit() as memory:
+        if not is_newer(memory, link.before):
+            raise RoundError(
+                f"the memory of {member.name} was made anew: it does not know what it signed before",
+                code="round.memory-anew",
+            )
         _check_once(memory, member, link)
     _note_signed(member, link)
     return member.sign("seconded", link.before, link.about)
@@ -273,7 +278,7 @@ def reach(state: State, history: History, links: Sequence[Link]) -> None:
 
 def check_reached(memory: Memory, history: History) -> None:
     """Before a member takes part from a state."""
-    if not _is_here(memory, history) and not memory["consents"].get(history.state.hex()):
+    if not _is_here(memory, history):
         raise RoundError(
             "this member has been shown no links from the last model that it knows to this one", code="round.not-linked"
         )
