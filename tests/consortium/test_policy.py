@@ -120,8 +120,7 @@ def test_sums_are_checked_wherever_that_can_be() -> None:
     for settings in ({}, {"z": "7"}, {"attempts": "3"}, DIGESTS):
         assert make_terms(PEOPLE, 3, D, policy=settings).policy.sums == "checked"
     drawn = make_terms(PEOPLE, 3, D, policy={"cohort": "4"})
-    assert (drawn.policy.sums, drawn.policy.cohort) == ("unchecked", 4)
-    assert make_terms(PEOPLE, 3, D, policy={"cohort": "4", "sums": "checked"}).policy.checks_sums
+    assert (drawn.policy.sums, drawn.policy.cohort) == ("checked", 4)
     assert not make_terms(PEOPLE, 3, D, policy={"sums": "unchecked"}).policy.checks_sums
 
 

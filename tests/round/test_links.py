@@ -542,3 +542,74 @@ def test_a_chain_grows_by_what_was_missed_alone(world: Consortium) -> None:
         since = run.server.links(member.reached.hex())
         assert since == [] or since[0].before == member.reached, x
     assert not any(report.excluded for report in run.reports)
+
+
+# --- bad luck ---------------------------------------------------------------------------------------------
+
+
+class Stormy(Drawn):
+    """A run in which anybody may be away whenever something is asked, and the server may die between two messages."""
+
+    rng: np.random.Generator
+    calm = False
+
+    def _happens(self, share: float) -> bool:
+        return not self.calm and bool(self.rng.random() < share)
+
+    def ask(self, stage: str, config: dict[str, Any], /, **more: Any) -> dict[int, dict[str, Any]]:
+        if self._happens(0.03):
+            raise DiedError
+        return {x: said for x, said in super().ask(stage, config, **more).items() if not self._happens(0.15)}
+
+    def join(self, offer: dict[str, Any], told: dict[str, Any], absent: Iterable[int] = ()) -> None:
+        super().join(offer, told, {*absent, *(x for x in range(1, 9) if self._happens(0.08))})
+
+    def unmask(self, silent: Iterable[int] = ()) -> None:
+        super().unmask({*silent, *(x for x in range(1, 9) if self._happens(0.1))})
+        if self._happens(0.05):
+            raise DiedError
+
+
+class DiedError(Exception):
+    """The server, in the middle of something."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(0, 12), *(pytest.param(seed, 30, marks=pytest.mark.slow) for seed in range(1, 6))]
+)
+def test_runs_with_every_kind_of_bad_luck_go_on(world: Consortium, seed: int, rounds: int) -> None:
+    """Messages are lost, the server dies with its folder or without: from each state one sum is opened, with one
+    successor; nobody is accused, and once it is calm nobody refuses."""
+    rng, runs, whole, codes = np.random.default_rng([11, seed]), 0, 0, set[str]()
+    successors, folder = dict[bytes, bytes](), world.folder / "run-0"
+    run = Stormy(world, folder=folder)
+    run.rng = rng
+    for number in range(rounds + 10):
+        run.calm, settled = number >= rounds, number >= rounds + 5
+        stood, died = dict(run.model), number in (rounds // 3, 2 * rounds // 3)
+        try:
+            run.round()
+            whole += 1
+        except DiedError:
+            died = True
+        except RoundError as error:
+            codes.add(error.code if not settled else f"in calm: {error}")
+            run.model = stood
+        assert not settled or run.refused == {}, (number, run.refused)
+        accused = {"round.wrong-tag", "round.other-successor", "round.not-linked", "round.not-the-sum"}
+        assert not accused & set(run.refused.values()), run.refused
+        for link in whole_links(run):
+            assert successors.setdefault(link.before, link.after) == link.after
+        if died:
+            runs += 1
+            lost = number == 2 * rounds // 3 or bool(rng.random() < 0.2)
+            folder = world.folder / f"run-{runs}" if lost else folder
+            run = Stormy(world, folder=folder, run=f"again {runs}", after=run.server.round_no)
+            run.rng, run.calm = rng, True
+            if lost:
+                run.server.survey(run.ask, go_on=True)
+            run.model = dict(run.server.resumed or world.model)
+    assert len(successors) >= 5
+    assert whole >= 5
+    expected = {"too-few", "too-few-answers", "sum-open", "link-waits", "cohort-waits", "repeat-waits"}
+    assert codes <= {f"round.{name}" for name in (*expected, "no-more-attempts")}, codes

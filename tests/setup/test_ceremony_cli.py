@@ -524,7 +524,7 @@ def test_the_terms_have_the_strength_policy_and_statistic_that_were_asked_for(tm
     assert "policy   attempts=5 blocks=rows/v1 packing=2 sums=checked z=7" in shown
     group.run(*create, str(tmp_path / "drawn"), "--policy", "cohort=4")
     drawn = Terms.from_bytes((tmp_path / "drawn" / "terms.json").read_bytes())
-    assert drawn.policy == Policy(cohort=4, sums="unchecked")
+    assert drawn.policy == Policy(cohort=4, sums="checked")
     group.run(*create, str(tmp_path / "two"), "--strength", "rule=target", "--strength", "z=5")
     terms = Terms.from_bytes((tmp_path / "two" / "terms.json").read_bytes())
     assert terms.strength == Strength.of({"rule": "target", "z": "5", "dither": "3"}, terms.coordinates)

@@ -35,8 +35,7 @@ class Policy:
     """The agreed settings; `Policy()` has the safe defaults.
 
     z:          the threshold z* of a verification, above 0.
-    sums:       "checked": members check the sums that a server announces; "" is the default, which is "unchecked"
-                where cohorts are drawn.
+    sums:       "checked" or "unchecked": whether members check the sums that a server announces.
     attempts:   how often a round is tried.
     packing:    how many weights an element of an upload holds, 1 to 4.
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
@@ -54,7 +53,7 @@ class Policy:
     never."""
 
     z: Decimal = Decimal(6)
-    sums: str = ""
+    sums: str = "checked"
     attempts: int = 20
     packing: int = 2
     budget: int | None = None
@@ -81,8 +80,6 @@ class Policy:
             raise InputError("policy 'blocks'", f"must be one of {', '.join((*RULES, NO_BLOCKS))}", repr(self.blocks))
         if self.packing not in BITS:
             raise InputError("policy 'packing'", f"must be one of {', '.join(map(str, BITS))}", repr(self.packing))
-        if self.sums == "":
-            object.__setattr__(self, "sums", "checked" if self.cohort is None else "unchecked")
         if self.sums not in ("checked", "unchecked"):
             raise InputError("policy 'sums'", "must be checked or unchecked", repr(self.sums))
         if self.optimiser is not None and not isinstance(self.optimiser, Optimiser):

@@ -135,6 +135,7 @@ class Chain:
         if self.waiting is not None and self.waiting.before == link.before:
             self.waiting = None
         if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             append_private(self._path, canonical(link.as_dict()))
 
     def _read_line(self, line: str) -> None:
