@@ -17,6 +17,7 @@ from quorumark.errors import MessageError, RoundError
 from quorumark.field import P
 from quorumark.node.journal import Journal, allow_repeats
 from quorumark.round import checked_sums, links, statements
+from quorumark.round.applied import OPTIMISER
 from quorumark.round.group import group_of
 from quorumark.round.history import History
 from quorumark.round.links import Link
@@ -316,8 +317,8 @@ def drawn_twice(run: Run) -> int:
     run.server.prepare(run.ask, run.model)
     x = run.server.cohort[0]
     offer, told = run.offer()
-    told |= run.told_model() | run.server.catch_up("anchor")
-    run.node(x).handle("join", offer, told)
+    told |= run.told_model() | run.server.catch_up("anchor", links.reached(memory_of(run.world, x)).hex())
+    assert "needs" not in run.node(x).handle("join", offer, told)[0]
     path = journal(run.world, x)._notes_path
     path.unlink()
     return x
@@ -355,6 +356,31 @@ def test_if_the_name_were_enough_it_would_be_believed(world: Consortium, monkeyp
     reply, _ = caught_up(run, x, lambda offer, told: other_leak(offer, told, run))
     assert "needs" not in reply
     assert "refused" not in reply
+
+
+def test_an_optimiser_s_state_is_part_of_what_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that comes back is given the optimiser's numbers of an earlier round, with the true models: the next
+    step would be another one, which a server chose."""
+    world = with_cohorts(tmp_path, *EIGHT, sums="checked", optimiser="fedadam:eta=0.01")
+    run = Drawn(world)
+    run.round()
+    run.server.prepare(run.ask, run.model)
+    earlier = run.server.history.copy()
+    run.round()
+    x = drawn_twice(run)
+
+    def lie(offer: dict[str, Any], told: dict[str, Any]) -> None:
+        history = run.server.history.copy()
+        history.mark.applied, history.mark._written = earlier.mark.applied, b""
+        assert history.state == run.server.history.state
+        offer["history"] = history.mark.digest().hex()
+        told["state"] = np.frombuffer(history.mark.to_bytes(), np.uint8)
+        told |= {OPTIMISER + name: vector for name, vector in history.mark.vectors().items()}
+
+    assert caught_up(run, x, lie)[0]["needs"] == "links"
+    with monkeypatch.context() as name_alone:
+        name_alone.setattr(links, "_is_here", lambda memory, now: memory["reached"].get("state") == now.state.hex())
+        assert "needs" not in caught_up(run, x, lie)[0]
 
 
 def led_back(world: Consortium) -> tuple[FolderState, History, list[Link], History]:
@@ -464,6 +490,20 @@ def test_who_has_not_answered_says_nothing_of_the_sum(world: Consortium) -> None
     made_up = signed_by(world, Link(state, last.under, 0, bytes(32), bytes(32)), run.server.group.cohort(state)[1:4])
     assert run.ask("second", {"link": links.write_links([made_up]).decode()}, only=[x]) == {}
     assert run.refused[x] == "round.said-never"
+
+
+def test_a_member_whose_memory_is_new_seconds_nothing(world: Consortium) -> None:
+    """It may have signed another successor before."""
+    run = Drawn(world)
+    run.round()
+    run.server.prepare(run.ask, run.model)
+    first = run.server.cohort[0]
+    run.round(absent=[first])
+    lose_memory(world, first)
+    run.gone = [run.server.members[0]]
+    with stopped("round.link-waits"):
+        run.server.prepare(run.ask, run.model)
+    assert run.refused[first] == "round.memory-anew"
 
 
 def test_the_model_is_written_down_before_it_is_vouched_for(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
