@@ -145,19 +145,29 @@ def test_a_server_that_dies_gathers_again(world: Consortium) -> None:
         assert lost.refused == {}
 
 
-def test_a_second_simulated_run_begins_anew(world: Consortium) -> None:
-    """Homes that were made for a simulation may begin again: what they signed and reached in the first run binds them
-    no more."""
-    for x in range(1, 9):
-        home, unlock = world.home(x)
-        allow_repeats(home.only_consortium(), home.identity(unlock))
-    first = Drawn(world)
+@pytest.mark.parametrize("allowed", ["a simulation", "consent"])
+def test_a_second_run_begins_anew(world: Consortium, allowed: str) -> None:
+    """Homes that were made for a simulation may begin again, and others with their operators' consent: what they signed
+    and reached in the first run binds them no more."""
+    first = Run(world)
+    if allowed == "a simulation":
+        for x in range(1, 9):
+            home, unlock = world.home(x)
+            allow_repeats(home.only_consortium(), home.identity(unlock))
     for _ in range(4):
         first.round()
+    if allowed == "consent":
+        with stopped("round.too-few"):
+            Drawn(world, run="2", after=first.server.round_no).round()
+        for x in range(1, 9):
+            journal(world, x).give_consent()
+        first.server.round_no += 1
     second = Drawn(world, run="2", after=first.server.round_no, seed=12)
     for _ in range(5):
         second.round()
         assert second.refused == {}
+        second.server.prepare(second.ask, second.model)
+    assert len(whole_links(second)) == 5
     assert not same(dict(first.model), dict(second.model))
 
 
