@@ -809,18 +809,28 @@ def test_the_docs_table_of_slow_attackers_is_what_was_measured(root: Path) -> No
 # --- attackers who know the test by layers ----------------------------------------------------------------
 
 
-def test_the_plan_by_layers_has_every_estimate_and_coalition() -> None:
+def test_the_plan_by_layers_has_every_estimate_coalition_and_rate() -> None:
     groups = layered_plan((8, 16), observed=True)
     assert all(len({(job.by, job.fraction) for job in group}) == 1 and len(group) <= 8 for group in groups)
     jobs = [job for group in groups for job in group]
-    assert len(set(jobs)) == len(jobs) == 81
-    assert {(job.by, job.weights) for job in jobs if job.by} == {
-        ("block", "even"), ("block", "random"), ("block", "alternating"), ("row", "even"),
-    }  # fmt: skip
-    assert {(job.estimate, job.coalition) for job in jobs if job.amounts} == {
-        (how, c) for how in ("sum", "regression", "gls") for c in (0, 8, 16)
-    }
-    assert {job.estimate for group in layered_plan((), observed=False) for job in group} == {"sum"}
+    assert len(set(jobs)) == len(jobs)
+    everybody = {(how, c) for how in ("sum", "regression", "gls") for c in (0, 8, 16)}
+    strongest = {("gls", c) for c in (0, 8, 16)}
+
+    def who(lr: float = 1e-3, **wanted: Any) -> set[tuple[str, int]]:
+        mine = [j for j in jobs if j.lr == lr and all(getattr(j, name) == value for name, value in wanted.items())]
+        return {(job.estimate, job.coalition) for job in mine}
+
+    assert who(amounts="oracle") == who(attack="adaptive-fine-tuning", alpha=0.7) == everybody
+    assert who(amounts="expected") == strongest
+    for lr in (3e-4, 1e-4):
+        assert who(lr, attack="fine-tuning") == {("", 0)}
+        assert who(lr, amounts="oracle") == strongest
+        assert who(lr, attack="adaptive-fine-tuning") == {("gls", 0), ("gls", 16)}
+        assert all(who(lr, by=by) == strongest for by in ("block", "row"))
+    assert all(who(by=by, weights="even") == strongest | {("sum", 0), ("sum", 16)} for by in ("block", "row"))
+    assert all(who(weights=w) == {("gls", 0), ("gls", 16)} for w in ("random", "alternating"))
+    assert {job.estimate for group in layered_plan((), observed=False) for job in group} == {"", "sum"}
 
 
 def test_one_part_is_as_the_whole_and_many_push_each() -> None:
@@ -835,11 +845,15 @@ def test_one_part_is_as_the_whole_and_many_push_each() -> None:
     whole = Attackers(models.make("cnn", 4, 3, 16, 9), *place, batch=16)
     whole.begin([Attacker(start, guess, 0.7)])
     whole.epoch(x, y)
-    parted = PartedAttackers(models.make("cnn", 4, 3, 16, 9), *place, batch=16, most=5000)
+    parted = PartedAttackers(
+        models.make("cnn", 4, 3, 16, 9), *place, batch=16, most=5000, anchor=torch.zeros_like(start)
+    )
     one = torch.zeros(layout.coordinates, dtype=torch.int64)
     parted.begin_parts([Attacker(start, guess, 0.7)], one, ["even"])
     parted.epoch(x, y)
     assert torch.allclose(parted.model(0), whole.model(0), atol=2e-4)
+    with pytest.raises(InputError, match="whole rows"):
+        parted.begin_parts([Attacker(start, guess, 0.7)], torch.arange(layout.coordinates), ["even"])
     rows = torch.from_numpy(parts_of(layout, "row"))
     parted.begin_parts([Attacker(start, guess, 0.9)] * 2, rows, ["alternating", "random"])
     parted.epoch(x, y)
@@ -857,7 +871,43 @@ def test_a_suite_by_layers(folder: Path, tmp_path: Path) -> None:
     rows = read_attacked(tmp_path / "attacks")[RUN].rows
     assert rows[0].q is not None
     taken = [row for row in rows if row.attack == "removal"]
-    assert [row.settings["amounts"] for row in taken] == ["oracle"] * 3
-    assert min(abs(row.z or 0) for row in taken) < 6 < (rows[0].z or 0)
+    assert {(row.settings["amounts"], row.settings.get("lr", 1e-3)) for row in taken} == {
+        ("oracle", 1e-3), ("oracle", 3e-4), ("oracle", 1e-4), ("expected", 1e-3),
+    }  # fmt: skip
+    assert min(abs(row.z or 0) for row in taken if row.settings["amounts"] == "oracle") < 6 < (rows[0].z or 0)
+    keys = read_attacked(tmp_path / "attacks")[RUN].body["random_keys"]
+    assert keys["keys"] == 10_000
+    assert keys["largest_ratio"] <= 0
+    assert abs(keys["mean"] / keys["blocks"] - 1) < 0.1
     assert {row.settings["by"] for row in rows if row.attack == "adaptive-by-part"} == {"block", "row"}
     assert all(row.q is not None and row.log10_q is not None for row in rows)
+
+
+def test_the_push_away_from_the_estimate_is_its_gradient() -> None:
+    """A step with α = 1 and plain gradients would be that of Σ w_p·|cos(θ_p − θ_0p, τ′_p)|: autograd says so too."""
+    made = models.make("cnn", 4, 3, 16, 0)
+    layout = ModelLayout.of(made)
+    generator = torch.Generator().manual_seed(6)
+    anchor = torch.from_numpy(layout.flatten(made))
+    start = anchor + 0.1 * torch.randn(anchor.shape, generator=generator)
+    guess = torch.randn(layout.coordinates, generator=generator)
+    parts = torch.from_numpy(parts_of(layout, "row"))
+    fleet = PartedAttackers(
+        models.make("cnn", 4, 3, 16, 9), layout, 1, 4, (16, 16, 3), torch.device("cpu"), batch=16, most=5000,
+        anchor=anchor,
+    )  # fmt: skip
+    fleet.begin_parts([Attacker(start, guess, 1.0)], parts, ["even"])
+    fleet._before(0)
+    seen: list[Any] = []
+    fleet._descend = lambda *given: seen.append(given[-1].clone())  # type: ignore[method-assign]
+    zeros = [torch.zeros(place.stop - place.start) for place in (*fleet.order.carriers, *fleet.order.parameters)]
+    fleet._follow(0, 0, zeros)
+    theta = start[: layout.coordinates].clone().requires_grad_()
+    moved, count = theta - anchor[: layout.coordinates], int(parts.max()) + 1
+
+    def sums(values: Any) -> Any:
+        return torch.zeros(count).index_add(0, parts, values)
+
+    cosines = sums(moved * guess) / (sums(moved * moved) * sums(guess * guess)).sqrt()
+    (wanted,) = torch.autograd.grad(cosines.abs().mean(), theta)
+    assert torch.allclose(seen[0], wanted[fleet.order.to_device[: fleet.order.low]], rtol=1e-3, atol=1e-8)

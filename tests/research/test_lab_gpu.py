@@ -11,6 +11,7 @@ import pytest
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import SeededKey
 from quorumark.research.lab import data
+from quorumark.round.units import Packing
 from tests.kit.lab_runs import MINI, STRENGTHS
 
 torch = pytest.importorskip("torch")
@@ -85,24 +86,30 @@ def test_batch_norm_on_a_gpu_is_what_it_says(kind: Any, shape: tuple[int, ...], 
 
 
 @needs_gpu
+@pytest.mark.parametrize("packing", [1, 2, 3, 4])
 @pytest.mark.parametrize("settings", STRENGTHS, ids=lambda s: s["rule"])
-def test_the_mark_on_a_gpu_is_the_same_bits(settings: dict[str, str]) -> None:
+def test_the_mark_on_a_gpu_is_the_same_bits(settings: dict[str, str], packing: int) -> None:
     module = models.make("resnet18-tiny", 10, 3, 16, 0)
     layout, shares = ModelLayout.of(module), [Fraction(3, 7), Fraction(4, 7)]
     model = torch.from_numpy(layout.flatten(module))
     key = SeededKey(layout.coordinates, 0)
-    marks = {device: Mark(settings, layout, model.to(device), [key], device) for device in ("cpu", "cuda")}
+    made = Packing(packing, 2)
+    marks = {d: Mark(settings, layout, model.to(d), [key], d, packing=made) for d in ("cpu", "cuda")}
     generator = torch.Generator().manual_seed(0)
     for number in range(1, 6):
         local = model + 0.01 * torch.randn(2, model.numel(), generator=generator)
         found = {}
         for device, mark in marks.items():
             rows = local.to(device)
-            total = weighted_sum(rows, shares)
-            found[device] = mark.apply(number, model.to(device), total, shares, rows.__getitem__)[0].cpu()
+            before, packed = model.to(device), None
+            if packing > 1:
+                packed = mark.packed_sum(before, shares, rows.__getitem__)
+            total = weighted_sum(rows, shares) if packed is None else packed.total
+            found[device] = mark.apply(number, before, total, shares, rows.__getitem__, packed=packed)[0].cpu()
         assert torch.equal(found["cpu"], found["cuda"])
         model = found["cpu"]
     assert marks["cuda"].rho > 0
+    assert marks["cuda"].saved() == marks["cpu"].saved()
 
 
 @needs_gpu

@@ -403,6 +403,25 @@ def test_the_page_has_a_table_of_safety_nets() -> None:
     assert "Not run: cifar100 rho:0.05 κ = 3; cifar100 rho:0.05 κ = 10." in text
 
 
+def test_the_page_holds_packings_against_packing_1() -> None:
+    """Welch's interval of the difference, from both sides' seeds; what is beyond it is named."""
+    bodies = []
+    for run in read("packing").runs:
+        accuracy, z = 0.35 + 0.002 * run.seed, 185.0 + run.seed - (9 if run.packing == 4 else 0)
+        body = _made_up("packing", "rho:0.05", accuracy - (0.02 if run.packing == 3 else 0))
+        more = {"id": run.id, "settings": {**run.asdict(), "augment": list(run.augment)}, "widened": [[1, 5]]}
+        bodies.append({**body, **more, "z": {"released": {**body["z"]["released"], "balanced-anchor/v1": z}}})
+    text = _page("packing", *bodies)
+    start = "| cifar100 | 32 | rho:0.05 |"
+    assert f"{start} 1 | 60 | 3 | 35.20 ± 0.20 |  | 186.0 ± 1.0 |  |  | 0.3000 |  | 0.50 |" in text
+    assert f"{start} 2 | 60 | 3 | 35.20 ± 0.20 | +0.00 ± 0.45 | 186.0 ± 1.0 | +0.0 ± 2.3 | no | 0.3000 | 1.0 |" in text
+    assert "33.20 ± 0.20 | -2.00 ± 0.45 | 186.0 ± 1.0 | +0.0 ± 2.3 | accuracy |" in text
+    assert "35.20 ± 0.20 | +0.00 ± 0.45 | 177.0 ± 1.0 | -9.0 ± 2.3 | z |" in text
+    one_seed = _page("packing", *[body for body in bodies if body["settings"]["seed"] == 0])
+    assert "| +0.00 | 185.0 | +0.0 | one seed says nothing |" in one_seed
+    assert "Not run: cifar100 rho:0.05 packing 1; cifar100 rho:0.05 packing 2;" in _page("packing")
+
+
 def test_results_of_another_machine_are_taken_unless_they_are_shorter(tmp_path: Path) -> None:
     from quorumark.research.lab.results import FORMAT, write
 

@@ -25,7 +25,10 @@ pytestmark = [pytest.mark.research, pytest.mark.usefixtures("one_thread")]
 
 
 def test_settings_are_checked() -> None:
-    for wrong in ({"strength": "rho"}, {"strength": "loud:1"}, {"partition": "dirichlet:x"}, {"rounds": 0}):
+    for wrong in ({"strength": "rho"}, {"strength": "loud:1"}, {"partition": "dirichlet:x"}, {"rounds": 0},
+                  {"packing": 2}, {"packing": 5, "strength": "rho:0.05"}, {"label": "r-60"},
+                  {"packing": 2, "strength": "rho:0.05", "dither": 3.0},
+                  {"packing": 2, "strength": "per-client-rho:0.05"}):  # fmt: skip
         with pytest.raises(InputError):
             replace(MINI, **wrong)
     assert replace(MINI, partition="dirichlet:0.5").gamma == 0.5
@@ -41,6 +44,7 @@ def test_the_paper_s_cells_have_their_configurations() -> None:
         "forecast",
         "language",
         "null",
+        "packing",
         "robustness",
         "strength",
         "table1",
@@ -62,7 +66,7 @@ def _miniature(name: str, path: Path) -> int:
     lines, seen = ['title = "miniature"', f'plot = "{read(name).plot}"'], set()
     for run in read(name).runs:
         members = 4 if run.members <= 32 else 6
-        chosen = (run.strength, run.partition, members, run.augment, bool(run.null_keys), run.dither)
+        chosen = (run.strength, run.partition, members, run.augment, bool(run.null_keys), run.dither, run.packing)
         if run.seed or chosen in seen:
             continue
         seen.add(chosen)
@@ -72,6 +76,7 @@ def _miniature(name: str, path: Path) -> int:
             f'strength = "{run.strength}"', f'partition = "{run.partition}"', f"members = {chosen[2]}",
             f"augment = {json.dumps(run.augment)}", f"null_keys = {20 if run.null_keys else 0}",
             f"dither = {run.dither}", f"continuity = {str(run.continuity).lower()}",
+            f"packing = {run.packing}", f'label = "{run.label}"',
         ]  # fmt: skip
     path.write_text("\n".join(lines))
     return len(seen)

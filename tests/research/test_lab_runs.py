@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,10 +80,12 @@ def test_resnet18_is_the_paper_s() -> None:
         "per-client-rho:0.05",
         "paper-code:0.1",
         "per-client-paper-code:0.1",
+        "rho:0.05 packing 4",
     ],
 )
 def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> None:
-    settings, images = replace(MINI, strength=strength), data.load("shapes")
+    strength, _, packing = strength.partition(" packing ")
+    settings, images = replace(MINI, strength=strength, packing=int(packing or 1)), data.load("shapes")
     whole = ImageRun(settings, images)
     assert whole.train()
     first = ImageRun(settings, images)
@@ -203,8 +206,50 @@ def test_the_real_protocol_gives_the_same_bits(strength: str) -> None:
 
     found = compare(replace(MINI, strength=strength), data.load("shapes"), 4)
     assert [r.different for r in found] == [0] * 4
+    assert all(r.alike for r in found)
     assert found[-1].marked == (strength != "none")
     assert (found[-1].largest > 0) == (strength != "none")
+
+
+@pytest.mark.parametrize(
+    ("packing", "strength", "changes", "widened"),
+    [
+        (2, "rho:0.05", {"model": "resnet18-tiny", "partition": "dirichlet:0.3"}, [0] * 4),
+        (3, "rho:0.05", {"model": "resnet18-tiny", "lr": 3e-3}, [4, 0, 0, 0]),
+        (4, "rho:0.05", {"lr": 1e-2}, [4, 0, 0, 0]),
+        (4, "paper:0.025", {}, [4, 0, 0, 0]),
+        (3, "target:20", {}, [0] * 4),
+    ],
+)
+def test_packed_rounds_give_the_same_bits(
+    packing: int, strength: str, changes: dict[str, Any], widened: list[int]
+) -> None:
+    """Models, marks and the members' norms, running statistics included, also where updates need wider units."""
+    pytest.importorskip("cryptography")
+    from quorumark.research.lab.masked import compare
+
+    found = compare(replace(MINI, strength=strength, packing=packing, **changes), data.load("shapes"), 4)
+    assert [r.different for r in found] == [0] * 4
+    assert all(r.alike for r in found)
+    assert [r.widened for r in found] == widened
+    assert found[-1].marked
+    assert found[-1].largest > 0
+
+
+def test_another_rounding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control of the test above: rounded down in place of to nearest, in the sum or in the norms."""
+    pytest.importorskip("cryptography")
+    from quorumark.research.lab import packed
+    from quorumark.research.lab.masked import compare
+
+    settings = replace(MINI, strength="rho:0.05", packing=4)
+    rounded = packed.Units.rounded
+    monkeypatch.setattr(packed.Units, "rounded", lambda *args: rounded(*args) >> 1)
+    found = compare(settings, data.load("shapes"), 1)
+    assert not found[0].alike
+    monkeypatch.setattr(packed.Units, "rounded", rounded)
+    monkeypatch.setattr("quorumark.research.lab.packed.torch.round", torch.floor)
+    assert compare(settings, data.load("shapes"), 1)[0].different > 1000
 
 
 def test_batches_are_an_epoch_of_each_member_s_own_images() -> None:

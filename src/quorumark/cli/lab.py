@@ -73,6 +73,9 @@ def run(
     continuity: Annotated[
         bool, typer.Option("--continuity", help="Count the rows that the continuity rule would silence.")
     ] = False,
+    packing: Annotated[
+        int | None, typer.Option(help="So many weights in an element of an upload: 1, 2, 3 or 4.")
+    ] = None,
     masked: Annotated[
         int, typer.Option(help="Instead: so many rounds through the real protocol as well, and compare the models.")
     ] = 0,
@@ -93,6 +96,7 @@ def run(
 
     chosen, clock = _chosen(configuration, only, seed, rounds, evaluate_every, patience), Clock(seconds)
     nets: Any = ({} if dither is None else {"dither": dither}) | ({"continuity": True} if continuity else {})
+    nets |= {} if packing is None else {"packing": packing}
     chosen = [replace(settings, **nets) for settings in chosen]
     if read(configuration).task == "language":
         plan = None if attacks is None else read_plan(attacks)
@@ -389,4 +393,7 @@ def _masked(settings: Settings, images: ImageSet, rounds: int) -> None:
 
     for r in compare(settings, images, rounds):
         mark = f"the mark's largest part {r.largest:.2e}" if r.marked else "no mark yet"
-        typer.echo(f"{settings.id}: round {r.round}, {r.different} weights differ, {mark}, {r.seconds:.1f} s")
+        history = "" if r.alike else ", ANOTHER HISTORY"
+        wider = f", {r.widened} members needed wider units" if r.widened else ""
+        told = f"{r.different} weights differ{history}, {mark}{wider}, {r.seconds:.1f} s"
+        typer.echo(f"{settings.id}: round {r.round}, {told}")

@@ -105,7 +105,10 @@ class Packing:
         self, layout: ModelLayout, after: Vector, before: Vector, spans_at: Callable[[bytes], list[Span]]
     ) -> bytes:
         """The least levels in whose units a member's own update fits; `spans_at` gives the spans at a level."""
-        moved = [largest_move(after[place], before[place]) for _, place in layout.spans()]
+        return self.level_of([largest_move(after[place], before[place]) for _, place in layout.spans()], spans_at)
+
+    def level_of(self, moved: Sequence[int], spans_at: Callable[[bytes], list[Span]]) -> bytes:
+        """The same from the largest move of each tensor."""
         needed: list[int | None] = [None] * len(moved)
         for number in range(LEVELS):
             level = bytes([number] * len(moved)) if number else b""

@@ -29,7 +29,7 @@ from quorumark.align.procedure import align
 from quorumark.align.trace import derive_groups
 from quorumark.errors import InconclusiveError, InputError
 from quorumark.files import replacing
-from quorumark.model.blocks import MOST
+from quorumark.model.blocks import MOST, blocks_of
 from quorumark.research.attacks import Target, chain
 from quorumark.research.attacks.by_layers import parts_of
 from quorumark.research.known import KnownKey, TensorsInMemory
@@ -37,7 +37,8 @@ from quorumark.research.lab import data, models
 from quorumark.research.lab.attacked import ALPHAS, DISTILLATION, EPOCHS, FORMAT, LR, write
 from quorumark.research.lab.config import Settings
 from quorumark.research.lab.image_run import ImageRun
-from quorumark.research.lab.parted import PartedAttackers, removed
+from quorumark.research.lab.null import random_q, tail
+from quorumark.research.lab.parted import PartedAttackers, expected, less, removed
 from quorumark.research.lab.results import scores_of, where_run
 from quorumark.research.lab.retrain import Attacker, Attackers, Feed
 from quorumark.research.rows import ORIGINAL, Row, parsed_rows
@@ -46,7 +47,9 @@ __all__ = ["Suite", "Trained", "layered_plan", "open_run", "plan"]
 
 _LOGGED = (1, 2, 5, 10, 20, 50)  # epochs whose models are rows as well, beside the last
 _GENTLE = 1e-4  # the learning rate of those who mind the accuracy: with the paper's it falls at once
+_MIDDLE = 3e-4
 _SEED = 1
+_KEYS = 10_000  # random keys whose Q the released model is tried with
 _KINDS = ("another start", "the same start", "half-trained")  # innocent models
 _SHAPELESS = ("quantisation", "pruning", "structured-pruning", "noise", "overwriting")
 _MOVED: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (  # measured aligned as well
@@ -133,13 +136,36 @@ def plan(coalitions: Sequence[int], observed: bool, side: int = 8) -> list[list[
 
 
 def layered_plan(coalitions: Sequence[int], observed: bool, side: int = 8) -> list[list[Trained]]:
-    """Attackers who know the test by layers: penalties by block and by row, and removal by an oracle's amounts."""
-    who = [(how, c) for c in (0, *coalitions) for how in (("sum", "regression", "gls") if observed else ("sum",))]
+    """Those who take z to 0, and attackers who know the test by layers, on 20 % of the data; the strongest first.
+
+    An estimate is taken out of every block, with an oracle's amounts or those that an attacker expects, and the model
+    repaired; penalties by block and by row. Whoever knows most also trains at lower rates, which keep more accuracy.
+    """
+    sizes = sorted(coalitions, reverse=True)
+    hows = ("gls", "regression", "sum") if observed else ("sum",)
+    who = [(how, c) for c in (*sizes, 0) for how in hows]
+    best = [(hows[0], c) for c in (*sizes, 0)]
+    ends = [(hows[0], c) for c in dict.fromkeys((*sizes[:1], 0))]
+    some = [*best, *(("sum", c) for _, c in ends if observed)]
+
+    def against(
+        whom: Sequence[tuple[str, int]], alpha: float, lr: float = LR, by: str = "", weights: str = "even"
+    ) -> list[Trained]:
+        name = "adaptive-by-part" if by else "adaptive-fine-tuning"
+        return [Trained(name, 0.2, alpha, how, c, lr, by, weights) for how, c in whom]
+
+    def taken(whom: Sequence[tuple[str, int]], amounts: str, lr: float = LR) -> list[Trained]:
+        return [Trained("removal", 0.2, 0.0, how, c, lr, amounts=amounts) for how, c in whom]
+
+    tuned = [Trained("fine-tuning", 0.2, lr=lr) for lr in (LR, _MIDDLE, _GENTLE)]
     groups = [
-        [Trained("adaptive-by-part", 0.2, a, how, c, by=by, weights=w) for how, c in who for a in (0.5, 0.9)]
-        for by, w in (("block", "even"), ("row", "even"), ("block", "random"), ("block", "alternating"))
+        tuned + taken(best, "oracle", _MIDDLE) + taken(best, "oracle", _GENTLE),
+        taken(who, "oracle") + taken(best, "expected"),
+        against(who, 0.7) + against(ends, 0.7, _MIDDLE) + against(ends, 0.7, _GENTLE),
     ]
-    groups.insert(1, [Trained("removal", 0.2, estimate=how, coalition=c, amounts="oracle") for how, c in who])
+    for by in ("block", "row"):
+        groups += [against(some, 0.9, by=by) + against(best, 0.9, _MIDDLE, by=by) + against(best, 0.9, _GENTLE, by=by)]
+    groups += [[job for w in ("random", "alternating") for job in against(ends, 0.9, by="block", weights=w)]]
     return [part for group in groups for part in _parts(group, side)]
 
 
@@ -214,6 +240,7 @@ class Suite:
         self._speed: float | None = None  # attackers' images a second
         self._fleet: Attackers | None = None
         self._parted: PartedAttackers | None = None
+        self._taken: dict[tuple[str, int, str], Future[Tensor]] = {}
         self._found: Groups | None = None
         self._like = {name: tensor.cpu().numpy() for name, tensor in self.run.fleet.module.state_dict().items()}
         self._original, self._anchor = self._tensors(self.released), self._tensors(self.run.initial)
@@ -254,6 +281,10 @@ class Suite:
             "seconds": 0.0,
             **where_run(run),
         }
+        if self.layers:
+            form = self._known.form(TensorsInMemory(self._original))
+            spans = blocks_of(run.layout).spans
+            self.body["random_keys"] = tail(random_q(form.x, spans, _KEYS, run.device, _SEED), len(spans))
         z, q, log10_q = self._scores(self._original)
         accuracy = run.fleet.accuracy(self.released, *run.test)
         self._add(Row(ORIGINAL, accuracy, z, None, q=q, log10_q=log10_q))
@@ -432,21 +463,36 @@ class Suite:
             most = int(parts_of(run.layout, "row")[-1]) + 1
             self._parted = PartedAttackers(
                 run.fleet.module, run.layout, self.side, self.images.classes, self.images.image, run.device,
-                streams=self.streams, most=max(most, MOST),
+                streams=self.streams, most=max(most, MOST), anchor=run.initial,
             )  # fmt: skip
         return self._parted
 
     def _removed(self, job: Trained) -> Tensor:
-        """The released model less an estimate of the key in every block, by an oracle who knows the key."""
-        guess = self.guess(job.estimate, job.coalition).to(self.released)
-        parts = torch.from_numpy(parts_of(self.run.layout, "block")).to(guess.device)
-        moved = (self.released - self.run.initial.to(self.released))[: len(parts)]
-        sums = [torch.bincount(parts, (v * v).double()).sqrt() for v in (moved, guess)]
+        """The released model less an estimate of the key in every block, by expected amounts or an oracle's who knows
+        the key. The oracle answers on the CPU: `_ask_ahead` begins with all of them while others train."""
+        wanted = job.estimate, job.coalition, job.amounts
+        if wanted not in self._taken:
+            self._ask_ahead([job])
+        return self._taken[wanted].result()
+
+    def _ask_ahead(self, jobs: Sequence[Trained]) -> None:
+        parts = torch.from_numpy(parts_of(self.run.layout, "block"))
+        released = self.released.cpu()
+        moved = (released - self.run.initial.cpu())[: len(parts)]
+
+        def work(guess: Tensor, amounts: str) -> Tensor:
+            if amounts == "expected":
+                rho = self.run.mark.rho if self.run.mark is not None else 0.0
+                return less(released, guess, parts, expected(moved, guess, parts, rho))
+            sums = [torch.bincount(parts, (v * v).double()).sqrt() for v in (moved, guess)]
+            return removed(released, guess, parts, sums[0] / sums[1].clamp_min(1e-300), oracle)
 
         def oracle(vector: Tensor) -> list[float]:
             return self._known.z_by_block(self._known.form(TensorsInMemory(self._tensors(vector))))
 
-        return removed(self.released, guess, parts, sums[0] / sums[1].clamp_min(1e-300), oracle)
+        for how, coalition, amounts in dict.fromkeys((j.estimate, j.coalition, j.amounts) for j in jobs if j.amounts):
+            guess = self.guess(how, coalition).to(released)
+            self._taken[how, coalition, amounts] = self._workers[True].submit(work, guess, amounts)
 
     def _subset(self, fraction: float) -> Tensor:
         """A uniform sample of the training images: the same for all attacks with this fraction."""
@@ -651,10 +697,12 @@ class Suite:
 
         watched = self.run.observer
         coalitions = [] if watched is None else [c for c in watched.coalitions if c]
-        every = plan(coalitions, watched is not None, self.side)
-        every += layered_plan(coalitions, watched is not None, self.side) if self.layers else []
+        every = layered_plan(coalitions, watched is not None, self.side) if self.layers else []
+        named = {job for group in every for job in group}  # what is in both is trained once
+        every += [[j for j in group if j not in named] for group in plan(coalitions, watched is not None, self.side)]
         groups = [self._open(group) for group in every]
         self._prepare({len(group) for group in groups} | self._sizes(innocents))
+        self._ask_ahead([job for group in groups for job in group])
         for name in _SHAPELESS[:3]:
             for settings in ATTACKS[name].settings:
                 self._weigh([(name, settings)])

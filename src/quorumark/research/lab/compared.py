@@ -6,13 +6,14 @@ Each is made from result files alone, and is left out while there are none.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from quorumark.research.lab.config import Configuration, Settings
 from quorumark.research.lab.results import BALANCED, CODE, best_evidence, groups
-from quorumark.research.lab.tables import as_long, mean_of, table
+from quorumark.research.lab.tables import as_long, compared_means, mean_of, table
 
-__all__ = ["sections", "watched"]
+__all__ = ["packed", "sections", "watched"]
 
 Results = dict[str, dict[str, Any]]
 
@@ -123,6 +124,55 @@ def watched(configuration: Configuration, results: Results) -> list[str]:
              "rows silenced", "coordinates silenced", "most coordinates in a round"]  # fmt: skip
     parts = [table(heads, rows)] if rows else []
     return parts + ([f"Not run: {'; '.join(missing)}.\n"] if missing else [])
+
+
+def packed(configuration: Configuration, results: Results) -> list[str]:
+    """The runs with several weights in an element, beside those with one."""
+    found = {runs[0]: best_evidence(runs, results) for runs in groups(configuration)}
+    rows, missing = [], []
+    for first, bodies in found.items():
+        name = f"{first.dataset} {first.strength} packing {first.packing}"
+        plain = found.get(replace(first, packing=1), [])
+        if bodies:
+            rows.append(_packed_row(first, bodies, plain if plain and as_long(plain[0], bodies[0]) else []))
+        else:
+            missing.append(name)
+    heads = ["data", "K", "strength", "packing", "rounds", "seeds", "accuracy", "Δ accuracy", "z balanced", "Δ z",
+             "told from 1", "ρ", "rounds with wider units", "seconds a round"]  # fmt: skip
+    parts = [table(heads, rows)] if rows else []
+    return parts + ([f"Not run: {'; '.join(missing)}.\n"] if missing else [])
+
+
+def _packed_row(first: Settings, found: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+    def figures(bodies: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+        accuracies = [100 * body["accuracy"]["released"] for body in bodies]
+        return accuracies, [body["z"]["released"][BALANCED] for body in bodies]
+
+    changes, told = ["", ""], ""
+    if first.packing > 1 and plain:
+        pairs = zip(figures(found), figures(plain), (2, 1), strict=True)
+        apart = [(*compared_means(ours, theirs), digits) for ours, theirs, digits in pairs]
+        changes = [f"{d:+.{n}f}" + ("" if noise is None else f" ± {noise:.{n}f}") for d, noise, n in apart]
+        known = [abs(d) > noise for d, noise, _ in apart if noise is not None]
+        names = [name for name, far in zip(("accuracy", "z"), known, strict=False) if far]
+        told = (" and ".join(names) or "no") if known else "one seed says nothing"
+    accuracies, zs = figures(found)
+    return [
+        first.dataset,
+        str(first.members),
+        first.strength,
+        str(first.packing),
+        str(found[0]["rounds"]),
+        str(len(found)),
+        mean_of(accuracies, 2),
+        changes[0],
+        mean_of(zs, 1),
+        changes[1],
+        told,
+        f"{statistics.fmean(body['rho'] for body in found):.4f}",
+        f"{statistics.fmean(len(body['widened']) for body in found):.1f}" if first.packing > 1 else "",
+        f"{statistics.fmean(body['seconds_per_round'] for body in found):.2f}",
+    ]
 
 
 def _watched_row(first: Settings, found: list[dict[str, Any]]) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -46,6 +47,9 @@ class Settings:
     null_keys: int = 0  # other keys that the released model is tested with
     dither: float = 0.0  # κ of the members' noise beside the mark (`quorumark.research.lab.dither`); 0: none
     continuity: bool = False  # count the rows that the continuity rule would silence
+    kept: bool = False  # members keep AdamW's state from round to round, as the paper's public code does
+    packing: int = 1  # so many weights in an element of an upload (docs/secagg.md, "Packed sums")
+    label: str = ""  # a part of the run's name, where it would be taken for another one of another length
 
     def __post_init__(self) -> None:
         strength_settings(self.strength)
@@ -55,6 +59,13 @@ class Settings:
             raise InputError("dither", "must be from 0 to 100", self.dither)
         if self.dither and (self.strength == "none" or self.papers_code):
             raise InputError("dither", "must be 0 without a mark and under the rule paper-code", self.dither)
+        if self.packing not in (1, 2, 3, 4):
+            raise InputError("packing", "must be 1, 2, 3 or 4", self.packing)
+        if self.packing > 1 and (self.strength == "none" or self.papers_code or self.per_client or self.dither):
+            rule = "must be 1 without a mark, under the rule paper-code, with a key for each member and with dither"
+            raise InputError("packing", rule, self.packing)
+        if not re.fullmatch(r"[a-z0-9]{0,20}", self.label):
+            raise InputError("label", "must be up to 20 small letters and digits", repr(self.label))
         for name in ("members", "rounds", "global_batch", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise InputError(name, "must be 1 or more", getattr(self, name))
@@ -85,12 +96,14 @@ class Settings:
         """The run's name, without its length: a longer run of the same settings takes a shorter one's place."""
         parts = [self.dataset, self.model, f"k{self.members}", self.partition, self.strength, f"s{self.seed}"]
         parts += [f"dither{self.dither:g}"] * bool(self.dither) + ["continuity"] * self.continuity
+        parts += ["kept"] * self.kept + [f"decay{self.decay:g}"] * (self.decay != type(self).decay)
+        parts += [f"packing{self.packing}"] * (self.packing > 1) + [self.label] * bool(self.label)
         return "-".join(parts).replace(":", "")
 
     @property
     def unmarked(self) -> Settings:
         """The same run without a mark, and without what goes with one."""
-        return replace(self, strength="none", dither=0.0, continuity=False)
+        return replace(self, strength="none", dither=0.0, continuity=False, packing=1)
 
     def asdict(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,10 +131,9 @@ class LanguageSettings(Settings):
         super().__post_init__()
         if self.partition != "iid":
             raise InputError("partition", "must be iid for text", repr(self.partition))
-        if self.papers_code or self.dither or self.continuity:
-            raise InputError(
-                "strength", "must not be paper-code for text, nor have dither or continuity", self.strength
-            )
+        if self.papers_code or self.dither or self.continuity or self.kept or self.packing > 1:
+            rule = "must not be paper-code for text, nor have dither, continuity, kept or packing"
+            raise InputError("strength", rule, self.strength)
         if self.sequence < 2 or self.patience < 0 or self.max_coordinates < 0:
             rule = "must be 2 or more, patience and max_coordinates 0 or more"
             raise InputError("sequence", rule, (self.sequence, self.patience, self.max_coordinates))
@@ -132,7 +144,7 @@ class LanguageSettings(Settings):
 
     def asdict(self) -> dict[str, Any]:
         """Without what is for images only."""
-        for_images = ("augment", "validation", "dither", "continuity")
+        for_images = ("augment", "validation", "dither", "continuity", "kept", "packing")
         return {k: v for k, v in super().asdict().items() if k not in for_images}
 
 

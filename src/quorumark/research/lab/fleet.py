@@ -132,11 +132,14 @@ class Fleet:
         optimiser: Optimiser | None = None,
         *,
         streams: int = 5,
+        kept: bool = False,
     ) -> None:
+        """`kept`: AdamW's state goes on from one loaded model to the next."""
         self.module, self.device, self.members = module.to(device), device, members
         self.active = members  # how many of them take part in a step
         self.optimiser = optimiser or Optimiser()
-        self.made_of = (layout, members, batch, image, device, self.optimiser, streams)
+        self.made_of = (layout, members, batch, image, device, self.optimiser, streams, kept)
+        self.kept, self.steps = kept, 0  # steps of AdamW so far
         self.order = order = Order(module, layout, device)
         self.cuda = device.type == "cuda"
         self.kind = kind = torch.bfloat16 if self.cuda else torch.float32
@@ -180,7 +183,7 @@ class Fleet:
     # --- models in and out ---
 
     def load(self, vector: Tensor) -> None:
-        """Gives everybody the global model, in the layout's order, and a new optimiser."""
+        """Gives everybody the global model, in the layout's order, and a new optimiser unless the old one is kept."""
         self._loaded = vector
         own = vector[self.order.to_device]
         self.theta.copy_(own.expand_as(self.theta))
@@ -190,8 +193,14 @@ class Fleet:
             sources = [place.view(own) for place in self.order.statistics]
             for statistics in self._statistics:
                 torch._foreach_copy_(statistics, sources)
+        if not self.kept:
+            self.forget()
+
+    def forget(self) -> None:
+        """A new optimiser for everybody."""
         self._m.zero_()
         self._v.zero_()
+        self.steps = 0
 
     def model(self, k: int) -> Tensor:
         """A member's model, in the layout's order."""
@@ -214,8 +223,9 @@ class Fleet:
             with _CAPTURING:
                 self._capture(images[0], labels[0])
         self._losses.zero_()
-        if len(self._table) != len(images):  # made once: nothing may wait for the device here
-            self._table = self._biases(range(1, len(images) + 1))
+        if self.kept or len(self._table) != len(images):  # made once: nothing may wait for the device here
+            self._table = self._biases(range(self.steps + 1, self.steps + len(images) + 1))
+        self.steps += len(images)
         for x, y, corrections in zip(images, labels, self._table, strict=True):
             self._pixels.copy_(x)
             self._y.copy_(y)
@@ -257,6 +267,7 @@ class Fleet:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         self._graph = graph
+        self.forget()
         if self._loaded is not None:
             self.load(self._loaded)
 

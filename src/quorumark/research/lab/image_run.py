@@ -34,7 +34,9 @@ from quorumark.research.lab.federated_run import FederatedRun, RoundLog, check_l
 from quorumark.research.lab.fleet import Fleet, Optimiser
 from quorumark.research.lab.mark import Mark, decoded, weighted_sum
 from quorumark.research.lab.observer import Observer
+from quorumark.research.lab.packed import PackedSum
 from quorumark.research.lab.papercode import CodeKey, CodeMark, Trainable
+from quorumark.round.units import Packing
 
 __all__ = ["ImageRound", "ImageRun"]
 
@@ -81,9 +83,10 @@ class ImageRun(FederatedRun[ImageRound]):
         self.steps = -(-int(self._counts.max()) // self.batch)
         optimiser = Optimiser(settings.lr, settings.decay, (settings.beta1, settings.beta2))
         args = self.layout, settings.members, self.batch, images.image, self.device, optimiser
-        if fleet is None or fleet.made_of != (*args, streams):
+        if fleet is None or fleet.made_of != (*args, streams, settings.kept):
             fleet = self._made_fleet(module, *args, streams=streams)
         self.fleet = fleet
+        fleet.forget()  # what the run before left
         total = int(self._counts.sum())
         self.weights = [Fraction(int(n), total) for n in self._counts]
         self.keys = [
@@ -130,9 +133,13 @@ class ImageRun(FederatedRun[ImageRound]):
 
     def _made_fleet(self, module: Any, *args: Any, streams: int) -> Fleet:
         """Of another kind where members train otherwise (`lab.rivals`)."""
-        return Fleet(module, *args, streams=streams)
+        return Fleet(module, *args, streams=streams, kept=self.settings.kept)
 
     def _mark(self) -> Mark | CodeMark | None:
+        return self.made_mark(self.keys)
+
+    def made_mark(self, keys: Sequence[SeededKey]) -> Mark | CodeMark | None:
+        """The mark of these settings, with these keys in place of the run's own."""
         settings, strength = self.settings, strength_settings(self.settings.strength)
         if strength is None:
             return None
@@ -140,7 +147,8 @@ class ImageRun(FederatedRun[ImageRound]):
             args = float(strength["c"]), self.layout, self.trainable, self.initial, self.code_keys, self.device
             return CodeMark(*args)
         dither = Dither(settings.dither, settings.seed) if settings.dither else None
-        return Mark(strength, self.layout, self.initial, self.keys, self.device, dither)
+        packing = Packing(settings.packing, settings.members)
+        return Mark(strength, self.layout, self.initial, keys, self.device, dither, packing)
 
     def _observer(self, coalitions: Sequence[int]) -> Observer:
         return Observer(self.layout, self.initial, coalitions, self.settings.members)
@@ -190,6 +198,13 @@ class ImageRun(FederatedRun[ImageRound]):
         self.fleet.load(self.model)
         return self.fleet.train(x, y)
 
+    def summed(self) -> tuple[Tensor, PackedSum | None]:
+        """What the members' results add up to in 2^-40, without the mark; how, where updates are packed."""
+        if isinstance(self.mark, Mark) and self.mark.packing.packs:
+            packed = self.mark.packed_sum(self.model, self.weights, self.fleet.model)
+            return packed.total, packed
+        return weighted_sum(self.fleet.theta, self.weights)[self.fleet.order.to_layout], None
+
     def round(self) -> ImageRound:
         """One round. On CUDA it may not be over, and its loss not known, before the next one that is validated."""
         number, settings = self.round_no + 1, self.settings
@@ -200,13 +215,13 @@ class ImageRun(FederatedRun[ImageRound]):
             check_loss(number, float(loss))  # before the mark, which would say something else of such a model
         if number < settings.rounds:
             self._prepare(number + 1)
-        total = weighted_sum(self.fleet.theta, self.weights)[self.fleet.order.to_layout]
+        total, packed = self.summed()
         c, before = 0.0, self.model
         if self.mark is None:
             self.model = decoded(total)
         else:
             sums = self.fleet.update_sums if self._cuda else None
-            self.model, c = self.mark.apply(number, before, total, self.weights, self.fleet.model, sums)
+            self.model, c = self.mark.apply(number, before, total, self.weights, self.fleet.model, sums, packed)
         if self.observer is not None:
             own = self.observer.own(self.fleet.theta, self.weights, before, self.fleet.order.to_layout)
             added = None if self.mark is None or self.mark.added is None else self.mark.added.double() * 2.0**-40
@@ -243,6 +258,8 @@ class ImageRun(FederatedRun[ImageRound]):
 
     def _restore_state(self, body: Mapping[str, Any], path: Path) -> None:
         self._open = []
+        if self.settings.kept and 0 < self.round_no < self.settings.rounds:
+            raise RecordError(f"{str(path)!r} lacks the members' optimisers, which this run keeps: begin it again")
         if self.continuity is not None:
             self.continuity.restore(body["continuity"])
         seen = body.get("observer")

@@ -6,6 +6,8 @@ The amplitudes S are those of a real round: `MarkState` follows the run on the C
 trains. What it needs of the members' updates (the paper's ‖Δ_k‖; norms by rows, columns and taps) is summed here
 in integers as well, in parts that 64 bits hold.
 
+Where updates are packed, the sum is that of their integer parts (`quorumark.research.lab.packed`).
+
 The key is known here. That is for research: anyone who runs the lab could remove the mark.
 """
 
@@ -29,8 +31,10 @@ from quorumark.errors import InputError
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import SeededKey
 from quorumark.research.lab.dither import Dither, raised
-from quorumark.round.amplitudes import Amplitudes, MarkState, PaperScale, paper_amplitudes
+from quorumark.research.lab.packed import PackedSum, Units, largest_moves
+from quorumark.round.amplitudes import NOT_PACKED, Amplitudes, MarkState, PaperScale, paper_amplitudes
 from quorumark.round.forecast import expected_z
+from quorumark.round.units import Packing
 
 __all__ = ["Mark", "decoded", "encoded", "square_sum", "weighted_sum"]
 
@@ -168,13 +172,18 @@ class Mark:
         keys: Sequence[SeededKey],
         device: Any,
         dither: Dither | None = None,
+        packing: Packing = NOT_PACKED,
     ) -> None:
         """`initial` is θ_0 in the layout's order."""
         self.layout, self.device, self.keys, self.dither = layout, device, list(keys), dither
+        self.packing = packing
+        if packing.packs and (dither is not None or len(keys) != 1):
+            raise InputError("packing", "must be 1 with dither or a key for each member", packing.count)
         carrying = layout.carrying()  # all of the carriers, or a sample of them
         self._carrying: Any = carrying if isinstance(carrying, slice) else torch.from_numpy(carrying).to(device)
         self.strength = Strength.of(settings, layout.coordinates)
-        self.state = MarkState(self.strength, layout, "rademacher", _field(encoded(initial)))
+        self.state = MarkState(self.strength, layout, "rademacher", _field(encoded(initial)), packing=packing)
+        self.widened: list[tuple[int, int]] = []  # rounds in which some update needed wider units, and how many tensors
         self._signs = keys[0].signs(device) if len(keys) == 1 else None
         self._averages: list[list[int] | None] = []
         self._worker = ThreadPoolExecutor(1)
@@ -198,6 +207,19 @@ class Mark:
         self._wait()
         return expected_z(self.state, _STATISTIC) if self._signs is not None else None
 
+    def packed_sum(self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]) -> PackedSum:
+        """What a packed round opens to, without its mark. Its units follow from the state, and are wider where an
+        update does not fit: nobody trains again. This waits for the device.
+        """
+        self._wait()
+        moved = largest_moves(self.layout, before, model, len(weights))
+        level = self.packing.level_of(moved, self.state.spans)
+        units = Units(self.layout, self.state.spans(level), before)
+        squares = None
+        if self._needs_norms:
+            squares = self._axis_sums(lambda k: units.rounded(model(k), weights[k]), len(weights))
+        return PackedSum(units.total(model, weights), level, squares)
+
     def apply(
         self,
         round_no: int,
@@ -206,17 +228,20 @@ class Mark:
         weights: Sequence[Fraction],
         model: Callable[[int], Tensor],
         sums: Callable[[], Tensor] | None = None,
+        packed: PackedSum | None = None,
     ) -> tuple[Tensor, float]:
         """The round's global model, and its c. `total` is Σ E(a_k·θ_k), which gets the mark; `model(k)` is θ_k.
 
         All in the layout's order; `before` is the global model that the members started from. `sums` is a faster way to
-        the `axis_sums` of all members, if there is one. Nothing here waits for the device (but under the rule `paper`).
+        the `axis_sums` of all members, if there is one; `packed` is where `total` comes from if it was packed. Nothing
+        here waits for the device (but under the rule `paper`).
         """
         scales, squares = [], None
         if self.strength.rule == "paper":
             scales = self._scales(before, weights, model)
         elif self._needs_norms:
-            squares = sums() if sums is not None else self._axis_sums(before, weights, model)
+            difference = self._difference(before, model)
+            squares = sums() if sums is not None else self._axis_sums(difference, len(weights))
         self._wait()
         if self.strength.rule == "paper":
             opened = field.from_signed(np.array([sum(scales)], np.int64))
@@ -224,6 +249,10 @@ class Mark:
             amplitudes = paper_amplitudes(self.strength, self.layout, "rademacher", round_no, opened, members)
         else:
             amplitudes = self._next.result() if self._next is not None else self.state.amplitudes(round_no)
+        level = b"" if packed is None else packed.level
+        amplitudes = self.state.in_units(amplitudes, level)
+        if level:
+            self.widened.append((round_no, sum(map(bool, level))))
         embedded = amplitudes if amplitudes.marks else None
         self.added = energies = None
         if embedded is not None:
@@ -232,7 +261,7 @@ class Mark:
                 self.dither.add(total, self._carrying, vector, round_no, len(weights))
                 energies = self.dither.energies(vector, carrying_axes(self.layout))
         after = decoded(total)
-        self._advance(round_no, encoded(after), embedded, squares, weights, energies)
+        self._advance(round_no, encoded(after), embedded, squares, weights, energies, packed)
         return after, 0.0 if embedded is None else embedded.c / _ONE
 
     def _difference(self, before: Tensor, model: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
@@ -246,11 +275,10 @@ class Mark:
         difference = self._difference(before, model)
         return [self._scale(k, difference(k)) for k in range(len(weights))]
 
-    def _axis_sums(self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]) -> Tensor:
+    def _axis_sums(self, difference: Callable[[int], Tensor], members: int) -> Tensor:
         """`axis_sums` of all members, a few at a time."""
-        difference = self._difference(before, model)
         together = max(1, _TOGETHER // self.layout.carrier_size)
-        parts = [range(len(weights))[at : at + together] for at in range(0, len(weights), together)]
+        parts = [range(members)[at : at + together] for at in range(0, members, together)]
         return torch.cat([axis_sums(torch.stack([difference(k) for k in part]), self.layout) for part in parts], dim=1)
 
     def _advance(
@@ -261,6 +289,7 @@ class Mark:
         squares: Tensor | None,
         weights: Sequence[Fraction],
         energies: Tensor | None = None,
+        packed: PackedSum | None = None,
     ) -> None:
         """The only place where the state moves on: in the worker, which also makes the next round's amplitudes.
 
@@ -270,6 +299,8 @@ class Mark:
         arriving = self._arriving("model", model)
         sums = None if squares is None else self._arriving("squares", squares)
         noise = None if energies is None else self._arriving("energies", energies)
+        level = b"" if packed is None else packed.level
+        rounded = None if packed is None or packed.squares is None else self._arriving("rounded", packed.squares)
         arrived = torch.cuda.Event() if model.is_cuda else None
         if arrived is not None:
             arrived.record()
@@ -280,9 +311,12 @@ class Mark:
             told: tuple[Any, ...] = ()
             if sums is not None:
                 norms = [axis_norms(sums[:, k].numpy(), weight) for k, weight in enumerate(weights)]
+                if rounded is not None:  # of the weighted update in units: members upload the smaller ones
+                    own = [axis_norms(rounded[:, k].numpy(), Fraction(1)) for k in range(len(weights))]
+                    norms = list(map(np.minimum, norms, own))
                 all_norms: Any = np.sum(norms, axis=0, dtype=np.int64).astype(np.uint64)
                 told = (all_norms if noise is None else raised(all_norms, noise.numpy()),)
-            self.state.advance(round_no, field.from_signed(arriving.numpy()), embedded, *told)
+            self.state.advance(round_no, field.from_signed(arriving.numpy()), embedded, *told, level=level)
             return self.state.amplitudes(round_no + 1)
 
         self._next = self._worker.submit(work)
@@ -341,7 +375,8 @@ class Mark:
         """For a checkpoint."""
         self._wait()
         anchor = field.to_signed(self.state.anchor) if self.strength.warmup_rounds else None
-        return {"state": self.state.to_bytes(), "averages": self._averages, "anchor": anchor}
+        saved = {"state": self.state.to_bytes(), "averages": self._averages, "anchor": anchor}
+        return saved | {"widened": list(self.widened)}
 
     def restore(self, saved: dict[str, Any], model: Tensor) -> None:
         """Goes on from a checkpoint; `model` is the last global one."""
@@ -349,9 +384,10 @@ class Mark:
             wait([self._next])  # it moves the state that is replaced here; whether it fails does not matter any more
         anchor = self.state.anchor if saved["anchor"] is None else field.from_signed(saved["anchor"])
         self.state = MarkState.from_bytes(
-            saved["state"], self.strength, self.layout, "rademacher", _field(encoded(model)), anchor
+            saved["state"], self.strength, self.layout, "rademacher", _field(encoded(model)), anchor, self.packing
         )
         self._averages, self._next = saved["averages"], None
+        self.widened = list(saved.get("widened", []))
 
     def close(self) -> None:
         self._worker.shutdown()

@@ -22,7 +22,7 @@ from quorumark.research.known import SeededKey
 from quorumark.research.lab import data
 from quorumark.research.lab.config import Settings, strength_settings
 from quorumark.research.lab.image_run import ImageRun
-from quorumark.research.lab.mark import Mark, decoded, weighted_sum
+from quorumark.research.lab.mark import decoded
 from quorumark.setup.inprocess import deal_key
 from quorumark.simulation import Federation, FederationMember
 
@@ -36,6 +36,8 @@ class MaskedRound:
     round: int
     marked: bool
     different: int  # weights of the global model that are not the same bits
+    alike: bool  # whether both sides have the same history: all models, marks and norms so far
+    widened: int  # members whose update needed wider units
     largest: float  # the mark's largest part, so that "no difference" means something
     seconds: float
 
@@ -48,8 +50,7 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
     federation, manifest, shares = _federation(run)
     if run.mark is not None:
         keys = run.keys if settings.per_client else [_key(manifest, shares)]
-        strength = strength_settings(settings.strength) or {}
-        run.mark = Mark(strength, run.layout, run.initial, keys, run.device)
+        run.mark = run.made_mark(keys)
     found = []
     for number in range(1, rounds + 1):
         run.local_models(number)
@@ -58,16 +59,17 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
             raise RoundError(
                 f"round {number} of the protocol failed: {report.given_up or report.excluded}", code="round.given-up"
             )
-        total = weighted_sum(run.fleet.theta, run.weights)[run.fleet.order.to_layout]
+        total, packed = run.summed()
         plain = decoded(total.clone())
         if run.mark is None:
             ours = plain
         else:
-            ours, _ = run.mark.apply(number, run.model, total, run.weights, run.fleet.model)
+            ours, _ = run.mark.apply(number, run.model, total, run.weights, run.fleet.model, packed=packed)
         theirs = torch.from_numpy(run.layout.flatten(federation.model))
         different = int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
         largest, taken = float((ours - plain).abs().max()), sum(report.seconds.values())
-        found.append(MaskedRound(number, report.marked, different, largest, taken))
+        alike = run.mark is None or _chain(run.mark) == federation.history.mark.chain
+        found.append(MaskedRound(number, report.marked, different, alike, len(report.widened), largest, taken))
         run.model = ours
     return found
 
@@ -87,8 +89,8 @@ def _federation(run: ImageRun) -> tuple[Federation, Manifest, dict[int, Any]]:
     strength = strength_settings(settings.strength)
     threshold = max(2, settings.members // 2 + 1)
     size, created = layout.coordinates, "2026-01-31T12:00:00Z"
-    # what the members add up is compared, not what they check of it; the lab's sum is not packed
-    policy = Policy(sums="unchecked", packing=1)
+    # what the members add up is compared, not what they check of it
+    policy = Policy(sums="unchecked", packing=settings.packing)
     terms = Terms("lab", threshold, roster, layout.digest(), size, anchor, created, setup="dealer", policy=policy)
     if strength is not None:
         terms = replace(terms, strength=Strength.of(strength, size))
@@ -105,6 +107,11 @@ def _federation(run: ImageRun) -> tuple[Federation, Manifest, dict[int, Any]]:
             person, manifest, layout, train, x - 1, share, mark=strength is not None, own_key=own
         )
     return Federation(manifest, layout, initial, members), manifest, shares
+
+
+def _chain(mark: Any) -> bytes:
+    mark._wait()  # the state moves on in a thread
+    return bytes(mark.state.chain)
 
 
 def _key(manifest: Manifest, shares: dict[int, Any]) -> SeededKey:

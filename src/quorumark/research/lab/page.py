@@ -69,6 +69,8 @@ def page(
             parts += _language(configuration, results)
         elif any(run.continuity for run in configuration.runs):
             parts += compared.watched(configuration, results)
+        elif any(run.packing > 1 for run in configuration.runs):
+            parts += compared.packed(configuration, results)
         else:
             parts += _vision(configuration, results)
         if figures is not None and (figures / f"lab-{configuration.name}.svg").exists():

@@ -108,6 +108,7 @@ class CodeMark:
         weights: Sequence[Fraction],
         model: Callable[[int], Tensor],
         sums: Any = None,  # noqa: ARG002 - as Mark.apply
+        packed: Any = None,  # noqa: ARG002 - as Mark.apply
     ) -> tuple[Tensor, float]:
         """The round's global model, and c. Members count alike, as in the code. Nothing waits for the device."""
         tensors, members = self._tensors, len(weights)

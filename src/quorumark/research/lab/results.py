@@ -76,6 +76,8 @@ def record(run: ImageRun, abreast: int = 1) -> dict[str, Any]:
     one_key = run.mark is not None and not run.settings.per_client
     body["shown"] = shown(run.layout, run.model, run.initial, run.keys[0]) if one_key else None
     body["continuity"] = None if run.continuity is None else run.continuity.summary()
+    if run.settings.packing > 1:
+        body["widened"] = [list(pair) for pair in getattr(run.mark, "widened", [])]
     return body
 
 
