@@ -38,7 +38,7 @@ def world(made: Consortium, tmp_path: Path) -> Consortium:
     return made.copy(tmp_path / "world")
 
 
-KINDS: dict[str, dict[str, str]] = {
+KINDS: dict[str, Any] = {
     "unchecked": {},
     "checked": {"sums": "checked"},
     "fedadam": {"sums": "checked", "optimiser": "fedadam:eta=0.01"},

@@ -15,6 +15,7 @@ from quorumark.errors import RoundError
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round import links
+from quorumark.round.group import group_of
 from quorumark.round.statements import Turn
 from quorumark.setup.inprocess import deal_key
 from quorumark.simulation import Federation, FederationMember, Losses, RoundReport
@@ -71,7 +72,7 @@ class Sampled:
 
     def could_live(self, report: RoundReport) -> bool:
         """Whether enough members were left at the stage at which a round was given up."""
-        server, group = self.run.server, self.run.group
+        server, group = self.run.server, group_of(self.manifest)
         if report.given_up_code == "round.too-few":
             gone = {*report.lost.get("train", ()), *report.lost.get("upload", ())}
             return len(set(server.cohort) - gone) >= group.least
