@@ -413,8 +413,8 @@ def test_the_page_holds_packings_against_packing_1() -> None:
         bodies.append({**body, **more, "z": {"released": {**body["z"]["released"], "balanced-anchor/v1": z}}})
     text = _page("packing", *bodies)
     start = "| cifar100 | 32 | rho:0.05 |"
-    assert f"{start} 1 | 60 | 3 | 35.20 ± 0.20 |  | 186.0 ± 1.0 |  |  | 0.3000 |  | 0.50 |" in text
-    assert f"{start} 2 | 60 | 3 | 35.20 ± 0.20 | +0.00 ± 0.45 | 186.0 ± 1.0 | +0.0 ± 2.3 | no | 0.3000 | 1.0 |" in text
+    assert f"{start} 1 | 40 | 3 | 35.20 ± 0.20 |  | 186.0 ± 1.0 |  |  | 0.3000 |  | 0.50 |" in text
+    assert f"{start} 2 | 40 | 3 | 35.20 ± 0.20 | +0.00 ± 0.45 | 186.0 ± 1.0 | +0.0 ± 2.3 | no | 0.3000 | 1.0 |" in text
     assert "33.20 ± 0.20 | -2.00 ± 0.45 | 186.0 ± 1.0 | +0.0 ± 2.3 | accuracy |" in text
     assert "35.20 ± 0.20 | +0.00 ± 0.45 | 177.0 ± 1.0 | -9.0 ± 2.3 | z |" in text
     one_seed = _page("packing", *[body for body in bodies if body["settings"]["seed"] == 0])
@@ -478,6 +478,15 @@ def test_strength_md_says_what_the_code_s_rule_does() -> None:
         assert row in prose
         changes.append(f"{accuracy - np.mean(plain):+.2f}")
     assert "against the mean of all three Δ is {}, {}, {} and {}.".format(*changes).replace("-", "−") in prose
+
+    body = results[name("cifar100", "paper-code0.025", "0-kept-decay0.01")]
+    z = body["z"]["released"]
+    assert body["rounds"] == 300
+    assert (
+        f"have z = {z['paper-code']:.1f} by the code's statistic, at {100 * body['accuracy']['released']:.2f} %"
+        in prose
+    )
+    assert f"and {z['balanced-anchor/v1']:.0f} by ours (ρ = {body['rho']:.3f};" in prose
 
     ours = [
         results[name(images, "rho0.1", seed)]["z"]["released"]

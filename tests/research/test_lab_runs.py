@@ -106,6 +106,50 @@ def test_a_run_made_in_pieces_is_the_same_run(strength: str, tmp_path: Path) -> 
         run.close()
 
 
+def test_members_may_keep_their_optimisers() -> None:
+    """A member that is alone and keeps its moments trains as if there were no rounds."""
+    made = models.make("cnn", 10, 3, 16, 0)
+    layout = ModelLayout.of(made)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(6, 1, 8, 16, 16, 3, generator=generator)
+    y = torch.randint(0, 10, (6, 1, 8), generator=generator)
+    place = (layout, 1, 8, (16, 16, 3), torch.device("cpu"))
+
+    def trained(rounds: int, *, kept: bool) -> Any:
+        fleet, model = (
+            Fleet(models.make("cnn", 10, 3, 16, 0), *place, kept=kept),
+            torch.from_numpy(layout.flatten(made)),
+        )
+        for part_x, part_y in zip(x.chunk(rounds), y.chunk(rounds), strict=True):
+            fleet.load(model)
+            fleet.train(part_x, part_y)
+            model = fleet.model(0)
+        return model
+
+    whole = trained(1, kept=True)
+    assert torch.allclose(trained(3, kept=True), whole, atol=1e-6)
+    assert not torch.allclose(trained(3, kept=False), whole, atol=1e-3)
+
+
+def test_a_run_that_keeps_optimisers_goes_on_from_no_checkpoint(tmp_path: Path) -> None:
+    settings, images = replace(MINI, kept=True, decay=0.01, rounds=2), data.load("shapes")
+    assert settings.id.endswith("-kept-decay0.01")
+    run = ImageRun(settings, images)
+    run.round()
+    run.save(tmp_path / "c.pt")
+    with pytest.raises(RecordError, match="begin again"):
+        ImageRun(settings, images).restore(tmp_path / "c.pt")
+    assert run.train(checkpoint=tmp_path / "c.pt")
+    done = ImageRun(settings, images, fleet=run.fleet)
+    done.restore(tmp_path / "c.pt")
+    assert torch.equal(done.model, run.model)
+    fresh = ImageRun(settings, images, fleet=run.fleet)  # with another run's fleet, without its moments
+    assert fresh.train()
+    assert torch.equal(fresh.model, run.model)
+    for one in (run, done, fresh):
+        one.close()
+
+
 def test_a_run_tells_what_a_verification_would_find() -> None:
     """Within max(10 %, 2), and three deviations of the key's own chance; only a run with one key has a forecast."""
     settings = replace(MINI, strength="rho:0.1", model="resnet18-tiny", rounds=12)

@@ -23,7 +23,7 @@ from typing import Any
 from quorumark.consortium.home import read_file
 from quorumark.errors import MissingDependencyError, RecordError
 from quorumark.files import write_shared
-from quorumark.research.rows import COLUMNS, ORIGINAL, Row, parsed_rows, table_text
+from quorumark.research.rows import COLUMNS, LEAST_LOG10, ORIGINAL, Row, parsed_rows, table_text
 
 __all__ = [
     "COLUMNS",
@@ -85,13 +85,16 @@ def _original(rows: Iterable[Row]) -> Row:
 
 
 def figures(rows: Sequence[Row], threshold: float) -> dict[str, str]:
-    """SVG by name: `pareto` first, one for each attack with something to vary, and `fixed` for all others.
+    """SVG by name: `pareto` first, `price` if Q by layers is there, one for each attack with something to vary, and
+    `fixed` for all others.
 
     They are for a page, whose colour of text they take; `standalone` makes files of them.
     """
     original = _original(rows)
     attacked = [row for row in rows if row.attack != ORIGINAL]
     found = {"pareto": _drawn("pareto", (8.6, 4.8), lambda f: _pareto(f, original, attacked, threshold))}
+    if any(row.q is not None for row in attacked):
+        found["price"] = _drawn("price", (8.6, 4.8), lambda f: _price(f, original, attacked))
     fixed: list[Row] = []
     last = [row for row in attacked if "epoch" not in row.settings]  # others are on the way: the frontiers have them
     for name in dict.fromkeys(row.attack for row in last):
@@ -215,6 +218,70 @@ def _pareto(figure: Any, original: Row, rows: Sequence[Row], threshold: float) -
     if any(row.surplus for row in tested):
         keys.append(_key("hollow: channels left over", marker="o", markerfacecolor="none", **dot))
     _legend(figure, {"frontier with": frontiers, "attack": [_key("none, as released", markersize=10, **star), *keys]})
+
+
+def _group(row: Row) -> str:
+    """Who attacks, for the figure of what removal costs."""
+    if row.attack == "removal":
+        return "estimate taken out, an oracle's amounts" if row.settings.get("amounts") == "oracle" else _KNOWING
+    if row.attack == "adaptive-by-part":
+        return _KNOWING
+    return {"distillation": "distillation", "fine-tuning": "fine-tuning", "adaptive-fine-tuning": "adaptive"}.get(
+        row.attack, "without training, chains"
+    )
+
+
+_KNOWING = "adaptive, know the test by layers"
+_GROUPS = {  # marker, colour
+    "fine-tuning": ("o", "#E69F00"),
+    "adaptive": ("s", "#0072B2"),
+    _KNOWING: ("D", "#009E73"),
+    "estimate taken out, an oracle's amounts": ("X", "#CC79A7"),
+    "distillation": ("v", _INK),
+    "without training, chains": ("^", "#888888"),
+}
+
+
+def _price(figure: Any, original: Row, rows: Sequence[Row]) -> None:
+    """Accuracy against evidence, by z or by Q, whichever is more: what it costs to escape both."""
+    axes = figure.subplots()
+    tested = [row for row in rows if row.evidence is not None]
+    drawn = [name for name in _GROUPS if any(_group(row) == name for row in tested)]
+    for name in drawn:
+        marker, colour = _GROUPS[name]
+        for last in (False, True):
+            mine = [row for row in tested if _group(row) == name and ("epoch" not in row.settings) == last]
+            axes.plot(
+                [row.evidence for row in mine], [100 * row.accuracy for row in mine], marker,
+                color=colour, markersize=5.5 if last else 3,
+                alpha=0.8 if last else 0.35, markeredgewidth=0,
+            )  # fmt: skip
+    passed = -LEAST_LOG10
+    escaped = [row.accuracy for row in tested if (row.evidence or 0.0) < passed and row.attack != "distillation"]
+    axes.axvline(passed, color=_INK, linestyle="--", linewidth=1)
+    axes.text(passed, 1.01, "PASSED from here", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+    axes.axhline(100 * original.accuracy, color=_RELEASED, linewidth=1)
+    tuned = [
+        r.accuracy for r in rows if r.attack == "fine-tuning" and "epoch" not in r.settings and "lr" not in r.settings
+    ]
+    lines = [(100 * original.accuracy, "as released")]
+    lines += [(100 * max(tuned), "fine-tuned")] if tuned else []
+    lines += [(100 * max(escaped), "best that escapes")] if escaped else []
+    shift = 0.0
+    for y, text in sorted(lines, reverse=True):
+        axes.axhline(y, color=_RELEASED if text == "as released" else _INK, linewidth=0.8, linestyle=":")
+        axes.text(1.01, y - shift, f"{y:.1f} %, {text}", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        shift = 2.2 if text.startswith("fine") else 0.0  # beside each other they could not be read
+    axes.set_xscale("symlog", linthresh=10)
+    axes.set(xlabel="−log10 of the bound, by z or by Q, whichever is more", ylabel="accuracy in %", xlim=(-0.5, None))
+    dot = {"linestyle": "none", "markersize": 5.5, "markeredgewidth": 0}
+    keys = [
+        _key(textwrap.fill(name, 30), marker=_GROUPS[name][0], color=_GROUPS[name][1], **dot)
+        for name in drawn
+    ]  # fmt: skip
+    if any("epoch" in row.settings for row in tested):
+        keys.append(_key("small: after fewer epochs", marker="o", color=_INK, linestyle="none", markersize=3))
+    _legend(figure, {"attack": keys})
 
 
 def _frontier(rows: Sequence[Row]) -> list[tuple[float, float]]:

@@ -8,18 +8,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quorumark.errors import RecordError
 
-__all__ = ["COLUMNS", "ORIGINAL", "Row", "parsed_rows", "table_text"]
+__all__ = ["COLUMNS", "LEAST_LOG10", "ORIGINAL", "Row", "parsed_rows", "table_text"]
 
 COLUMNS = (
     "attack", "budget", "accuracy", "z", "z_aligned", "seconds", "seed", "settings", "examples", "steps", "surplus",
     "q", "log10_q",
 )  # fmt: skip
+LEAST_LOG10 = -8.12
+"""log10 of the bound from which a query by layers is PASSED with z* = 6: half of exp(−z*²/2), for it has two tests."""
 ORIGINAL = "none"
 """The attack that the row of the released model names."""
 
@@ -64,6 +67,19 @@ class Row:
     def best(self) -> float | None:
         """The larger z of both queries: what verifiers get who ask twice."""
         return max((z for z in (self.z, self.z_aligned) if z is not None), default=None)
+
+    @property
+    def evidence(self) -> float | None:
+        """−log10 of what an innocent model has at most a chance of, by z (exp(−z²/2)) or by Q, whichever is more."""
+        best = self.best
+        if best is None:
+            return None if self.log10_q is None else -self.log10_q
+        return max(max(best, 0.0) ** 2 / 2 / math.log(10), -(self.log10_q or 0.0))
+
+    @property
+    def escapes(self) -> bool:
+        """Whether neither test sees it: a query by layers after a plain one that did not pass."""
+        return self.evidence is not None and self.evidence < -LEAST_LOG10
 
     @property
     def fraction(self) -> float:

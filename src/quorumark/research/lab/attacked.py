@@ -14,7 +14,7 @@ from quorumark.errors import RecordError
 from quorumark.files import write_shared
 from quorumark.research.lab.results import BALANCED, read_result
 from quorumark.research.lab.tables import table
-from quorumark.research.rows import ORIGINAL, Row, parsed_rows, table_text
+from quorumark.research.rows import LEAST_LOG10, ORIGINAL, Row, parsed_rows, table_text
 
 __all__ = ["ALPHAS", "EPOCHS", "FORMAT", "FRACTIONS", "LR", "Attacked", "draw", "read_attacked", "section", "write"]
 
@@ -23,7 +23,10 @@ EPOCHS, FRACTIONS, ALPHAS = 100, (0.01, 0.05, 0.1, 0.2), (0.1, 0.3, 0.5, 0.7)
 LR = 1e-3  # the paper's
 DISTILLATION = "distillation"
 PAPER = ("fine-tuning", "adaptive-fine-tuning", "quantisation", "pruning", "structured-pruning")
+_PLAIN = 6.2  # z* of a plain query that may be aligned
 _TUNED_Z, _LEAST_Z, _DROP, _INNOCENT = 50.0, 10.0, 0.05, 4.0
+KNOWING = ("adaptive-by-part", "removal")
+_BELOW, _PRICE = 0.1, 0.12  # of accuracy: below plain fine-tuning, and below the release
 _ORDER = (ORIGINAL, *PAPER, DISTILLATION)
 
 
@@ -61,7 +64,41 @@ class Attacked:
             self._kept("the paper's attacks but distillation leave", paper),
             self._kept("stronger estimates, other attacks and chains leave", ours),
             *self._innocent(),
+            *self._by_layers(),
         ]
+
+    def _by_layers(self) -> list[tuple[str, bool | None, str]]:
+        """What z and Q see together, where Q was measured."""
+        tested = [r for r in self.rows if r.log10_q is not None and r.attack not in (ORIGINAL, DISTILLATION)]
+        tuned = [r for r in self.last if r.attack == "fine-tuning" and r.settings == {"fraction": 0.2}]
+        if not tested or not tuned:
+            return []
+        knowing = [r for r in tested if r.attack in KNOWING]
+        floor = tuned[0].accuracy - _BELOW
+        others = [r for r in tested if r not in knowing and r.accuracy >= floor]
+        worst = min(others, key=lambda r: r.evidence or 0.0)
+        text = (
+            f"the suite's attacks but distillation PASS by z or Q down to {100 * _BELOW:.0f} points below fine-tuning"
+        )
+        shown = (
+            f"weakest: 10^{-(worst.evidence or 0.0):.0f} at {100 * worst.accuracy:.2f} %, z = {worst.best or 0.0:.1f}, "
+            f"by {_named(worst)}; {len(others)} models"
+        )
+        found: list[tuple[str, bool | None, str]] = [(text, not any(row.escapes for row in others), shown)]
+        if knowing:
+            found.append(self._price(knowing))
+        return found
+
+    def _price(self, knowing: Sequence[Row]) -> tuple[str, bool | None, str]:
+        """What escaping both tests costs those who know of them."""
+        text = f"attackers who know the test by layers lose more than {100 * _PRICE:.0f} points to escape z and Q"
+        out = [row for row in knowing if row.escapes]
+        if not out:
+            return text, True, f"none of {len(knowing)} escapes"
+        best = max(out, key=lambda row: row.accuracy)
+        lost = self.original.accuracy - best.accuracy
+        shown = f"least loss: {100 * lost:.2f} points, to {100 * best.accuracy:.2f} %, by {_named(best)}"
+        return text, lost > _PRICE, f"{shown}; {len(out)} of {len(knowing)} models escape"
 
     def _kept(self, what: str, rows: Sequence[Row]) -> tuple[str, bool | None, str]:
         floor = self.original.accuracy - _DROP
@@ -154,6 +191,7 @@ def draw(attacked: Attacked, folder: Path, threshold: float = 6.0) -> list[Path]
 # --- the page ---------------------------------------------------------------------------------------------
 
 _SHOWN = {
+    "price": "What it costs to escape: accuracy against evidence, by z or by layers, whichever is more",
     "pareto": "Accuracy against z for every attacked model; the lines are the best found for each share of the data",
     "adaptive-fine-tuning": "Adaptive fine-tuning to its end: z and accuracy by α, share of the data and estimate",
 }
@@ -165,7 +203,10 @@ With the paper's budgets: {EPOCHS} epochs of AdamW (10⁻³, weight decay 10⁻�
 training images, augmented as in training; distillation with T = 3, α = 0.5 and Adam. Adaptive fine-tuning minimises
 (1 − α)·loss + α·|cos(θ, τ′)|, over the carriers. `sum` is the paper's estimate τ′; the others, coalitions and a tenth
 of the learning rate are ours (docs/attacks.md, "Estimates of the key"). z is balanced; *aligned* where channels were
-moved. What is measured on the way, after 1, 2, 5, 10, 20 and 50 epochs, is in the table files, and counts for the aims.
+moved. *Q* is by layers (docs/layers.md), where it was measured; *PASSED by* names the tests of a plain query and of one
+by layers after it. *Removal* takes an estimate out of each block, with the amounts that an attacker expects or that an
+oracle tells who knows the key, and repairs the model; *adaptive-by-part* keeps the cosine of θ − θ_0 small in each
+block or row. Models after 1, 2, 5, 10, 20 and 50 epochs are in the table files, and count for the aims.
 """
 
 
@@ -176,7 +217,7 @@ def section(folder: Path, figures: Path) -> str:
 
 
 def _of_run(attacked: Attacked, figures: Path) -> str:
-    body, original = attacked.body, attacked.original
+    body, original, layers = attacked.body, attacked.original, "random_keys" in attacked.body
     wanted, rounds = body["settings"], body["rounds"]
     less = "" if rounds >= 300 else " (the paper: 300)"
     parts = [
@@ -201,11 +242,14 @@ def _of_run(attacked: Attacked, figures: Path) -> str:
     parts.append(table(["estimate", "who", "cosine with the key"], cosines))
     rows = [
         [r.attack, _shown(r.settings), f"{100 * r.accuracy:.2f}", f"{100 * (r.accuracy - original.accuracy):+.2f}",
-         *("" if z is None else f"{z:.1f}" for z in (r.z, r.z_aligned))]
+         *("" if z is None else f"{z:.1f}" for z in (r.z, r.z_aligned)), *(_layered(r) if layers else [])]
         for r in attacked.last
     ]  # fmt: skip
+    if layers:
+        parts.append(_random_keys(body["random_keys"]))
     if rows:
-        parts.append(table(["attack", "settings", "accuracy", "Δ", "z", "aligned"], rows))
+        heads = ["attack", "settings", "accuracy", "Δ", "z", "aligned"]
+        parts.append(table(heads + (["Q", "log10 of its bound", "PASSED by"] if layers else []), rows))
     if body["distillation"]:
         entries = sorted(body["distillation"], key=lambda e: (e.get("epochs", EPOCHS), e["fraction"]))
         after = [f", {e['epochs']} epochs" if "epochs" in e else "" for e in entries]
@@ -221,6 +265,27 @@ def _of_run(attacked: Attacked, figures: Path) -> str:
         heads = ["innocent models", "number", "accuracy", "z", "z aligned", "largest", "wrongly aligned", "largest"]
         parts.append(table(heads, _innocents(body["innocents"])))
     return "\n".join(parts)
+
+
+def _layered(row: Row) -> list[str]:
+    """Q, log10 of its bound, and which test a verifier would PASS it by."""
+    if row.q is None or row.log10_q is None:
+        return ["", "", ""]
+    by = ["z"] * ((row.best or 0.0) >= _PLAIN) + ["Q"] * (row.log10_q <= LEAST_LOG10)
+    return [
+        f"{row.q:.0f}",
+        f"{row.log10_q:.0f}" if row.log10_q <= -10 else f"{row.log10_q:.1f}",
+        ", ".join(by) or "**none**",
+    ]
+
+
+def _random_keys(found: Mapping[str, Any]) -> str:
+    holds = "below" if found["largest_ratio"] <= 0 else "**above**"
+    return (
+        f"Q of the released model for {found['keys']:,} random keys over {found['blocks']} blocks: "
+        f"mean {found['mean']:.2f}, variance {found['variance']:.1f}, the largest {found['largest']:.1f}, whose bound "
+        f"is 10^{found['log10_bound_of_largest']}; the tail is {holds} its bound where ten keys or more are beyond.\n"
+    )
 
 
 def _innocents(entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:

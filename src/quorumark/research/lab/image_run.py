@@ -259,7 +259,9 @@ class ImageRun(FederatedRun[ImageRound]):
     def _restore_state(self, body: Mapping[str, Any], path: Path) -> None:
         self._open = []
         if self.settings.kept and 0 < self.round_no < self.settings.rounds:
-            raise RecordError(f"{str(path)!r} lacks the members' optimisers, which this run keeps: begin it again")
+            raise RecordError(
+                f"{str(path)!r} lacks the members' optimisers, which this run keeps: remove it, and begin again"
+            )
         if self.continuity is not None:
             self.continuity.restore(body["continuity"])
         seen = body.get("observer")
