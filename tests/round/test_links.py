@@ -291,7 +291,8 @@ def refusals(run: Run) -> set[str]:
 def test_a_server_that_makes_a_state_up_finds_nobody(world: Consortium, helpers: int) -> None:
     """Nor with the two helpers that a threshold of three allows: nobody seconds what fewer than t have checked."""
     run = Forked(world)
-    invented(run, helpers)
+    link, _ = invented(run, helpers)
+    assert link.seconded == {}
     assert refusals(run) <= {"round.not-linked", "round.wrong-tag"}
 
 
@@ -355,6 +356,28 @@ def test_a_state_that_is_known_by_name_alone_is_not_known(world: Consortium) -> 
 
         assert caught_up(run, x, lie)[0]["needs"] == "links"
     assert "needs" not in caught_up(run, x, lambda *_: None)[0]  # the true one
+
+
+def newcomer(run: Run) -> int:
+    """A member that was not drawn for the present round, nor ever before: it is shown all links."""
+    drawn_twice(run)
+    reached = {x: links.reached(memory_of(run.world, x)) for x in range(1, 9)}
+    return next(x for x, state in reached.items() if state != run.server.history.state)
+
+
+def test_the_last_link_names_all_that_is_known_there(world: Consortium) -> None:
+    run = Drawn(world)
+    x = newcomer(run)
+    with stopped("round.not-linked", names="another state"):
+        caught_up(run, x, lambda offer, told: other_leak(offer, told, run))
+    assert "needs" not in caught_up(run, x, lambda *_: None)[0]
+
+
+def test_if_links_named_states_alone_it_would_be_believed(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(History, "whole", property(lambda self: self.state))
+    run = Drawn(world)
+    x = newcomer(run)
+    assert "needs" not in caught_up(run, x, lambda offer, told: other_leak(offer, told, run))[0]
 
 
 def test_if_the_name_were_enough_it_would_be_believed(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,9 +489,14 @@ def test_links_are_under_manifests_in_their_order(world: Consortium, tmp_path: P
         memory["reached"] = {}
     with stopped("round.not-linked", names="link 2 of 2"):
         links.reach(memory_of(later, 5), history, chain(new, old))
+    one, two = chain(old, new)
+    elsewhere = signed_by(later, replace(two, before=bytes(32), summed={}), range(1, 9))
+    assert elsewhere.is_whole(group_of(later.manifest))  # type: ignore[arg-type]
     with stopped("round.not-linked", names="link 2 of 2"):
-        one, two = chain(old, new)
-        links.reach(memory_of(later, 5), history, [one, replace(two, before=bytes(32))])
+        links.reach(memory_of(later, 5), history, [one, elsewhere])
+    for start in ([two], [elsewhere]):  # nor from a state that this member never reached
+        with stopped("round.not-linked", names="link 1 of 1"):
+            links.reach(memory_of(later, 5), history, start)
     with stopped("round.not-linked", names="link 1 of 2"):
         links.reach(memory_of(later, 5), history, [replace(one, draw=9), two])
 
@@ -500,6 +528,27 @@ def test_who_has_not_answered_says_nothing_of_the_sum(world: Consortium) -> None
     made_up = signed_by(world, Link(state, last.under, 0, bytes(32), bytes(32)), run.server.group.cohort(state)[1:4])
     assert run.ask("second", {"link": links.write_links([made_up]).decode()}, only=[x]) == {}
     assert run.refused[x] == "round.said-never"
+
+
+def test_a_link_takes_t_checks_and_t_signatures_of_the_cohort(world: Consortium) -> None:
+    run = Drawn(world)
+    run.round()
+    run.server.prepare(run.ask, run.model)
+    (whole,), group = whole_links(run), run.server.group
+    summed, manifest = dict(whole.summed), journal(world, 1).manifest
+    assert sorted(summed) == list(group.cohort(whole.before))
+    assert whole.is_whole(group_of(manifest))
+    bare = replace(whole, summed={}, seconded={})
+    seconds = {x: statements.sign(identity(world, x), group, "seconded", bare.before, bare.about) for x in range(1, 9)}
+    points = list(summed)
+    for checks, more, enough in ((3, 1, True), (3, 0, False), (2, 3, False), (0, 5, False), (4, 0, True)):
+        first = {x: summed[x] for x in points[:checks]}
+        link = replace(bare, summed=first, seconded={x: seconds[x] for x in points[checks : checks + more]})
+        assert link.is_whole(group) == enough, (checks, more)
+    resting = {x: seconds[x] for x in others(world, points)}  # who was not drawn counts for nothing
+    assert not replace(bare, summed={x: summed[x] for x in points[:3]}, seconded=resting).is_whole(group)
+    for other in (replace(whole, after=bytes(32)), replace(whole, whole=bytes(32)), replace(whole, draw=1)):
+        assert other.signed_by(group) == ()
 
 
 def test_a_member_whose_memory_is_new_seconds_nothing(world: Consortium) -> None:
