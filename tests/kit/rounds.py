@@ -107,7 +107,7 @@ class Run:
         try:
             reply, computed = self.node(x).handle("join", offer, told)
             if "needs" in reply:  # it missed rounds
-                more = self.told_model() | self.server.catch_up(reply["needs"], reply["since"])
+                more = self.told_model() | self.server.catch_up(reply["needs"], reply.get("since", ""))
                 reply, computed = self.node(x).handle("join", offer, {**more, **told, **_links(more)})
             model = with_prefix(computed, MODEL)
             if "refused" in reply:

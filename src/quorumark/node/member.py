@@ -241,7 +241,7 @@ class MemberNode:
                 code="round.gone-on",
             ) from None
         if needs:
-            return {"needs": needs, "since": journal.reached}, {}
+            return {"needs": needs, **({"since": journal.reached} if journal.has_links else {})}, {}
         journal.adopt()
         try:
             side = journal.side()
