@@ -8,6 +8,8 @@ element m holds one number of each row:
 Sums of such elements are the elements of the sums as long as each sum stays within ±(2^(h−1) − 1): the parts are read
 from the lowest up, each as a signed remainder mod 2^h. Σ 2^(i·h)·(2^(h−1) − 1) < 2^59 < p/2, so nothing wraps.
 
+`pack_update` and `unpack_onto` take CUDA tensors as well, with field elements as int64, and give the same bits.
+
 Numbers come as integers of 2^-40, as `quorumark.codec` has them, and their units are 2^shift of that, one shift for
 each *span* of the vector (a tensor). Rounding to units is to nearest, with ties to even.
 """
@@ -33,7 +35,6 @@ __all__ = [
     "largest_move",
     "largest_weight",
     "move",
-    "moved_in_units",
     "pack",
     "pack_update",
     "unpack",
@@ -60,19 +61,6 @@ def weighted_moves(after: Vector, before: Vector, weight: float) -> Moves:
     """weight·(after − before) in integers of 2^-40, from E of both."""
     out = np.empty(after.size, np.int64)
     parallel.spread(lambda b, e: parts.weigh(after[b:e], before[b:e], weight, out[b:e]), after.size)
-    return out
-
-
-def moved_in_units(after: Vector, before: Vector, weight: float, spans: Iterable[Span]) -> Vector:
-    """before + weight·(after − before), for E of two models, with the move rounded to the spans' units."""
-    out = np.empty_like(before)
-    for place, shift in spans:
-        one, two, made = after[place], before[place], out[place]
-
-        def part(begin: int, end: int, a: Vector = one, b: Vector = two, c: Vector = made, k: int = shift) -> None:
-            parts.move_in_units(a[begin:end], b[begin:end], weight, k, c[begin:end])
-
-        parallel.spread(part, made.size)
     return out
 
 
@@ -132,6 +120,8 @@ def pack_update(
 ) -> Vector:
     """weight·(E(after) − before) + noise, in one pass: a member's weighted update, from the floats that it trained and
     E of the model that it started from, packed in the units of its spans. `noise` is in 2^-40."""
+    if field.on_cuda(before):
+        return _packed_on_device(after, before, weight, spans, count, out, noise)
     length, bits = elements(after.size, count), BITS[count]
     target = np.empty(length, np.uint64) if out is None else out
     field.check_output(target, (length,))
@@ -146,9 +136,28 @@ def pack_update(
             smallest=parallel.SMALLEST_PART // count,
         )
         if _outermost(found) >= 1 << (bits - 1):
-            rule = f"must be below 2^{bits - 1} units to be packed {count} in an element"
-            raise EncodingError("an update", rule, "a larger one", begin)
+            raise _too_large(count, begin)
     return target
+
+
+def _packed_on_device(
+    after: Any, before: Any, weight: float, spans: Sequence[Span], count: int, out: Any, noise: Any
+) -> Vector:
+    from quorumark.field import parts_on_device  # imported only when a CUDA tensor comes in
+
+    _check_count(count)
+    field.check(before, "before")
+    made: Any
+    made, fits = parts_on_device.pack_update(after, before, weight, spans, BITS[count], count, noise)
+    if not fits:
+        raise _too_large(count, 0)
+    found: Vector = made if out is None else out.copy_(made)
+    return found
+
+
+def _too_large(count: int, where: int) -> EncodingError:
+    rule = f"must be below 2^{BITS[count] - 1} units to be packed {count} in an element"
+    return EncodingError("an update", rule, "a larger one", where)
 
 
 def unpack(packed: Vector, size: int, spans: Sequence[Span], count: int) -> tuple[Moves, list[bool]]:
@@ -166,9 +175,13 @@ def unpack_onto(
 ) -> tuple[NDArray[Any], list[bool]]:
     """The floats that `before`, E of a model, becomes with the numbers of a packed sum, in one pass, rounded once; and
     what `unpack` says of each span. A number that does not fit counts all the same."""
+    if field.on_cuda(before):
+        return _unpacked_on_device(before, packed, spans, count, dtype)
     length, bits = elements(before.size, count), BITS[count]
     kind: np.dtype[Any] = np.dtype(dtype)
-    _check_packed(packed, length)
+    if packed.dtype != np.uint64:
+        field.check(packed, "packed")  # says what is wrong; the range is checked on the way
+    _check_length(packed, length)
     if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise InputError("dtype", "must be float32 or float64", kind)
     out, fine = np.empty(before.size, kind), True
@@ -182,8 +195,22 @@ def unpack_onto(
             end - begin,
             smallest=parallel.SMALLEST_PART // count,
         )
+        if any(one[3] for one in found):  # type: ignore[index]
+            field.check(packed, "packed")
         fine &= _outermost(found) < 1 << (bits - 1) and not any(one[2] for one in found)  # type: ignore[index]
     return out, [True] * len(spans) if fine else _fits(_table(packed, before.size, count), before.size, spans)
+
+
+def _unpacked_on_device(
+    before: Any, packed: Any, spans: Sequence[Span], count: int, dtype: DTypeLike
+) -> tuple[Any, list[bool]]:
+    from quorumark.field import parts_on_device
+
+    field.check(before, "before")
+    field.check(packed, "packed")
+    if packed.shape != (elements(before.numel(), count),):
+        raise InputError("packed", f"must have {elements(before.numel(), count)} elements", tuple(packed.shape))
+    return parts_on_device.move_by_parts(packed, before, spans, BITS[count], count, np.dtype(dtype).name)
 
 
 def _pieces(spans: Sequence[Span], count: int, length: int) -> Iterator[tuple[int, int, list[int]]]:
@@ -205,9 +232,13 @@ def _table(packed: Vector, size: int, count: int) -> Moves:
 
 
 def _check_packed(packed: Vector, length: int) -> None:
+    _check_length(packed, length)
+    field.check(packed, "packed")
+
+
+def _check_length(packed: Vector, length: int) -> None:
     if packed.shape != (length,):
         raise InputError("packed", f"must have {length} elements", packed.shape)
-    field.check(packed, "packed")
 
 
 def _fits(table: Moves, size: int, spans: Sequence[Span]) -> list[bool]:

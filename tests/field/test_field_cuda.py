@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quorumark import field
-from quorumark.errors import InputError
+from quorumark import field, packing
+from quorumark.errors import EncodingError, InputError
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -175,3 +175,25 @@ def test_the_stream_is_the_same_on_the_gpu(count: int) -> None:
         stream.add_to(out.reshape(1, -1))
     with pytest.raises(InputError, match=f"exactly count = {count + 1}"):
         stream.elements(count + 1, out=out)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_packed_vectors_are_the_same_bits(count: int, size: int) -> None:
+    rng = np.random.default_rng(size)
+    before = field.from_signed(rng.integers(-(1 << 42), 1 << 42, size))
+    cut = max(1, size // 3)
+    spans = [(slice(0, cut), 26), *([(slice(cut, size), 31)] if cut < size else [])]
+    after = (field.to_signed(before) * 2.0**-40 + 2.0**-5 * rng.standard_normal(size)).astype(np.float32)
+    noise = rng.integers(-(1 << 30), 1 << 30, size)
+    wanted = packing.pack_update(after, before, 0.3, spans, count, noise=noise)
+    there = torch.from_numpy(after).cuda(), gpu(before), torch.from_numpy(noise).cuda()
+    found = packing.pack_update(there[0], there[1], 0.3, spans, count, noise=there[2])
+    assert ints(found) == wanted.tolist()
+    wanted[0] = P - 3
+    floats, fits = packing.unpack_onto(before, wanted, spans, count)
+    again, also = packing.unpack_onto(there[1], gpu(wanted), spans, count)
+    assert again.cpu().numpy().tobytes() == floats.tobytes()  # type: ignore[attr-defined]
+    assert also == fits
+    with pytest.raises(EncodingError):
+        packing.pack_update(there[0] * 1e6, there[1], 0.3, spans, count)

@@ -181,19 +181,6 @@ def test_weighted_moves_are_rounded_once() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(cases(), st.floats(0.01, 1))
-def test_a_move_in_units_is_the_one_of_single_steps(
-    case: tuple[int, list[Span], list[list[int]]], weight: float
-) -> None:
-    _, spans, (first, *_) = case
-    before = codec.encode(np.random.default_rng(len(first)).standard_normal(len(first)))
-    after = field.add(before, field.from_signed(np.array(first) % (1 << 50)))
-    moves = packing.weighted_moves(after, before, weight).tolist()
-    units = np.array([rounded(v, s) << s for v, s in zip(moves, _shifts(spans), strict=True)], np.int64)
-    assert (packing.moved_in_units(after, before, weight, spans) == packing.move(before, units)).all()
-
-
-@settings(max_examples=80, deadline=None)
 @given(cases(), st.booleans(), st.sampled_from([np.float32, np.float64]), st.floats(0.01, 1))
 def test_an_update_is_packed_in_one_pass_as_in_several(
     case: tuple[int, list[Span], list[list[int]]], noisy: bool, kind: type, weight: float
@@ -218,6 +205,46 @@ def test_an_update_is_packed_in_one_pass_as_in_several(
     assert (a != b).mean() <= 0.5
 
 
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.booleans(), st.floats(0.01, 1), st.sampled_from([np.float32, np.float64]), st.data())
+def test_tensors_give_the_same_bits(
+    case: tuple[int, list[Span], list[list[int]]], noisy: bool, weight: float, kind: type, data: st.DataObject
+) -> None:
+    """What CUDA tensors go through (`test_field_cuda.py` does), here on the CPU: packing, and whatever was opened."""
+    torch = pytest.importorskip("torch")
+    from quorumark.field import parts_on_device
+
+    count, spans, (first, *_) = case
+    count, size = max(2, count), len(first)
+    rng = np.random.default_rng(size)
+    before = codec.encode(rng.standard_normal(size).astype(np.float32))
+    limits = np.array([2.0 ** (BITS[count] - 3 + shift - 40) for shift in _shifts(spans)])
+    exact = codec.decode(before, np.float64) + np.clip(rng.standard_normal(size), -limits, limits)
+    after: NDArray[Any] = exact.astype(kind)
+    spans = [(place, max(shift, 8)) for place, shift in spans]
+    noise = np.array([n // 4 % (1 << 20) for n in first], np.int64) if noisy else None
+    wanted = packing.pack_update(after, before, weight, spans, count, noise=noise)
+
+    def tensor(x: Any) -> Any:
+        return torch.from_numpy(x.view(np.int64) if x.dtype == np.uint64 else x)
+
+    told = None if noise is None else tensor(noise)
+    found, fits = parts_on_device.pack_update(tensor(after), tensor(before), weight, spans, BITS[count], count, told)
+    assert fits
+    assert found.numpy().tobytes() == wanted.tobytes()
+    huge = tensor(after).clone()
+    huge[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 1e30]))
+    assert not parts_on_device.pack_update(huge, tensor(before), weight, spans, BITS[count], count, told)[1]
+    if data.draw(st.booleans()):
+        wanted[data.draw(st.integers(0, wanted.size - 1))] = data.draw(st.integers(0, P - 1))
+    floats, said = packing.unpack_onto(before, wanted, spans, count, kind)
+    again, also = parts_on_device.move_by_parts(
+        tensor(wanted), tensor(before), spans, BITS[count], count, np.dtype(kind).name
+    )
+    assert again.numpy().tobytes() == floats.tobytes()
+    assert also == said
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(InputError):
         packing.elements(3, 5)
@@ -225,3 +252,12 @@ def test_what_cannot_be_packed_is_refused() -> None:
         packing.unpack(np.zeros(3, np.uint64), 8, [(slice(0, 8), 0)], 2)
     with pytest.raises(InputError):
         packing.unpack(np.full(4, P, np.uint64), 8, [(slice(0, 8), 0)], 2)
+    before, spans = np.zeros(8, np.uint64), [(slice(0, 3), 0), (slice(3, 8), 5)]
+    for place in range(4):
+        wrong = np.zeros(4, np.uint64)
+        wrong[place] = P
+        with pytest.raises(InputError, match=f"{P} at index {place}"):
+            packing.unpack_onto(before, wrong, spans, 2)
+    for other in (np.zeros(4, np.int64), np.zeros(3, np.uint64)):
+        with pytest.raises(InputError, match="packed"):
+            packing.unpack_onto(before, other, spans, 2)  # type: ignore[arg-type]

@@ -58,6 +58,7 @@ CORE = {
 }
 WHOLE = {  # modules that are about such a package, and import it at the top: others import them inside functions only
     "quorumark.field._triton",
+    "quorumark.field.parts_on_device",
     "quorumark.nvflare",
     "quorumark.nvflare.controller",
     "quorumark.nvflare.job",
@@ -101,6 +102,7 @@ OPTIONAL = {  # outside the core, each allowed in these places only, and inside 
     "torch": {
         "quorumark.doctor",
         "quorumark.field._triton",
+        "quorumark.field.parts_on_device",
         "quorumark.field._random",
         "quorumark.model.layout",
         "quorumark.simulation",

@@ -87,6 +87,17 @@ def test_the_figures_of_packed_rounds_are_the_measured_ones(root: Path, case: st
     assert abs(sum(accuracy) - sum(100 * row["accuracy"] for row in plain)) / 3 < 0.5
 
 
+def test_the_table_of_rounds_by_packing_is_the_measured_one(root: Path) -> None:
+    rows = json.loads((root / "benchmarks/results/round.json").read_text())
+    page, found = (root / "docs/performance.md").read_text(), {(r["packing"], r["marked"]): r for r in rows}
+    for count, most in ((1, 8.05), (2, 4.05), (3, 2.75), (4, 2.05)):
+        plain, marked = found[count, False], found[count, True]
+        up, down = (marked[name] / marked["size"] for name in ("bytes_up", "bytes_down"))
+        assert f"| {count} | {up:.2f} | {down:.2f} | {plain['cpu']:.1f} s | {marked['cpu']:.1f} s |" in page
+        assert max(up, down) <= most
+        assert marked["plain_bytes_up"] == 4 * marked["size"]
+
+
 def test_the_planned_runs_are_the_measured_ones(root: Path) -> None:
     """Each row of the table; the forecast is within max(10 %, 2) of z in the mean, and the README's figures hold."""
     from tests.kit.planned_runs import ROWS, line
@@ -137,6 +148,17 @@ def test_the_figures_of_flower_are_the_measured_ones(root: Path) -> None:
         digits = 1 if "deployment" in row["name"] else 2
         assert f"| {row['plain_seconds']:.{digits}f} |" in text
         assert f"| {row['seconds']:.{digits}f} (× {row['ratio']:.1f}) |" in text
+
+
+def test_the_figures_of_flower_by_packing_are_the_measured_ones(root: Path) -> None:
+    """With two weights in an element a node sends and gets no more than 1.01 of what plain FedAvg has."""
+    text = (root / "docs" / "flower.md").read_text()
+    rows = json.loads((root / "benchmarks" / "results" / "flower-packed.json").read_text())
+    assert [row["packing"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert f"| {row['packing']} | {row['bytes_down']:,.0f} | {row['bytes_up']:,.0f} | {row['cpu']:.1f} |" in text
+        if row["packing"] > 1:
+            assert max(row["bytes_up"], row["bytes_down"]) < 1.01 * row["plain_bytes_up"]
 
 
 def test_links_in_the_documentation_lead_somewhere(root: Path) -> None:

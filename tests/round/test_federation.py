@@ -181,8 +181,7 @@ def test_a_sum_of_norms_that_cannot_be_leaves_its_tensors_as_they_were(
     plain = average(world, run, (1, 2, 3, 4, 5))
     wanted = world.layout.unflatten(plain.astype(np.float32), before)
     with monkeypatch.context() as patch:
-        for name in ("update_norms", "rounded_norms"):
-            patch.setattr(member_module, name, lambda layout, *_: field.random(norm_count(layout)))
+        patch.setattr(member_module, "upload_norms", lambda layout, *_: field.random(norm_count(layout)))
         report = run.round()
     assert not report.given_up
     assert report.held == CARRIERS
@@ -277,7 +276,7 @@ def test_without_a_research_seed_the_order_comes_from_the_operating_system(world
     runs = [world.federation(seed=None) for _ in range(2)]
     for run in runs:
         run.round()
-    assert not (vector(runs[0]) == vector(runs[1])).any()
+    assert (vector(runs[0]) == vector(runs[1])).mean() < 0.01  # a few weights may round to the same number
 
 
 # --- other rules ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from quorumark.errors import RoundError
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.dither import add_dither, dither_stream
 from quorumark.round.mark import weights
-from quorumark.round.movement import rounded_norms, update_norms
+from quorumark.round.movement import upload_norms
 from tests.kit.flowers import Consortium, Model
 from tests.kit.helpers import HELPER, MEMBERS, THRESHOLD, key_of
 from tests.kit.opened import summed
@@ -134,10 +134,7 @@ class _Boasting:
         def boasting(honest: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *update: honest(*update) * 6 // 5
 
-        with (
-            mock.patch("quorumark.round.member.update_norms", boasting(update_norms)),
-            mock.patch("quorumark.round.member.rounded_norms", boasting(rounded_norms)),
-        ):
+        with mock.patch("quorumark.round.member.upload_norms", boasting(upload_norms)):
             return self._node.handle(*message)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from math import isqrt
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quorumark import codec
+from quorumark import codec, field
 from quorumark.errors import EncodingError
-from quorumark.round.movement import distance, least, norm_count, sum_squares, update_norms
+from quorumark.round.movement import distance, least, norm_count, sum_squares, update_norms, upload_norms
 from tests.kit.marks import make_layout
 from tests.kit.oracle import P
 from tests.kit.refusals import wrong_argument
@@ -50,6 +51,44 @@ def test_norms() -> None:
         update_norms(layout, before, codec.encode(np.full(layout.size, 3e5)), Fraction(1, 10))
     with wrong_argument("after"):
         update_norms(layout, before, before[1:], Fraction(1, 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([(3, 4), (5, 1), (1, 6), (2, 3, 3, 3), (9, 33), (2, 2100), (4, 2, 1, 1)]),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 1 << 30),
+    st.fractions(Fraction(1, 500), 1, max_denominator=1000),
+    st.sampled_from([1, 20, 44, 52]),
+    st.lists(st.integers(0, 44), min_size=5, max_size=5),
+)
+def test_norms_of_uploads_in_whole_numbers(
+    shapes: list[tuple[int, ...]], seed: int, weight: Fraction, bits: int, shifts: list[int]
+) -> None:
+    """min(⌊a·‖D‖⌋, ⌊‖V‖⌋) by rows, columns and taps, with V the weighted update in units: in Python's ints."""
+    layout = make_layout({f"t{i}": shape for i, shape in enumerate(shapes)})
+    rng = np.random.default_rng(seed)
+    start = rng.integers(-(1 << 45), 1 << 45, layout.size)
+    moves = rng.integers(-(1 << bits), 1 << bits, layout.size)
+    before, after = (field.from_signed(v) for v in (start, start + moves))
+    spans = [(place, shift) for (_, place), shift in zip(layout.spans(), shifts, strict=False)]
+    wanted = []
+    for (spec, place), (_, shift) in zip(layout.spans(), spans, strict=True):
+        d = np.array([int(m) for m in moves[place]], object).reshape(*spec.shape[:2], -1)
+        if spec.size <= max(d.shape):
+            continue
+        v = np.array([round(Fraction(round(m * float(weight)), 1 << shift)) << shift for m in d.flat], object)
+        v = v.reshape(d.shape)
+        for axes in ((1, 2), (0, 2), (0, 1))[: 3 if d.shape[2] > 1 else 2]:
+            own, rounded = ((x * x).sum(axis=axes) for x in (d, v))
+            wanted += [
+                min(isqrt(weight.numerator**2 * a // weight.denominator**2), isqrt(b))
+                for a, b in zip(own.tolist(), rounded.tolist(), strict=True)
+            ]
+    assert upload_norms(layout, before, after, weight, spans).tolist() == wanted
 
 
 def test_norms_are_few() -> None:

@@ -86,6 +86,31 @@ def test_an_update_that_needs_wider_units_costs_nothing_but_precision(tmp_path: 
     assert run.refused == {}
 
 
+@pytest.mark.parametrize("packing", ["2", "4"])
+def test_wider_units_outlive_a_killed_server_and_reach_who_comes_late(tmp_path: Path, packing: str) -> None:
+    """Member 5 first comes after the round with wider units, in which the server is killed once it has opened the sum:
+    the units that follow are the same ones, and all go on."""
+    for dies in (False, True):
+        (tmp_path / str(dies)).mkdir()
+        world = Consortium.make(tmp_path / str(dies), policy={"sums": "checked", "packing": packing})
+        folder = tmp_path / f"run {dies}"
+        run = Wide(world, folder=folder)
+        for _ in range(4):
+            run.round(absent=[5])
+        assert run.server.widened == {3: 1}
+        run.server.close(run.model)
+        known = run.server.history.mark.spans()
+        if dies:
+            run = Wide(world, run="2", folder=folder)
+            assert run.server.history.mark.spans() == known
+        assert run.node(5).handle("join", *run.offer())[0] == {"needs": "anchor"}
+        for _ in range(2):
+            run.round()
+            assert run.refused == {}
+            assert 5 in run.server.members
+        assert all(np.isfinite(tensor).all() for name, tensor in run.model.items() if name != "steps")
+
+
 def test_a_member_that_missed_rounds_gets_the_model_once(tmp_path: Path) -> None:
     """It asks for it; the others are told the sum alone."""
     world = Consortium.make(tmp_path, policy={"sums": "checked", "packing": "2"})

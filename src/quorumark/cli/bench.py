@@ -104,16 +104,22 @@ def align(
 
 
 @app.command("secagg")
-def secagg(json: Json = None, quick: Quick = False) -> None:
+def secagg(
+    json: Json = None,
+    quick: Quick = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Instead: several weights in an element, against one.")
+    ] = False,
+) -> None:
     """Secure aggregation: a client's and the server's computation, against Flower's SecAgg+."""
     from quorumark.research.bench import secagg as bench
 
-    _run("Secure aggregation", bench.rows(quick), json, with_peers=False)
+    _run("Secure aggregation", bench.packed_rows(quick) if packed else bench.rows(quick), json, with_peers=False)
 
 
 @app.command("round")
 def round_(json: Json = None, quick: Quick = False) -> None:
-    """A whole round of members and server in one process, without training, against plain FedAvg."""
+    """A whole round of members and server in one process, without training and by packing, against plain FedAvg."""
     from quorumark.research.bench import round as bench
 
     _run("A round", bench.rows(quick), json, with_peers=False)
@@ -126,6 +132,9 @@ def flower(
     deployment: Annotated[
         Path | None, typer.Option(help="The summary.json of examples/flower-hospitals/deploy --compare N.")
     ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Instead: one to four weights in an element, with sums checked.")
+    ] = False,
 ) -> None:
     """A round of the same Flower app with and without the mark: in simulation, and from a deployment's summary."""
     from quorumark.research.bench import flower as bench
@@ -133,7 +142,7 @@ def flower(
     def rows() -> Iterator[Any]:
         if deployment is not None:
             yield bench.deployed(deployment)
-        yield from bench.rows(quick)
+        yield from bench.packed_rows(quick) if packed else bench.rows(quick)
 
     _run("A round in Flower", rows(), json, with_peers=False)
 
@@ -170,6 +179,11 @@ def _run(title: str, rows: Iterator[Any], json: Path | None, *, with_peers: bool
                 f"{row.bytes_down:,.0f}, plain {row.plain_bytes_down:,.0f}; bytes from it {row.bytes_up:,.0f}, plain "
                 f"{row.plain_bytes_up:,.0f}"
                 + (f"; CPU {row.cpu:.2f} s, plain {row.plain_cpu:.2f} s" if row.plain_cpu else "")
+            )
+        if hasattr(row, "marked"):
+            console.print(
+                f"{row.name}: CPU {row.cpu:.2f} s, plain {row.plain_cpu:.2f} s; bytes a weight to each member "
+                f"{row.bytes_down / row.size:.2f}, from it {row.bytes_up / row.size:.2f}, plain 4 and 4"
             )
         if hasattr(row, "elements_per_member"):
             moves = "sends each member" if row.role == "dealer" else "sends and receives"

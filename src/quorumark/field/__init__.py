@@ -58,6 +58,7 @@ __all__ = [
     "matmul",
     "mul",
     "neg",
+    "on_cuda",
     "random",
     "scalar_inv",
     "scale",

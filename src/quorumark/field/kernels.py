@@ -688,7 +688,8 @@ _COLUMNS = 2048  # columns worked on at a time: their sums, 12 words each, stay 
 
 
 @njit(forceinline=True)
-def _add_square(v: Any, by_row: Any, row: int, by_column: Any, column: int, stride: int) -> None:
+def add_square(v: Any, by_row: Any, row: int, by_column: Any, column: int, stride: int) -> None:
+    """v² into the sums of a row (eight lanes of each part) and of eight columns, for v < 2^60."""
     p0, p1, p2, p3 = _square_parts(v)
     store(by_row, row, add64(load(by_row, row), p0))
     store(by_row, row + 8, add64(load(by_row, row + 8), p1))
@@ -722,9 +723,9 @@ def moments(now: Any, before: Any, width: int, by_row: Any, by_column: Any) -> N
                 else:
                     end = i * width + last
                     x, y = _load_tail(now[:end], at, a), _load_tail(before[:end], at, b)
-                _add_square(_magnitude(x), lanes_, 0, by_column, j, stride)
-                _add_square(_magnitude(y), lanes_, 32, by_column, 4 * stride + j, stride)
-                _add_square(_magnitude(submod(x, y)), lanes_, 64, by_column, 8 * stride + j, stride)
+                add_square(_magnitude(x), lanes_, 0, by_column, j, stride)
+                add_square(_magnitude(y), lanes_, 32, by_column, 4 * stride + j, stride)
+                add_square(_magnitude(submod(x, y)), lanes_, 64, by_column, 8 * stride + j, stride)
             for k in range(12):
                 for lane in range(8):
                     by_row[12 * i + k] += lanes_[8 * k + lane]

@@ -78,23 +78,6 @@ def to_units(values: Any, shift: int) -> None:
 
 
 @kernel
-def move_in_units(after: Any, before: Any, factor: float, shift: int, out: Any) -> None:
-    """out = before + (after − before)·factor mod p, where the move is rounded as `weigh` and then `to_units` do it."""
-    half, rest = np.int64(1) << max(shift - 1, 0), (np.int64(1) << shift) - 1
-    for i in range(out.size):
-        d = np.int64(after[i]) - np.int64(before[i])
-        d -= P if d > _HALF else 0
-        d += P if d < -_HALF else 0
-        v = np.int64(np.rint(d * factor))
-        whole, left = v >> shift, v & rest
-        more = (left > half) | ((left == half) & ((whole & 1) == 1) & (shift > 0))
-        n = np.int64(before[i]) + ((whole + np.int64(more)) << shift)
-        n += P if n < 0 else 0
-        n -= P if n >= P else 0
-        out[i] = np.uint64(n)
-
-
-@kernel
 def size_of(values: Any) -> Any:
     """The largest |v|."""
     most = np.int64(0)
@@ -166,41 +149,48 @@ def move_by_parts(
     elements: Any, before: Any, shifts: Any, bits: int, length: int, begin: int, end: int, scale: Any, out: Any
 ) -> Any:
     """out = (before + v·2^shift)·scale in out's own precision, for the parts v of elements[begin:end], as `split` reads
-    them: part j of element i is at place j·length + i. Returns the largest and the least part, and whether a place
-    beyond the end has a number. With a power of two for the scale, of out's type, there is one rounding."""
+    them: part j of element i is at place j·length + i. Returns the largest of the highest parts (all others are below
+    2^(bits−1)) and the least part, whether a place beyond the end has a number, and whether an element is p or more.
+    With a power of two for the scale, of out's type, there is one rounding. Each loop goes over slices, whose ends need
+    no check: LLVM vectorises it."""
     high, low, beyond = np.int64(0), np.int64(0), np.int64(0)
     half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
-    left, part = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+    left, most = np.empty(_BLOCK, np.int64), np.uint64(0)
     for start in range(begin, end, _BLOCK):
         count = min(_BLOCK, end - start)
-        mine = elements[
-            start : start + count
-        ]  # an index of a slice needs no check for the array's end, so LLVM vectorises
+        mine = elements[start : start + count]
         for i in range(mine.size):
+            most = max(most, mine[i])
             n = np.int64(mine[i])
             left[i] = n - P if n > _HALF else n
         for j in range(shifts.size):
-            if j == shifts.size - 1:
-                part[:count] = left[:count]
-            else:
-                for i in range(count):
-                    v = ((left[i] + half) & rest) - half
-                    part[i] = v
-                    left[i] = (left[i] - v) >> bits
             first, shift = j * length + start, shifts[j]
             here = max(0, min(count, out.size - first))
-            old, new = before[first : first + here], out[first : first + here]
+            old, new, some = before[first : first + here], out[first : first + here], left[:here]
+            if j == shifts.size - 1:
+                for i in range(old.size):
+                    v = some[i]
+                    high, low = max(high, v), min(low, v)
+                    n = np.int64(old[i])
+                    n += (v << shift) - (P if n > _HALF else 0)
+                    new[i] = n
+                    new[i] *= scale
+                for i in range(here, count):
+                    beyond |= left[i]
+                continue
             for i in range(old.size):
-                v = part[i]
-                high, low = max(high, v), min(low, v)
+                v = ((some[i] + half) & rest) - half
+                some[i] = (some[i] - v) >> bits
+                low = min(low, v)
                 n = np.int64(old[i])
                 n += (v << shift) - (P if n > _HALF else 0)
                 new[i] = n
-            for i in range(new.size):
                 new[i] *= scale
             for i in range(here, count):
-                beyond |= part[i]
-    return high, low, beyond != 0
+                v = ((left[i] + half) & rest) - half
+                left[i] = (left[i] - v) >> bits
+                beyond |= v
+    return high, low, beyond != 0, most >= np.uint64(P)
 
 
 @kernel

@@ -10,7 +10,7 @@ take part this is S ⊙ τ, exactly.
     each round:
         amplitudes = state.amplitudes(round)
         if check_round(…): marked_vector(y, amplitudes, …)     # a member; y = E(a_k·θ_k)
-        norms = update_norms(layout, E(θ), E(θ_k), a_k)         # a member; summed like y
+        norms = upload_norms(layout, E(θ), E(θ_k), a_k, spans)  # a member; summed like y
         state.advance(round, E(θ_round), amplitudes, Σ norms)   # everybody, once the round's model is accepted
 """
 
@@ -342,6 +342,8 @@ class MarkState:
             for axes, unit in zip(amplitudes.scales, units, strict=True)
         )
         limits = amplitudes.most
+        if limits is None and rounded == amplitudes.scales:
+            return amplitudes  # it knows its vector
         if limits is not None:
             limits = limits.copy()
             for (_, part), unit in zip(amplitudes.tensors(), units, strict=True):

@@ -44,7 +44,7 @@ from quorumark.round.mark import (
     weight_of,
 )
 from quorumark.round.memory import MemoryState, State, answers_from
-from quorumark.round.movement import norm_count, rounded_norms, update_norms
+from quorumark.round.movement import norm_count, upload_norms
 from quorumark.round.optimiser import Taken
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Plan, Upload
@@ -337,18 +337,17 @@ class RoundMember:
         the update; the mark and the dither, if there are `amplitudes`."""
         history, kappa = self._known(), self.strength.dither
         stream = dither_stream(self._identity, history.state)
+        packed = history.packed(plan.level) if self.packing.packs else None
         if self.has_norms:
-            norms[:] = update_norms(self.layout, before, after, exact)
-        if not self.packing.packs:
+            norms[:] = upload_norms(self.layout, before, after, exact, packed.spans if packed is not None else ())
+        if packed is None:
             codec.encode(self._trained(), float(exact), y, name="model")
             if amplitudes is not None:
                 self._add_mark(y, amplitudes, plan.members, float(exact))
                 if kappa:
                     add_dither(y, amplitudes, kappa, exact, stream)
             return
-        packed, noise = history.packed(plan.level), None
-        if self.has_norms:
-            np.minimum(norms, rounded_norms(self.layout, before, after, exact, packed.spans), out=norms)
+        noise = None
         if amplitudes is not None and (kappa or self._own_key is not None):
             noise = np.zeros(self.layout.size, np.int64)
             if kappa:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isqrt, prod
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from quorumark import codec, field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, kernels, parallel
+from quorumark.field.norms import PARTS, update_squares
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import Span, moved_in_units
+from quorumark.packing import Span
 
 __all__ = [
     "Axes",
@@ -34,10 +35,10 @@ __all__ = [
     "norm_of",
     "norm_places",
     "residual_rms",
-    "rounded_norms",
     "signed_norm",
     "sum_squares",
     "update_norms",
+    "upload_norms",
 ]
 
 _STILL = 36  # what moved by less than 2^-18 of its size (squared: 2^-36) did not move
@@ -115,21 +116,28 @@ def axis_sums(carrier: Carrier, now: Vector, before: Vector) -> Sums:
 
 def _axis_parts(carrier: Carrier, now: Vector, before: Vector) -> list[NDArray[np.uint64]]:
     """The same as parts of integers, four for each of the three (`_whole`)."""
+    return _summed(carrier, now, before, 12, kernels.moments)
+
+
+def _summed(
+    carrier: Carrier, now: Vector, before: Vector, words: int, kernel: Callable[..., None], *more: Any
+) -> list[NDArray[np.uint64]]:
+    """What a kernel adds up by rows and columns, by rows, columns and taps; so many words each."""
     width = carrier.columns * carrier.taps
     stride = width + -width % 8
     a, b = now[carrier.place], before[carrier.place]
-    by_row = np.zeros((carrier.rows, 12), np.uint64)
+    by_row = np.zeros((carrier.rows, words), np.uint64)
 
     def part(begin: int, end: int) -> NDArray[np.uint64]:
-        by_column = np.zeros(12 * stride, np.uint64)
+        by_column = np.zeros(words * stride, np.uint64)
         rows = slice(begin * width, end * width)
-        kernels.moments(a[rows], b[rows], width, by_row[begin:end].reshape(-1), by_column)
-        return by_column.reshape(12, stride)[:, :width]
+        kernel(a[rows], b[rows], width, *more, by_row[begin:end].reshape(-1), by_column)
+        return by_column.reshape(words, stride)[:, :width]
 
     smallest = max(1, parallel.SMALLEST_PART // width)
     # wrapping is impossible: all parts below 2^33, fewer than 2^31 of them
     columns = sum(parallel.spread(part, carrier.rows, smallest=smallest, step=1))  # type: ignore[arg-type]
-    cube = np.asarray(columns).reshape(12, carrier.columns, carrier.taps)
+    cube = np.asarray(columns).reshape(words, carrier.columns, carrier.taps)
     sums = (np.ascontiguousarray(by_row.T), cube.sum(axis=2, dtype=np.uint64), cube.sum(axis=1, dtype=np.uint64))
     return [parts for parts, _ in zip(sums, carrier.axes, strict=False)]
 
@@ -236,28 +244,34 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     `before` and `after` are E of the global model and of the member's own result. Rounded down, so that what is too
     small to tell counts as not learnt.
     """
+    return upload_norms(layout, before, after, weight, ())
+
+
+def upload_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fraction, spans: Sequence[Span]) -> Vector:
+    """The same, or that of the weighted update as it is rounded to the units of `spans`, whichever is smaller.
+
+    Where members move alike and round alike, N would exceed ‖D‖ by what rounding took off, and the row would count as
+    learnt: the rounded norms do not. Where they round apart the other ones do not.
+    """
     before, after = checked_model("before", before, layout), checked_model("after", after, layout)
+    shifts = {place.start: shift for place, shift in spans if place.stop > place.start}
     norms: list[int] = []
     for carrier in carriers_of(layout):
-        if carrier.has_norms:
-            squares = [square for parts in _axis_parts(carrier, after, before) for square in _whole(parts[8:12])]
-            largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
-            if largest >= codec.LIMIT:
-                rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
-                raise EncodingError("this member's update", rule, f"{largest:g}", carrier.place.start)
-            norms += (isqrt(weight.numerator**2 * square // weight.denominator**2) for square in squares)
+        if not carrier.has_norms:
+            continue
+        shift = shifts.get(carrier.place.start, -1)  # none where spans are not given: then nothing is rounded
+        found = _summed(carrier, after, before, PARTS, update_squares, float(weight), shift)
+        squares = [square for parts in found for square in _whole(parts[:4])]
+        largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
+        if largest >= codec.LIMIT:
+            rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
+            raise EncodingError("this member's update", rule, f"{largest:g}", carrier.place.start)
+        own = [isqrt(weight.numerator**2 * square // weight.denominator**2) for square in squares]
+        if shift >= 0:
+            rounded = (isqrt(square) for parts in found for square in _whole(parts[4:]))
+            own = list(map(min, own, rounded))
+        norms += own
     return np.array(norms, np.uint64)
-
-
-def rounded_norms(
-    layout: ModelLayout, before: Vector, after: Vector, weight: Fraction, spans: Sequence[Span]
-) -> Vector:
-    """The same of the weighted update as it is rounded to units.
-
-    Members upload the smaller of both. Where they move alike and round alike, N would exceed ‖D‖ by what rounding took
-    off, and the row would count as learnt: the rounded norms do not. Where they round apart the other ones do not.
-    """
-    return update_norms(layout, before, moved_in_units(after, before, float(weight), spans), Fraction(1))
 
 
 def ideal_norms(

@@ -31,11 +31,14 @@ from quorumark import field
 from quorumark.errors import InputError, MissingDependencyError
 from quorumark.research.bench import Row
 
-__all__ = ["FlowerRow", "deployed", "rows"]
+__all__ = ["FlowerRow", "deployed", "packed_rows", "rows"]
 
 CASES = ((5, 3, 283), (50, 10, 283), (5, 3, 2000))
 QUICK = ((5, 3, 283),)
 """Members, threshold, thousands of weights."""
+
+PACKED = (5, 3, 2000)
+PACKINGS = (1, 2, 3, 4)
 
 _WARM, _ROUNDS = 3, 8  # the mark is there from the third round on
 
@@ -56,6 +59,17 @@ class FlowerRow(Row):
     plain_bytes_down: float
     bytes_up: float
     plain_bytes_up: float
+    packing: int = 2  # weights in an element
+    sums: str = "unchecked"  # what the terms say of sums
+
+
+def packed_rows(quick: bool = False) -> Iterator[FlowerRow]:
+    """One to four weights in an element, with sums checked as they are by default: then the sum goes to the nodes, and
+    no model."""
+    count, threshold, thousands = QUICK[0] if quick else PACKED
+    for packing in PACKINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            yield _simulated(Path(folder), count, threshold, thousands, packing, "checked")
 
 
 def rows(quick: bool = False) -> Iterator[FlowerRow]:
@@ -77,15 +91,25 @@ def deployed(summary: Path) -> FlowerRow:
         ) from None
 
 
-def _row(name: str, size: int, nodes: int, marked: dict[str, float], plain: dict[str, float]) -> FlowerRow:
+def _row(
+    name: str,
+    size: int,
+    nodes: int,
+    marked: dict[str, float],
+    plain: dict[str, float],
+    packing: int = 2,
+    sums: str = "unchecked",
+) -> FlowerRow:
     return FlowerRow(
         name, "plain FedAvg", size, field.threads(), marked["seconds"] / plain["seconds"], marked["seconds"],
         nodes, plain["seconds"], marked.get("cpu", 0.0), plain.get("cpu", 0.0), marked["messages"], plain["messages"],
-        marked["bytes_down"], plain["bytes_down"], marked["bytes_up"], plain["bytes_up"],
+        marked["bytes_down"], plain["bytes_down"], marked["bytes_up"], plain["bytes_up"], packing, sums,
     )  # fmt: skip
 
 
-def _simulated(folder: Path, count: int, threshold: int, thousands: int) -> FlowerRow:
+def _simulated(
+    folder: Path, count: int, threshold: int, thousands: int, packing: int = 2, sums: str = "unchecked"
+) -> FlowerRow:
     try:
         import ray  # noqa: F401
         from flwr.clientapp import ClientApp
@@ -99,7 +123,7 @@ def _simulated(folder: Path, count: int, threshold: int, thousands: int) -> Flow
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     model = {"w": np.random.default_rng(0).standard_normal((thousands, 1000), np.float32)}
-    _consortium(folder, count, threshold, model)
+    _consortium(folder, count, threshold, model, packing, sums)
     found: dict[str, list[dict[str, float]]] = {"plain": [], "marked": []}
     server = ServerApp()
 
@@ -142,7 +166,7 @@ def _simulated(folder: Path, count: int, threshold: int, thousands: int) -> Flow
         {name: _typical(name, [row[name] for row in found[kind]]) for name in found[kind][0]}
         for kind in ("marked", "plain")
     )
-    return _row(f"simulation on Ray, {count} nodes", model["w"].size, count, marked, plain)
+    return _row(f"simulation on Ray, {count} nodes", model["w"].size, count, marked, plain, packing, sums)
 
 
 def _typical(name: str, values: list[float]) -> float:
@@ -231,7 +255,9 @@ def _app(folder: Path, marked: bool) -> Any:
     return app
 
 
-def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]]) -> None:
+def _consortium(
+    folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]], packing: int, sums: str
+) -> None:
     """Homes for all members, with shares from a dealer."""
     from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock
@@ -256,7 +282,7 @@ def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArr
         "bench", threshold, roster, layout.digest(), layout.coordinates,
         anchor_of(layout, model), created="2026-01-31T12:00:00Z",
         setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
-        policy=Policy(sums="unchecked"),  # the round itself, as it was always measured
+        policy=Policy(sums=sums, packing=packing),
     )  # fmt: skip
     deal(terms, folder / "dealing")
     for _ in range(2):  # all sign, then all take the manifest

@@ -67,7 +67,7 @@ class Units:
         return self._origin + (units.to(torch.int64) << self._shift)
 
     def rounded(self, model: Tensor, weight: Fraction) -> Tensor:
-        """A member's weighted update of the carriers in 2^-40, rounded to units as `packing.moved_in_units` does it: to
+        """A member's weighted update of the carriers in 2^-40, rounded to units as `movement.upload_norms` does it: to
         2^-40 first."""
         shift, moved = self._shift[: self._end], _encoded(model[: self._end]) - self._origin[: self._end]
         moves = torch.round(moved.double() * float(weight)).to(torch.int64)
