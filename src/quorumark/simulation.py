@@ -26,9 +26,10 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from quorumark.field import Vector
 from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.round.history import History, research_seed
+from quorumark.round.links import Link, read_links, start_here
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
 from quorumark.round.secagg.member import SecAggMember
@@ -59,6 +61,7 @@ Weights = Mapping[str, Any]
 Train = Callable[..., Weights]
 STAGES = ("train", "upload", "unmask")
 NOISE = "noise.npz"  # in a run's folder, what `round.survival` keeps: it shows the members' dither, and is theirs alone
+NOTHING: Mapping[str, Any] = {}
 
 
 # --- a member ---------------------------------------------------------------------------------------------
@@ -104,8 +107,18 @@ class FederationMember(RoundMember):
 
         A state on disk remembers by itself, and is left alone.
         """
-        if isinstance(self.secagg.state, MemoryState):
+        if self.forgets:
             self.secagg = SecAggMember(self._identity, self.group, self.fresh_memory(after))
+
+    @property
+    def forgets(self) -> bool:
+        """Whether its memory ends with this process."""
+        return isinstance(self.secagg.state, MemoryState)
+
+    def start(self, history: History) -> None:
+        """What `rejoin` forgot besides: where links had led this member."""
+        if self.forgets:
+            start_here(self.secagg.state, history)
 
 
 # --- losses -----------------------------------------------------------------------------------------------
@@ -263,6 +276,9 @@ class Federation:
             member.secagg.together = frozenset(() if pair_masks else self.members)
             if member.history is None:
                 member.history = self.history
+            member.start(self.history)
+        if self.server.chain is not None and all(member.forgets for member in self.members.values()):
+            self.server.chain.waiting = None  # nobody remembers the round that it is about
 
     @property
     def group(self) -> Any:
@@ -304,7 +320,7 @@ class Federation:
     def _run(self, report: RoundReport) -> None:
         server = self.server
         with timed(report, "unmask"):
-            weights = server.prepare(lambda stage, config: self._ask(stage, config, report), server.like)
+            weights = server.prepare(partial(self._ask, report), server.like)
         if weights is None:
             report.readmit(report.excluded)  # who could not answer for an earlier sum may take part in this one
             turn = server.advance(server.like)
@@ -323,6 +339,8 @@ class Federation:
             report.attempts = max(report.attempts, server.attempt)
             report.halvings = turn.halvings
         self._accept(weights, report)
+        with contextlib.suppress(RoundError):  # who cannot be reached now is asked again before the next round
+            server.link(partial(self._ask, RoundReport(report.round)))
 
     def _accept(self, weights: Weights, report: RoundReport) -> None:
         server, members = self.server, self.server.members
@@ -374,6 +392,7 @@ class Federation:
                 if x in lost:
                     continue
                 try:
+                    self.members[x].follow(self.server.links(self.members[x].reached.hex()))
                     self.members[x].begin(self.server.turn)
                     self.members[x].train(self.model, self._seed_for(x))
                 except AnsweredError as error:
@@ -432,13 +451,22 @@ class Federation:
         message = member.ready(purpose)
         server.take_ready(x, message, *(member.said() if purpose == "model" else ()))
 
-    def _ask(self, stage: str, config: Mapping[str, Any], report: RoundReport) -> dict[int, dict[str, Any]]:
+    def _ask(
+        self,
+        report: RoundReport,
+        stage: str,
+        config: Mapping[str, Any],
+        /,
+        *,
+        arrays: Mapping[str, Any] = NOTHING,
+        only: Collection[int] | None = None,
+    ) -> dict[int, dict[str, Any]]:
         """What members say when the server must settle an earlier round first."""
         said: dict[int, dict[str, Any]] = {}
         lost = self._losses.at(report.round, "unmask", 1, self.members)
         requests = json.loads(config.get("requests", "{}"))
         for x, member in self.members.items():
-            if x in lost or (stage == "again" and str(x) not in requests):
+            if x in lost or (only is not None and x not in only) or (stage == "again" and str(x) not in requests):
                 continue
             with _excluding(report, x):
                 if stage == "again":
@@ -449,6 +477,12 @@ class Federation:
                 elif stage == "never":
                     state, draw = bytes.fromhex(config["state"]), config.get("of-draw", 0)
                     said[x] = {"never": member.never(state, config["of-round"], draw)}
+                elif stage == "vouch":
+                    level, number = bytes.fromhex(config["sum-level"]), config["sum-round"]
+                    told = number, config["sum-halvings"], arrays["sum"], level
+                    said[x] = {"summed": member.vouch(Link.told(config), *told)}
+                elif stage == "second":
+                    said[x] = {"seconded": member.second(*read_links(config["link"].encode()))}
         return said
 
     def _seed_for(self, point: int) -> int | None:

@@ -120,9 +120,7 @@ def test_sums_are_checked_wherever_that_can_be() -> None:
     for settings in ({}, {"z": "7"}, {"attempts": "3"}, DIGESTS):
         assert make_terms(PEOPLE, 3, D, policy=settings).policy.sums == "checked"
     drawn = make_terms(PEOPLE, 3, D, policy={"cohort": "4"})
-    assert (drawn.policy.sums, drawn.policy.cohort) == ("unchecked", 4)
-    with pytest.raises(RecordError, match="cohorts are drawn"):
-        make_terms(PEOPLE, 3, D, policy={"cohort": "4", "sums": "checked"})
+    assert (drawn.policy.sums, drawn.policy.cohort) == ("checked", 4)
     assert not make_terms(PEOPLE, 3, D, policy={"sums": "unchecked"}).policy.checks_sums
 
 
@@ -188,7 +186,7 @@ def test_what_is_no_map_of_strings_is_refused(part: str, value: Any) -> None:
 def test_typed_policies_are_checked_too() -> None:
     wrong: list[dict[str, Any]] = [
         {"z": 6}, {"z": "6"}, {"z": Decimal(0)}, {"z": Decimal("NaN")}, {"z": Decimal("Infinity")}, {"z": 6.5},
-        {"attempts": None}, {"attempts": True}, {"attempts": "20"}, {"budget": 0}, {"cohort": 4, "sums": "checked"},
+        {"attempts": None}, {"attempts": True}, {"attempts": "20"}, {"budget": 0}, {"cohort": "4"},
         {"groups": "ab"}, {"lora": b"ab"}, {"sums": None},
     ]  # fmt: skip
     for values in wrong:
@@ -281,9 +279,14 @@ def test_an_amendment_changes_what_it_names_and_nothing_that_is_fixed() -> None:
 def test_an_amendment_with_bad_settings_is_refused(name: str, value: str) -> None:
     with pytest.raises(QuorumarkError):
         propose(TERMS, policy={name: value})
-    with pytest.raises(InputError, match="cohorts are drawn"):
+    with pytest.raises(RecordError, match="nobody signed anything of the rounds so far"):
         propose(TERMS, policy={"cohort": "4"})  # sums are checked until the members say that they are not
-    assert propose(TERMS, policy={"cohort": "4", "sums": "unchecked"}).policy.cohort == 4
+    drawn = propose(TERMS, policy={"cohort": "4", "sums": "unchecked"})
+    assert drawn.policy.cohort == 4
+    with pytest.raises(RecordError, match="nobody signed anything of the rounds so far"):
+        propose(drawn, policy={"sums": "checked"})
+    linked = replace(TERMS, policy=Policy(cohort=4, sums="checked"))
+    assert propose(linked, policy={"cohort": "3"}).policy.has_links
 
 
 # --- the command line -------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_a_server_that_asks_for_the_ceremony_once_more_makes_nobody_forget_round
     model = {MODEL + name: tensor for name, tensor in world.model.items()}
     result = {RESULT + name: tensor for name, tensor in train(world.model, 0.01, 1, 1.0).items()}
 
-    def ask(stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    def ask(stage: str, config: dict[str, Any], /, **_: Any) -> dict[int, dict[str, Any]]:
         """Of the others: they answer nothing more under the manifest before."""
         return {x: relay.nodes[x].handle(stage, {**config, "run": "7", "node": "1"}, {})[0] for x in (2, 3, 4, 5)}
 

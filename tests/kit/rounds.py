@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quorumark.errors import QuorumarkError, RoundError, code_of
 from quorumark.node.journal import MODEL
 from quorumark.node.member import RESULT, MemberNode, with_prefix
 from quorumark.round.server import RoundServer
+from quorumark.simulation import NOTHING
 from tests.kit.flowers import Consortium, Model, train
 
 SEED = 11
@@ -32,18 +33,26 @@ class Run:
     def node(self, x: int) -> MemberNode:
         return MemberNode(*self.world.home(x), seeds=True)  # a new process each time
 
-    def ask(self, stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    def ask(
+        self,
+        stage: str,
+        config: dict[str, Any],
+        /,
+        *,
+        arrays: Mapping[str, Any] = NOTHING,
+        only: Collection[int] | None = None,
+    ) -> dict[int, dict[str, Any]]:
         """What members say when the server settles an earlier round."""
         said = {}
         for x in range(1, self.world.count + 1):
-            if x in set(self.gone):
+            if x in set(self.gone) or (only is not None and x not in only):
                 continue
             try:
-                told, arrays = self.node(x).handle(stage, {**config, "run": "1", "node": "1"}, {})
+                told, found = self.node(x).handle(stage, {**config, "run": "1", "node": "1"}, arrays)
             except QuorumarkError as error:
                 self.refused[x] = code_of(error)
                 continue
-            said[x] = {**told, "arrays": arrays}
+            said[x] = {**told, "arrays": found}
         return said
 
     def round(
@@ -98,8 +107,8 @@ class Run:
         try:
             reply, computed = self.node(x).handle("join", offer, told)
             if "needs" in reply:  # it missed rounds
-                more = self.told_model() | self.server.catch_up(reply["needs"])
-                reply, computed = self.node(x).handle("join", offer, {**more, **told})
+                more = self.told_model() | self.server.catch_up(reply["needs"], reply.get("since", ""))
+                reply, computed = self.node(x).handle("join", offer, {**more, **told, **_links(more)})
             model = with_prefix(computed, MODEL)
             if "refused" in reply:
                 self._take_refusal(x, reply)
@@ -153,6 +162,11 @@ class Run:
             request = self.server.request(x)
             if x not in {*silent, *self.gone}:
                 self.server.take_answer(x, self.node(x).handle("unmask", {"request": request}, {})[0]["answer"])
+
+
+def _links(more: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that it asked for, in place of the last one."""
+    return {name: array for name, array in more.items() if name == "links"}
 
 
 class Repeating(Run):

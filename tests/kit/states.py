@@ -34,10 +34,12 @@ def small(folder: Path, count: int, threshold: int, **changes: Any) -> Consortiu
     return make(folder, count, threshold, model=_small_model(), policy=CHECKED, **changes)
 
 
-def with_cohorts(folder: Path, count: int, threshold: int, cohort: int) -> Consortium:
-    """The same, with so many members drawn from each state; sums are not checked then."""
+def with_cohorts(
+    folder: Path, count: int, threshold: int, cohort: int, sums: str = "unchecked", **policy: str
+) -> Consortium:
+    """The same, with so many members drawn from each state."""
     folder.mkdir(parents=True, exist_ok=True)
-    policy = {"cohort": str(cohort)}
+    policy |= {"cohort": str(cohort), "sums": sums}
     return Consortium.deal(folder, count, threshold, model=_small_model(), policy=policy)
 
 

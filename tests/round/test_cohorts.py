@@ -22,15 +22,15 @@ from quorumark.simulation import Losses
 from tests.kit.flowers import Consortium, Model
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
-from tests.kit.states import Tuned, amend, begun, carriers, forget, opened_at, share_of_signs, with_cohorts
+from tests.kit.states import Tuned, amend, begun, carriers, forget, key_of, opened_at, share_of_signs, with_cohorts
 
 EIGHT = (8, 3, 5)  # K, t, n: T = 4, and n − T + t = 4
 SIXTEEN = (16, 5, 9)  # T = 7, and n − T + t = 7
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
-    return with_cohorts(tmp_path_factory.mktemp("cohorts"), *EIGHT)
+@pytest.fixture(scope="module", params=["unchecked", pytest.param("checked", marks=pytest.mark.slow)])
+def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Consortium:
+    return with_cohorts(tmp_path_factory.mktemp("cohorts"), *EIGHT, sums=request.param)
 
 
 @pytest.fixture
@@ -38,8 +38,33 @@ def world(made: Consortium, tmp_path: Path) -> Consortium:
     return made.copy(tmp_path / "world")
 
 
+KINDS: dict[str, Any] = {
+    "unchecked": {},
+    "checked": {"sums": "checked"},
+    "fedadam": {"sums": "checked", "optimiser": "fedadam:eta=0.01"},
+}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Consortium]:
+    known: dict[str, Consortium] = {}
+
+    def find(name: str) -> Consortium:
+        if name not in known:
+            known[name] = with_cohorts(tmp_path_factory.mktemp(name), *EIGHT, **KINDS[name])
+        return known[name]
+
+    return find
+
+
+@pytest.fixture(params=KINDS)
+def attacked(kinds: Callable[[str], Consortium], request: pytest.FixtureRequest, tmp_path: Path) -> Consortium:
+    """What a server attacks: where members check sums and follow links, and with an optimiser, all of it holds, too."""
+    return kinds(request.param).copy(tmp_path / "world")
+
+
 def of_size(made: Consortium, folder: Path, size: tuple[int, int, int]) -> Consortium:
-    return made.copy(folder) if size == EIGHT else with_cohorts(folder, *size)
+    return made.copy(folder) if size == EIGHT else with_cohorts(folder, *size, sums=made.terms.policy.sums)
 
 
 def everybody(world: Consortium) -> range:
@@ -108,6 +133,15 @@ def signs_from(run: Tuned, start: Model, first: Any, second: Any, helper: int) -
     part = second * sum(counts[x] for x in members if x != helper)
     own = carriers(run.world, run.trained(helper, dict(start), {"rate": 1.0}))
     return (whole - part) / counts[helper] - own
+
+
+def all_signs(world: Consortium, estimate: Any) -> bool:
+    """Whether every sign of the mark is right. With an optimiser some weights have no mark: two sums differ by rounding
+    there."""
+    size = np.abs(estimate)
+    marked = size > size.max() / 1000
+    most = 0.4 if world.terms.policy.optimiser is not None else 1.0
+    return bool(marked.mean() >= most and share_of_signs(world, np.where(marked, estimate, key_of(world))) == 1.0)
 
 
 def second_sum(run: Tuned, start: Model, members: Iterable[int]) -> Any:
@@ -183,27 +217,27 @@ def redrawn_by(run: Tuned, lie: Lie, silent: Iterable[int] = ()) -> tuple[Model,
 
 
 @pytest.mark.parametrize("way", LIES)
-def test_a_false_redraw_opens_no_second_sum(world: Consortium, way: str) -> None:
-    run = Tuned(world)
+def test_a_false_redraw_opens_no_second_sum(attacked: Consortium, way: str) -> None:
+    run = Tuned(attacked)
     _, _, second, _ = redrawn_by(run, LIES[way], silent=[1] if way == "helpers" else [])
     assert second is None
     assert list(run.refused.values()).count("round.not-closed") >= 3, run.refused
 
 
-def test_without_the_closings_a_redraw_gives_the_key(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_closings_a_redraw_gives_the_key(attacked: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statements, "check_redrawn", lambda *_: None)
-    run = Tuned(world)
+    run = Tuned(attacked)
     start, first, second, helper = redrawn_by(run, _nothing)
-    assert share_of_signs(world, signs_from(run, start, first, second, helper)) == 1.0
+    assert all_signs(attacked, signs_from(run, start, first, second, helper))
 
 
-def test_one_statement_fewer_would_give_the_key(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_statement_fewer_would_give_the_key(attacked: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
     """T of five have answered, among them two who lie. Those two and the fifth close the draw, if three are enough."""
     honest = Group.closing.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Group, "closing", property(lambda self: honest(self) - 1))
-    run = Tuned(world)
+    run = Tuned(attacked)
     start, first, second, helper = redrawn_by(run, _helpers, silent=[1])
-    assert share_of_signs(world, signs_from(run, start, first, second, helper)) == 1.0
+    assert all_signs(attacked, signs_from(run, start, first, second, helper))
 
 
 def resting_members_give_it_up(run: Tuned) -> tuple[Model, Any, Any, int]:
@@ -220,14 +254,14 @@ def resting_members_give_it_up(run: Tuned) -> tuple[Model, Any, Any, int]:
     return start, first, second_sum(run, start, cohort[1:]), helper
 
 
-def test_who_rests_cannot_give_up_a_sum(world: Consortium) -> None:
-    run = Tuned(world)
+def test_who_rests_cannot_give_up_a_sum(attacked: Consortium) -> None:
+    run = Tuned(attacked)
     _, _, second, _ = resting_members_give_it_up(run)
     assert second is None
     assert list(run.refused.values()).count("round.not-given-up") == 4
 
 
-def test_if_they_could_the_key_would_show(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_they_could_the_key_would_show(attacked: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_signers(
         group: Group, what: str, state: bytes, about: bytes, said: statements.Said, _: int = 0
     ) -> list[int]:
@@ -239,9 +273,9 @@ def test_if_they_could_the_key_would_show(world: Consortium, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(statements, "signers", all_signers)
-    run = Tuned(world)
+    run = Tuned(attacked)
     start, first, second, helper = resting_members_give_it_up(run)
-    assert share_of_signs(world, signs_from(run, start, first, second, helper)) == 1.0
+    assert all_signs(attacked, signs_from(run, start, first, second, helper))
 
 
 class Numbered(Tuned):
@@ -267,18 +301,21 @@ def skipped_numbers(run: Numbered, tries: int) -> tuple[tuple[int, ...], Any]:
     return first, second_sum(run, start, rest)
 
 
-def test_numbers_that_are_skipped_change_no_cohort(world: Consortium) -> None:
-    run = Numbered(world)
+def test_numbers_that_are_skipped_change_no_cohort(attacked: Consortium) -> None:
+    run = Numbered(attacked)
     first, second = skipped_numbers(run, 20)
     assert second is None
     cohort = run.server.cohort
     assert set(first) < set(cohort)
-    rested = others(world, cohort)
+    rested = others(attacked, cohort)
     assert all(run.refused[x] == "round.not-drawn" for x in rested)
 
 
-def test_cohorts_by_number_give_a_second_sum(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cohorts_by_number_give_a_second_sum(
+    kinds: Callable[[str], Consortium], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rule before: the sum of members who were to rest is opened from the same model, four others' updates."""
+    world = kinds("unchecked").copy(tmp_path / "world")  # there was no other kind
     honest = Group.cohort
     run = Numbered(world)
 
@@ -465,7 +502,7 @@ def test_a_cohort_that_nobody_reaches_is_waited_for(
     world = of_size(made, tmp_path / "c", size)
     run = Run(world)
     begun(run, 1)
-    run.server.close(run.model)
+    run.server.prepare(run.ask, run.model)
     run.gone = away(run)
     with stopped("round.too-few"):
         run.round()
@@ -520,8 +557,8 @@ def test_one_liar_cannot_close_a_draw(world: Consortium) -> None:
     broken(run, "before ready")
     liar, ask = run.server.cohort[0], run.ask
 
-    def answers(stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        said = ask(stage, config)
+    def answers(stage: str, config: dict[str, Any], /, **more: Any) -> dict[int, dict[str, Any]]:
+        said = ask(stage, config, **more)
         if stage == "never":
             said[liar] |= {"point-there": run.server.cohort[1], "never": b"nonsense"}
         return said

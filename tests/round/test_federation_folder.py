@@ -15,6 +15,7 @@ from quorumark.consortium.records import anchor_of
 from quorumark.errors import RecordError
 from quorumark.files import write_shared
 from quorumark.model.layout import ModelLayout, read_safetensors
+from quorumark.round import open_sum
 from quorumark.round import server as server_module
 from quorumark.round.group import group_of
 from quorumark.round.memory import FolderState
@@ -69,6 +70,7 @@ def test_a_crash_between_any_two_writes_of_a_round_loses_nothing(world: World, t
         (module, name): getattr(module, name)
         for module, names in (
             (server_module, ("write_safetensors", "write_private", "replacing")),
+            (open_sum, ("replacing",)),
             (simulation, ("write_safetensors", "write_shared")),
         )
         for name in names

@@ -299,8 +299,8 @@ def test_one_member_cannot_use_up_all_numbers(world: Consortium) -> None:
         run.node(1).handle("never", {**about, "of-round": last, "run": "1", "node": "1"}, {})
     ask = run.ask
 
-    def lying(stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        said = ask(stage, config)
+    def lying(stage: str, config: dict[str, Any], /, **more: Any) -> dict[int, dict[str, Any]]:
+        said = ask(stage, config, **more)
         said[5] |= {"round": last, "answered": last}
         return said
 

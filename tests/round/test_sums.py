@@ -400,10 +400,10 @@ def test_a_strategy_that_does_not_take_the_sum_as_it_is_says_so(world: Consortiu
 
 
 def test_the_policy_is_checked(made: Consortium) -> None:
-    for policy in ({"sums": "yes"}, {"sums": "checked", "cohort": "4"}):
-        with pytest.raises(RecordError, match="policy 'sums' must be"):
-            replace(made.terms, policy=policy)  # type: ignore[arg-type]
-    replace(made.terms, policy=Policy(sums="unchecked", cohort=4))
+    with pytest.raises(RecordError, match="policy 'sums' must be"):
+        replace(made.terms, policy={"sums": "yes"})  # type: ignore[arg-type]
+    for sums in ("checked", "unchecked"):
+        assert replace(made.terms, policy=Policy(sums=sums, cohort=4)).policy.sums == sums
 
 
 # --- servers that try harder ------------------------------------------------------------------------------
@@ -878,8 +878,8 @@ class Stormy(Run):
         self._may_die()
         return dict(self.model)
 
-    def ask(self, stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        return {x: said for x, said in super().ask(stage, config).items() if not self._happens(0.1)}
+    def ask(self, stage: str, config: dict[str, Any], /, **more: Any) -> dict[int, dict[str, Any]]:
+        return {x: said for x, said in super().ask(stage, config, **more).items() if not self._happens(0.1)}
 
     def _sum(self, server: RoundServer) -> None:
         offer, told = self.offer()

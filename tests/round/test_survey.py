@@ -50,8 +50,8 @@ class Lied(Run):
 
     lie: dict[str, Any] | None = None
 
-    def ask(self, stage: str, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        said = super().ask(stage, config)
+    def ask(self, stage: str, config: dict[str, Any], /, **more: Any) -> dict[int, dict[str, Any]]:
+        said = super().ask(stage, config, **more)
         if stage == "state" and self.lie is not None:
             said[5] = {**said[5], **self.lie}
         return said

@@ -12,6 +12,8 @@ is turned back does things twice.
     answer          the last answer for each purpose, to be sent again
     sent            the last vector for each purpose: its state, draw, rounds, members and halvings, to make a sum again
     closed          groups, states and draws in which it said that it answers nothing
+    signed          state → group, draw and the one successor of it that this member signed (`round.links`)
+    reached         the last state that this member reached along links, all that is known there, and the run's first
     nonce, known    of a memory made anew: what the others must have seen, and the states that are newer than that
     nonces          of other members whose memory is new, and the state that this member was at when it saw them
     marked          whether it has ever answered for a sum with a mark in it
@@ -64,7 +66,7 @@ class State(ABC):
     def edit(self) -> Iterator[Memory]:
         with self._alone():
             before = self._load()
-            memory: Memory = json.loads(before)
+            memory: Memory = {"signed": {}, "reached": {}, **json.loads(before)}  # not in memories of release 0
             yield memory
             if memory != json.loads(before):  # most look only: this costs less than the canonical form
                 self._save(canonical(memory))
@@ -99,6 +101,8 @@ class State(ABC):
             "marked": False,
             "simulation": simulation,
             "sum": {},
+            "signed": {},
+            "reached": {},
         }
         return canonical(memory)
 

@@ -35,8 +35,7 @@ class Policy:
     """The agreed settings; `Policy()` has the safe defaults.
 
     z:          the threshold z* of a verification, above 0.
-    sums:       "checked": members check the sums that a server announces. "unchecked" where cohorts are drawn, whose
-                members change from round to round and cannot check what others summed; "" is the default of the two.
+    sums:       "checked" or "unchecked": whether members check the sums that a server announces.
     attempts:   how often a round is tried.
     packing:    how many weights an element of an upload holds, 1 to 4.
     budget:     how many different queries are answered in the consortium's life; None: `guard.budget`.
@@ -54,7 +53,7 @@ class Policy:
     never."""
 
     z: Decimal = Decimal(6)
-    sums: str = ""
+    sums: str = "checked"
     attempts: int = 20
     packing: int = 2
     budget: int | None = None
@@ -81,17 +80,12 @@ class Policy:
             raise InputError("policy 'blocks'", f"must be one of {', '.join((*RULES, NO_BLOCKS))}", repr(self.blocks))
         if self.packing not in BITS:
             raise InputError("policy 'packing'", f"must be one of {', '.join(map(str, BITS))}", repr(self.packing))
-        if self.sums == "":
-            object.__setattr__(self, "sums", "checked" if self.cohort is None else "unchecked")
         if self.sums not in ("checked", "unchecked"):
             raise InputError("policy 'sums'", "must be checked or unchecked", repr(self.sums))
         if self.optimiser is not None and not isinstance(self.optimiser, Optimiser):
             raise InputError("policy 'optimiser'", "must be an Optimiser", type(self.optimiser).__name__)
         if self.optimiser is not None and self.sums != "checked":
             rule = "must be checked with a server optimiser: members compute its model from the sum"
-            raise InputError("policy 'sums'", rule, repr(self.sums))
-        if self.sums == "checked" and self.cohort is not None:
-            rule = "must be unchecked where cohorts are drawn, since their members change: set sums=unchecked"
             raise InputError("policy 'sums'", rule, repr(self.sums))
 
     @classmethod
@@ -114,6 +108,11 @@ class Policy:
     def checks_sums(self) -> bool:
         """Whether members check what a server announces as a sum (docs/secagg.md, "Checked sums")."""
         return self.sums == "checked"
+
+    @property
+    def has_links(self) -> bool:
+        """Whether members who are drawn follow links from one state to the next (docs/secagg.md, "Links")."""
+        return self.checks_sums and self.cohort is not None
 
     def as_dict(self) -> dict[str, str]:
         """The settings in force as strings, each in its one spelling."""

@@ -60,6 +60,12 @@ def check_terms_follow(terms: Terms, before: Terms) -> dict[int, int]:
             f"a successor's {what}",
             "must not change, come or go: they are agreed on with the first terms, before there is anything to fit",
         )
+    require(
+        before.policy.has_links or not terms.policy.has_links,
+        "a successor's cohort",
+        "must come with sums=unchecked, if sums were not checked with a cohort before: members whose cohorts are drawn "
+        "follow what those before them signed, and nobody signed anything of the rounds so far",
+    )
     _check_strength(terms, before)
     stay = unchanged(terms, before)
     require(

@@ -43,7 +43,7 @@ __all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
 QUERY = "quorumark"
 """The action of this project's queries: messages of type `query.quorumark`."""
 
-_ASKED = ("upload", "unmask", "again", "never", "state")
+_ASKED = ("upload", "unmask", "again", "never", "vouch", "second", "state")
 """The stages of a member that a server asks for. What a member joins with and has trained only its own node says: a
 server that could say it for all but one would find that one's model in the sum."""
 

@@ -9,6 +9,7 @@ for the consortium, whatever its manifests.
     optimiser.npz          the server optimiser's numbers for each weight at that state, where the terms name one
     anchor.npy             E of the model that the run began with
     layout.json            where each weight is in the vector
+    links.json             the last links that led to a state of this member, where cohorts are drawn and sums checked
     sum.npz                what the others check that model by, if this member hands it out
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made; of a
@@ -23,16 +24,14 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import field
-from quorumark.canonical import canonical, parse
-from quorumark.checks import is_hex
+from quorumark.canonical import canonical
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
@@ -43,16 +42,18 @@ from quorumark.field import Vector
 from quorumark.files import append_private, replacing, syncs, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.node import remembered
-from quorumark.round import checked_sums
+from quorumark.node.fields import read_content, read_count, read_digest, read_elements, read_held, read_level, read_text
+from quorumark.node.notes import Notes
+from quorumark.round import checked_sums, links
 from quorumark.round.amplitudes import model_digest
 from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, write_vectors
 from quorumark.round.group import group_of
 from quorumark.round.history import History, checks_sums, packing_of
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import FolderState, adopt, answers_from, follow
+from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from quorumark.round.survey import HANDED_OUT, SUMMED
-from quorumark.round.units import is_level
 
 __all__ = ["MODEL", "Journal", "Notes", "allow_repeats", "create_lost_memory"]
 
@@ -61,43 +62,8 @@ Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
 _MARKED = "marked.txt"
+_LINKS = 64  # are kept: a server that loses its folder has those from its members, and no earlier ones
 _UNMARKED = "unmarked"  # among the consents, which are by state: one for all sums without a key
-_DAMAGED = (
-    "a member's notes of rounds are damaged: remove rounds/notes.json in the consortium's folder, and the member takes "
-    "part again as one that missed rounds"
-)
-
-
-@dataclass(frozen=True)
-class Notes:
-    """Where a member is. `mark` is the state's own record, `buffers` a digest of the model's integers and booleans,
-    `verified` whether this member has checked itself that its model is what was summed, `joined` which message of the
-    server a result belongs to, `turn` what the server said of that round, `ready` the round that it is ready for,
-    `settings` a digest of what the app was told last."""
-
-    FORMAT = "quorumark-round-notes/v2"
-
-    mark: str = ""
-    buffers: str = ""
-    verified: bool = False
-    joined: str = ""
-    turn: str = ""
-    ready: int = 0
-    settings: str = ""
-
-    def to_bytes(self) -> bytes:
-        return canonical({"format": self.FORMAT, **asdict(self)})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Notes:
-        body = parse(data, cls.FORMAT, "a member's notes of rounds")
-        try:
-            notes = cls(**{name: body[name] for name in cls.__dataclass_fields__ if name != "FORMAT"})
-        except KeyError:
-            raise RecordError(_DAMAGED) from None
-        if not all(type(getattr(notes, name)) is type(value) for name, value in asdict(cls()).items()):
-            raise RecordError(_DAMAGED)
-        return notes
 
 
 def create_lost_memory(consortium: ConsortiumFolder, identity: Identity) -> None:
@@ -128,9 +94,9 @@ class Journal:
         self.group = group_of(self.manifest)
         self.point = self.group.point_of(identity.ed25519)
         self.name = self.group.name(self.point)
-        self.checks = checks_sums(self.manifest)
+        self.checks, self.has_links = checks_sums(self.manifest), self.manifest.terms.policy.has_links
         self._folder = rounds_folder(consortium)
-        self._sum_path = self._folder / "sum.npz"
+        self._sum_path, self._links_path = self._folder / "sum.npz", self._folder / "links.json"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
         self._marked_path, self._vectors_path = self._folder / _MARKED, self._folder / "optimiser.npz"
@@ -391,7 +357,7 @@ class Journal:
         are checked, the model is what follows from the last one and the sum; whether this member could check that
         itself is noted (`verified`).
         """
-        turn = Turn.from_bytes(_text(config, "turn", bytes))
+        turn = Turn.from_bytes(read_text(config, "turn", bytes))
         if turn.round != read_count(config, "round"):
             raise MessageError(
                 "the server's message names one round in 'round' and another in 'turn'", code="message.malformed"
@@ -406,13 +372,15 @@ class Journal:
                 return "model", {}
             encoded, buffers = layout.encode(given), self._buffers(layout, given)
             self.check_other_keys(encoded)
-            model, verified, state = given, False, _content(arrays["state"])
+            model, verified, state = given, False, read_content(arrays["state"])
             own = self._restored(layout, anchor, encoded, state, buffers, optimiser_vectors(arrays))
+            if self.has_links and own.is_begun:
+                self._check_buffers(layout, given)
             _check_history(own, config, self.name)
             _keep(self._anchor_path, anchor)
         else:
             own, model, verified = derived
-            encoded, buffers = layout.encode(model), self._buffers(layout, model)
+            encoded = layout.encode(model)
         if not np.array_equal(own.mark.model, encoded):
             raise RoundError(
                 "the model that the round starts from is not the one that the server's history names: start a new run",
@@ -429,21 +397,88 @@ class Journal:
                 "the rule 'rho'",
                 code="round.other-rule",
             )
+        if self.has_links:
+            chain = links.read_links(read_content(arrays["links"]))
+            if not links.leads(self.memory(), own, chain):
+                return "links", {}
+            links.reach(self.memory(), own, chain)
+            verified = True
+            self._keep_links(chain)
         self._check_back(layout, own, turn)
+        self._save(own, model, config, arrays)
+        self.note(verified=verified, joined=os.urandom(16).hex(), turn=turn.to_bytes().decode())
+        return "", model
+
+    def _save(self, own: History, model: Mapping[str, Any], config: Config, arrays: Arrays) -> None:
+        """The state that this member is at now. It has joined nothing from there yet."""
         write_safetensors(dict(model), self._model_path)
         if own.optimiser is not None:
             write_vectors(self._vectors_path, own.mark.vectors())
         self._keep_sum(config, arrays)
-        self.note(
-            mark=own.mark.to_bytes().decode(),
-            buffers=buffers.hex(),
-            verified=verified,
-            joined=os.urandom(16).hex(),
-            turn=turn.to_bytes().decode(),
-            ready=0,
-        )
+        buffers = self._buffers(own.layout, model).hex()
+        self.note(mark=own.mark.to_bytes().decode(), buffers=buffers, verified=False, joined="", turn="", ready=0)
         remembered.keep(self._named(), (self._anchor_path, self._model_path), own)
-        return "", model
+
+    # --- links, where cohorts are drawn and sums are checked (`round.links`) ---
+
+    @property
+    def reached(self) -> str:
+        """The state from which this member must be shown links."""
+        return links.reached(self.memory()).hex() if self.has_links else ""
+
+    def vouch(self, config: Config, arrays: Arrays) -> tuple[bytes, int]:
+        """Goes on to what the announced sum leads to, if this member answered for it and its tag is right; and signs
+        that, with its point under the manifest of that round. The model is on disk before anybody may follow it."""
+        link = links.Link.told(config)
+        member = self._under(link)
+        own = self.history(ModelLayout.from_bytes(read_file(self._layout_path, "a layout")))
+        if own.state == link.before:
+            links.check_summed(member, link)
+            model, checked = self._accept(config, arrays, own, {})
+            _check_history(own, config, self.name)
+            if not checked or (own.state, own.whole) != (link.after, link.whole):
+                raise RoundError(
+                    f"{self.name} cannot say that this is what the last sum leads to", code="round.other-history"
+                )
+            self._save(own, model, config, arrays)
+        elif own.state != link.after or not links.has_signed(member, link):
+            raise RoundError(f"{self.name} was not at the model before this one", code="round.other-history")
+        return links.sign_summed(member, link), member.point
+
+    def second(self, config: Config) -> tuple[bytes, int]:
+        """Signs that it signs no other successor of a state than one that t of its cohort have checked."""
+        shown = links.read_links(config["link"].encode())
+        if len(shown) != 1:
+            raise MessageError("the server's message must hold one link", code="message.malformed")
+        member = self._under(shown[0])
+        return links.second(member, shown[0]), member.point
+
+    def _under(self, link: links.Link) -> SecAggMember:
+        return SecAggMember(self.identity, group_of(self.manifest_of(link.under)), self.memory(), leaving=True)
+
+    def _keep_links(self, chain: list[links.Link]) -> None:
+        """For a server that loses its own: the last ones up to the state that this member reached."""
+        kept = self._links_here()
+        if chain and (not kept or kept[-1].after != chain[-1].after):
+            kept = kept if kept and kept[-1].after == chain[0].before else []
+            write_private(self._links_path, links.write_links([*kept, *chain][-_LINKS:]))
+
+    def _links_here(self) -> list[links.Link]:
+        """None if the file is damaged: others have them, too."""
+        with contextlib.suppress(QuorumarkError):
+            return links.read_links(read_file(self._links_path, "links"))
+        return []
+
+    def _kept_links(self) -> str:
+        """Those, and what this member signed itself."""
+        found = self._links_here()
+        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        link = links.signed_into(self.memory(), self.history(layout).state, self.chain)
+        if link is not None:
+            member = self._under(link)
+            with contextlib.suppress(RoundError):  # it may have seconded it
+                found.append(replace(link, summed={member.point: links.sign_summed(member, link)}))
+        return links.write_links(found).decode()
 
     def _derived(
         self, config: Config, arrays: Arrays, layout: ModelLayout, given: Mapping[str, Any]
@@ -458,7 +493,7 @@ class Journal:
             self.check_other_keys(encoded)
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
             begun.buffers = self._buffers(layout, given)
-            if begun.mark.digest() != _digest_of(config, "history"):
+            if begun.mark.digest() != read_digest(config, "history"):
                 raise RoundError(
                     "the server's history does not begin with the anchor: start from the model that the manifest names",
                     code="round.other-history",
@@ -481,10 +516,13 @@ class Journal:
             before = own.state
             model, checked = self._accept(config, arrays, own, given)
             verified = checked and verified
-            with self.memory().edit() as memory:
-                follow(memory, before, own.state)
+            if not self.has_links:  # where there are links, they say what follows
+                with self.memory().edit() as memory:
+                    follow(memory, before, own.state)
         elif self.checks:
             model = read_safetensors(self._model_path)
+        if self.has_links and own.mark.digest() != read_digest(config, "history"):
+            return None  # it checked another sum than the one that T of the cohort signed
         _check_history(own, config, self.name)
         if self.checks:
             self.check_other_keys(own.mark.model)
@@ -528,17 +566,17 @@ class Journal:
 
         If it is not, this raises.
         """
-        under = self.manifest_of(str(_text(config, "sum-under", str)))
-        halvings, level = read_count(config, "sum-halvings"), _level(config, own.layout)
+        under = self.manifest_of(str(read_text(config, "sum-under", str)))
+        halvings, level = read_count(config, "sum-halvings"), read_level(config, own.layout)
         amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
         number, name = own.round, under.digest().hex()
         if not self.checks:
-            embedded = None if amplitudes is None else own.widened(amplitudes, level, under).without(_held(config))
+            embedded = None if amplitudes is None else own.widened(amplitudes, level, under).without(read_held(config))
             embedded_or_none = embedded if embedded is not None and embedded.marks else None
             own.accept(number, own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level)
             return given, False
         length = packing_of(under).length(own.layout) + own.norms + 1
-        opened = _elements(arrays["sum"], length, "the sum")
+        opened = read_elements(arrays["sum"], length, "the sum")
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
         found = checked_sums.check(
             self.memory(), own.state, group_of(under), read_count(config, "sum-round"), halvings, opened, level
@@ -609,73 +647,14 @@ class Journal:
         arrays["state"] = np.frombuffer(self.notes.mark.encode(), np.uint8)
         arrays |= {MODEL + name: np.array(tensor) for name, tensor in read_safetensors(self._model_path).items()}
         arrays |= {OPTIMISER + name: vector for name, vector in read_vectors(self._vectors_path).items()}
+        if self.has_links:
+            config["links"] = self._kept_links()
         return config, arrays
-
-
-# --- what a server sends ----------------------------------------------------------------------------------
-
-
-def read_count(config: Mapping[str, Any], name: str) -> int:
-    value = config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MessageError(
-            f"the server's message must give {name!r} as an integer of at least 0", code="message.malformed"
-        )
-    return value
-
-
-def _text(config: Mapping[str, Any], name: str, kind: Any) -> Any:
-    value = config[name]
-    if not isinstance(value, kind):
-        raise MessageError(f"the server's message must give {name!r} as {kind.__name__}", code="message.malformed")
-    return value
-
-
-def _held(config: Mapping[str, Any]) -> list[str]:
-    try:
-        held = json.loads(config["sum-held"])
-    except (ValueError, TypeError, RecursionError):
-        held = None
-    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
-        raise MessageError(
-            "the server's message must give 'sum-held' as names of tensors in JSON", code="message.malformed"
-        )
-    return held
-
-
-def _content(array: NDArray[Any]) -> bytes:
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise MessageError("the server's message must hold its files as bytes", code="message.malformed")
-    return array.tobytes()
-
-
-def _elements(array: NDArray[Any], size: int, what: str) -> Vector:
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint64 or array.shape != (size,):
-        raise MessageError(f"the server's message must hold {what} as {size} field elements", code="message.malformed")
-    field.check(array, what)
-    return np.ascontiguousarray(array)
-
-
-def _digest_of(config: Mapping[str, Any], name: str) -> bytes:
-    if not is_hex(config[name], 32):
-        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex", code="message.malformed")
-    return bytes.fromhex(config[name])
-
-
-def _level(config: Mapping[str, Any], layout: ModelLayout) -> bytes:
-    """Of the units of a sum: a byte for each tensor, in hex, or none."""
-    try:
-        level = bytes.fromhex(_text(config, "sum-level", str))
-    except ValueError:
-        level = b"?"
-    if not is_level(level) or len(level) not in (0, sum(1 for _ in layout.spans())):
-        raise MessageError("the server's message must give 'sum-level' as a level of units", code="message.malformed")
-    return level
 
 
 def _check_history(own: History, config: Mapping[str, Any], name: str) -> None:
     """Whether the server's history, of which it tells the digest, is this member's."""
-    if own.mark.digest() != _digest_of(config, "history"):
+    if own.mark.digest() != read_digest(config, "history"):
         raise RoundError(
             f"the server's history of this run is not the one that {name} has seen: it says that round "
             f"{own.mark.round} was accepted, with another model or strength; start a new run",

@@ -10,6 +10,8 @@
     unmask   a request                                          shares of the seeds
     again    requests of a sum that is still open               the same answer once more
     never    a state and a round, or a draw of its cohort       signed: it never answers there
+    vouch    what the last sum led to, and the sum              signed: it answered there, and has checked it
+    second   what t members signed so                           signed: it signs nothing else
     state    a state                                            where it is; the last model that it accepted
     setup    terms, messages of the others                      this member's messages; at the end the manifest
     answer   a query and the files that it needs (`queries`)    this member's partial, if its rules allow
@@ -36,7 +38,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.canonical import digest
-from quorumark.checks import is_hex
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.identity import Header, Identity
 from quorumark.consortium.keystore import Unlock
@@ -54,7 +55,8 @@ from quorumark.errors import (
 )
 from quorumark.files import only_one, unsynced, write_private
 from quorumark.model.layout import ModelLayout
-from quorumark.node.journal import MODEL, Journal, read_count, rounds_folder
+from quorumark.node.fields import read_content, read_count, read_digest
+from quorumark.node.journal import MODEL, Journal, rounds_folder
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import research_seed
 from quorumark.round.memory import FolderState
@@ -71,10 +73,11 @@ Reply = tuple[Config, dict[str, NDArray[Any]]]
 RESULT, MESSAGE = "result:", "message:"
 """What the names of a result's tensors (as `MODEL` for a model's) and of a ceremony's messages begin with."""
 
-_ROUND = ("join", "ready", "upload", "unmask", "again", "never", "state")
+_ROUND = ("join", "ready", "upload", "unmask", "again", "never", "vouch", "second", "state")
 _TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read by `read_count`
     bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn", "approval", "asked"},
     str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
+    | {"before", "after", "whole", "link"}
     | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
     bool: {"with-model", "with-share", "check-only"},
 }
@@ -162,6 +165,8 @@ class MemberNode:
             "unmask": self._unmask,
             "again": self._again,
             "never": self._never,
+            "vouch": self._vouch,
+            "second": self._second,
             "state": self._state,
             "setup": self._setup,
             "answer": self._answer,
@@ -197,9 +202,9 @@ class MemberNode:
         optimiser keeps. Until the layout is known, and for suspects, which are any file, there is no limit but the
         signer's own.
         """
-        if stage in ("upload", "unmask", "again", "never", "state", "sign", "ledger"):
+        if stage in ("upload", "unmask", "again", "never", "second", "state", "sign", "ledger"):
             return 0
-        if stage in ("join", "ready"):
+        if stage in ("join", "ready", "vouch"):
             for path in self._home.only_consortium(self._which).path.glob("rounds/layout.json"):
                 return 128 * ModelLayout.from_bytes(path.read_bytes()).size + _BESIDE
         return 1 << 62
@@ -228,7 +233,7 @@ class MemberNode:
             )
         _check_near(round_no, last)
         journal.check_share(self._unlock)
-        layout = journal.layout(_content(arrays["layout"]))
+        layout = journal.layout(read_content(arrays["layout"]))
         try:
             needs, model = journal.follow(config, arrays, layout, with_prefix(arrays, MODEL))
         except AnsweredError:  # from a model that it has gone on from
@@ -239,7 +244,7 @@ class MemberNode:
                 code="round.gone-on",
             ) from None
         if needs:
-            return {"needs": needs}, {}
+            return {"needs": needs, **({"since": journal.reached} if journal.has_links else {})}, {}
         journal.adopt()
         try:
             side = journal.side()
@@ -362,14 +367,26 @@ class MemberNode:
         draw = read_count(config, "of-draw") if "of-draw" in config else 0
         if draw >= group.draws:
             raise RoundError(f"there is no draw {draw} of this group's cohorts", code="round.no-more-draws")
-        said = side.never(_digest(config, "state"), read_count(config, "of-round"), draw)
+        said = side.never(read_digest(config, "state"), read_count(config, "of-round"), draw)
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
+
+    def _vouch(self, config: Config, arrays: Arrays) -> Reply:
+        """Signed: what the sum led to in which this member answered last, once it is written down."""
+        journal = self._journal()
+        said, point = journal.vouch(config, arrays)
+        return {**self._introduced(journal, config), "summed": said, "point-there": point}, {}
+
+    def _second(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        """Signed: this member signs no other successor of a state than the one that others have checked."""
+        journal = self._journal()
+        said, point = journal.second(config)
+        return {**self._introduced(journal, config), "seconded": said, "point-there": point}, {}
 
     def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The last model that this member accepted, for a server that lost its own copy."""
         journal = self._journal()
         reply, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
-        reply |= journal.where(_digest(config, "of-state"))
+        reply |= journal.where(read_digest(config, "of-state"))
         return {**reply, **self._introduced(journal, config)}, found
 
     def _summing(self, journal: Journal) -> SecAggMember:
@@ -436,7 +453,7 @@ class MemberNode:
         """A turn in the dealer-free ceremony: takes the others' messages, does what can be done, gives its own."""
         from quorumark.setup.exchange import expected_messages, set_up  # here: a round, often a new process, needs none
 
-        terms = Terms.from_bytes(_content(arrays["terms"]))
+        terms = Terms.from_bytes(read_content(arrays["terms"]))
         self._check_pinned(terms)
         session = str(config["session"])
         if not re.fullmatch("[0-9a-f]{32}", session):
@@ -446,7 +463,7 @@ class MemberNode:
         identity = self._home.identity(self._unlock)
         point = terms.point_of(identity.ed25519)
         allowed = expected_messages(terms, point)
-        sent = {name: _content(message) for name, message in with_prefix(arrays, MESSAGE).items()}
+        sent = {name: read_content(message) for name, message in with_prefix(arrays, MESSAGE).items()}
         for name, content in sent.items():  # before any is kept: a server must not fill this disk
             if name not in allowed:
                 raise MessageError(
@@ -598,12 +615,6 @@ def _by_point(config: Config, name: str) -> dict[int, bytes]:
         ) from None
 
 
-def _digest(config: Config, name: str) -> bytes:
-    if not is_hex(config[name], 32):
-        raise MessageError(f"the server's message must give {name!r} as 32 bytes in hex", code="message.malformed")
-    return bytes.fromhex(config[name])
-
-
 def _listed(config: Config, name: str) -> list[str]:
     """A list of names in JSON; empty if there is none."""
     try:
@@ -615,12 +626,6 @@ def _listed(config: Config, name: str) -> list[str]:
             f"the server's message must give {name!r} as a list of names in JSON", code="message.malformed"
         )
     return found
-
-
-def _content(array: NDArray[Any]) -> bytes:
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise MessageError("the server's message must hold its files as bytes", code="message.malformed")
-    return array.tobytes()
 
 
 def _array(content: bytes) -> NDArray[np.uint8]:

@@ -11,7 +11,8 @@ A round has three exchanges: train (join, train, ready), upload, unmask. A round
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any
 
@@ -21,7 +22,7 @@ from quorumark.errors import EncodingError, QuorumarkError, RoundError, code_of
 from quorumark.node.ceremony import check_introduction
 from quorumark.node.wire import Config, Reply, Sent, Wire
 from quorumark.round.server import RoundServer
-from quorumark.simulation import RoundReport, timed, without_values
+from quorumark.simulation import NOTHING, RoundReport, timed, without_values
 
 __all__ = ["Rounds"]
 
@@ -58,7 +59,7 @@ class Rounds:
         """Asks where the members are, before the first round of a run that has no files; `go_on`: the run goes on from
         the newest model that t of them name."""
         nodes = self._wire.present(self._server.names_needed if go_on else 0, self._timeout)
-        self._server.survey(lambda stage, config: self.ask_all(nodes, stage, config), go_on=go_on)
+        self._server.survey(partial(self.ask_all, nodes), go_on=go_on)
 
     def round(
         self, model: Mapping[str, Any], beside: Mapping[int, Any], timeout: float, told: Config | None = None
@@ -69,7 +70,7 @@ class Rounds:
         weights, self.told = None, []
         try:
             report.round = server.round_no + 1
-            weights = server.prepare(lambda stage, config: self.ask_all(beside, stage, config), model)
+            weights = server.prepare(partial(self.ask_all, beside), model)
             if weights is None:
                 offer, arrays = server.offer(model)
                 self._train(beside, {**offer, **(told or {}), "stage": "train"}, arrays, timeout, report)
@@ -126,12 +127,23 @@ class Rounds:
             code="round.none-finished",
         )
 
-    def ask_all(self, nodes: Iterable[int], stage: str, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Asks every node for a stage, and gives what the members said, by point."""
+    def ask_all(
+        self,
+        nodes: Iterable[int],
+        stage: str,
+        config: Mapping[str, Any],
+        /,
+        *,
+        arrays: Mapping[str, Any] = NOTHING,
+        only: Collection[int] | None = None,
+    ) -> dict[int, dict[str, Any]]:
+        """Asks every node for a stage, or those of some members, and gives what the members said, by point."""
         manifest, wire = self._server.manifest, self._wire
-        sent = Sent({**config, "stage": stage, "run": wire.run})
+        sent = Sent({**config, "stage": stage, "run": wire.run}, arrays)
+        known = self._points
+        asked = [node for node in nodes if only is None or node not in known or known[node] in only]
         said: dict[int, dict[str, Any]] = {}
-        for node, reply in wire.exchange(dict.fromkeys(nodes, sent), self._timeout, self._silent).items():
+        for node, reply in wire.exchange(dict.fromkeys(asked, sent), self._timeout, self._silent).items():
             try:
                 config_back = reply.accepted()
                 point, shown = int(config_back["point"]), config_back["introduction"]
@@ -162,11 +174,12 @@ class Rounds:
         made = {node: Sent(offer, arrays, extra if slim is None else slim(extra)) for node, extra in chosen.items()}
         with timed(report, "train"):
             replies = self._exchange(made, timeout, report)
-            lacking = {node: str(replies[node].config.get("needs", "")) for node in made if node in replies}
+            said = {node: replies[node].config for node in made if node in replies}
+            lacking = {node: (str(told.get("needs", "")), str(told.get("since", ""))) for node, told in said.items()}
             again = {  # members who missed rounds, or never saw the model that the run began with
-                node: Sent(offer, {**arrays, **server.catch_up(needs)}, chosen[node])
-                for node, needs in lacking.items()
-                if needs in ("model", "anchor")
+                node: Sent(offer, {**arrays, **server.catch_up(needs, since)}, chosen[node])
+                for node, (needs, since) in lacking.items()
+                if needs in ("model", "anchor", "links")
             }
             if again:
                 replies |= self._exchange(again, timeout, report)

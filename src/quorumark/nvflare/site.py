@@ -43,7 +43,7 @@ __all__ = ["SETTINGS", "JoinRound", "KeepResult", "NoPlainWeights", "QuorumarkEx
 SETTINGS = "quorumark.json"
 """The file in a site's `local` folder in which its operator says which member the site is."""
 
-_ASKED = ("upload", "unmask", "again", "never", "state", "setup", "answer", "sign")
+_ASKED = ("upload", "unmask", "again", "never", "vouch", "second", "state", "setup", "answer", "sign")
 """The stages that a server asks for. What a member joins with and has trained only its own site says: a server that
 could say it for all but one would find that one's model in the sum."""
 

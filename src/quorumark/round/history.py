@@ -95,6 +95,19 @@ class History:
             b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.buffers_digest`)
         )
         self._known: dict[int, Amplitudes] = {}  # by halvings, from the present state; copies share it
+        self.begun = self.state  # what a run begins from, and all that is known there
+        self._begun_mark = self.mark.digest() if terms.policy.has_links else b""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether no round was accepted yet (asked only where members follow links)."""
+        return self.state == self.begun and self.mark.digest() == self._begun_mark
+
+    @property
+    def whole(self) -> bytes:
+        """A digest of all that the next round depends on: the state names models and marks, this also what follows from
+        them, a server optimiser's numbers and the integers that no sum holds."""
+        return digest("whole state", self.state, self.mark.digest(), self.buffers)
 
     @property
     def state(self) -> bytes:

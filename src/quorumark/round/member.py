@@ -29,7 +29,7 @@ from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Stream, Vector
 from quorumark.model.layout import ModelLayout
 from quorumark.packing import pack_update
-from quorumark.round import checked_sums, statements
+from quorumark.round import checked_sums, links, statements
 from quorumark.round.amplitudes import Amplitudes, PaperScale, paper_amplitudes
 from quorumark.round.dither import add_dither, dither_moves, dither_stream
 from quorumark.round.group import group_of, word
@@ -86,6 +86,7 @@ class RoundMember:
             _check_share(share, manifest, self.point)
         self.history: History | None = None
         self.checks, self.packing = checks_sums(manifest), packing_of(manifest)
+        self.has_links = manifest.terms.policy.has_links
         self.history_checked = True  # whether it has seen for itself that its history is what was summed
         self.turn: Turn | None = None
         self._identity = identity
@@ -114,13 +115,16 @@ class RoundMember:
         2. Under earlier manifests nothing can be opened from this state any more.
         3. It is drawn, and nothing can be opened under earlier draws.
         4. It has not answered from this state, or that sum can never be opened, or it is made again.
-        5. The model moved wherever the last sum was marked, or the operator consents: two sums from the same weights,
+        5. Where cohorts are drawn and sums are checked: links led it here (`follow`).
+        6. The model moved wherever the last sum was marked, or the operator consents: two sums from the same weights,
            of which one is marked, show the mark.
         """
         history = self._known()
         if not turn.repeats:
             statements.check_halved(self.group, history.state, turn.halvings, turn.strong, turn.draw)
         with self.secagg.state.edit() as memory:
+            if self.has_links:
+                links.check_reached(memory, history)
             closed = self._check_closed(memory, history, turn)
             self._check_moved(memory, history)
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
@@ -153,6 +157,33 @@ class RoundMember:
                 "out who it was. Then every operator lets its member go on from here (quorumark member consent --here)",
                 code="round.stood-still",
             )
+
+    # --- from one state to the next, where cohorts are drawn and sums are checked (`round.links`) ---
+
+    @property
+    def reached(self) -> bytes:
+        """The last state that links led it to; nothing if there is none."""
+        return links.reached(self.secagg.state)
+
+    def follow(self, chain: Sequence[links.Link]) -> None:
+        """Goes on to the present state of its history, if links lead there."""
+        if self.has_links:
+            links.reach(self.secagg.state, self._known(), chain)
+
+    def vouch(self, link: links.Link, round_no: int, halvings: int, opened: Vector, level: bytes = b"") -> bytes:
+        """Signed: what its history has now is what the sum of a round led to in which this member answered."""
+        history, state = self._known(), self.secagg.state
+        right = checked_sums.check(state, link.before, self.group, round_no, halvings, opened, level)
+        if right is not True or (link.after, link.whole) != (history.state, history.whole):
+            raise RoundError(
+                f"the sum of round {round_no} is not what member {self.point} took part in, or leads elsewhere",
+                code="round.wrong-tag",
+            )
+        return links.sign_summed(self.secagg, link)
+
+    def second(self, link: links.Link) -> bytes:
+        """Signed: this member was drawn with those who say so, and signs no other successor of that state."""
+        return links.second(self.secagg, link)
 
     def answered(self, state: bytes) -> tuple[int, int]:
         """The last round in which it answered from a state, and its draw; 0 if it did not."""
@@ -255,7 +286,8 @@ class RoundMember:
         round_no, amplitudes = self._joined["model"]
         binding = self._known().binding(round_no, amplitudes, self._begun().repeats)
         boxes = checked_sums.seal_keys(self._identity, self.group, round_no, binding)
-        return boxes, checked_sums.vouch(self._identity, self.group, round_no, binding) if self.history_checked else b""
+        checked = self.history_checked or self.has_links
+        return boxes, checked_sums.vouch(self._identity, self.group, round_no, binding) if checked else b""
 
     def upload(self, announcement: bytes, boxes: Sequence[bytes] = (), vouches: Sequence[bytes] = ()) -> Upload:
         """The weighted model, this member's part of the mark and its dither, under masks: exactly what it joined the

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quorumark.canonical import canonical, parse
-from quorumark.checks import DAMAGED
+from quorumark.checks import DAMAGED, is_hex
 from quorumark.consortium.home import read_array, read_file
 from quorumark.consortium.records import Manifest
-from quorumark.errors import QuorumarkError, RecordError, RoundError
+from quorumark.errors import MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums, statements
 from quorumark.round.amplitudes import Amplitudes
 from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, write_vectors
+from quorumark.round.chain import Chain
 from quorumark.round.forecast import Course, course, expected_z
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
+from quorumark.round.links import Link, write_links
 from quorumark.round.movement import norm_count
+from quorumark.round.open_sum import OpenSum, octets
 from quorumark.round.past import Past
 from quorumark.round.secagg.messages import Upload, pack
 from quorumark.round.secagg.server import SecAggServer
@@ -99,8 +102,9 @@ class RoundServer:
         self._said: dict[int, tuple[bytes, bytes]] = {}  # boxes and vouchers of those who are ready
         self._announcement = b""
         self._sum: SecAggServer | None = None  # the round under way
-        self._open: _Open | None = None  # from the present model: members were asked for its answers
+        self._open: OpenSum | None = None  # from the present model: members were asked for its answers
         self._amplitudes: Amplitudes | None = None
+        self.chain = Chain((*earlier, manifest), self._folder) if manifest.terms.policy.has_links else None
         if self._folder is not None and (self._folder / "run.json").exists():
             self._resume()
         else:
@@ -115,6 +119,7 @@ class RoundServer:
         that opens now is this round's result. A RoundError says what the run is waiting for.
         """
         self.close(model)
+        self.link(ask)
         past = self._current_past()
         if self._open is not None:
             server = self._open.server
@@ -131,6 +136,12 @@ class RoundServer:
         past.settle(ask, self.history.unclosed())
         return None
 
+    def link(self, ask: Ask) -> None:
+        """Where cohorts are drawn and sums are checked: what the last sum led to, signed by those who were drawn. A
+        RoundError says for whom the next round waits."""
+        if self.chain is not None and self.chain.waiting is not None:
+            self.chain.gather(ask, *self._about_sum())
+
     def _ask_again(self, server: SecAggServer, ask: Ask) -> bool:
         """Whether the sum can be opened, once all members were asked again."""
         requests = {str(x): server.request(x).hex() for x in server.plan.members}
@@ -143,7 +154,7 @@ class RoundServer:
                     continue  # `excluded` says why
         return server.answers >= server.group.quorum
 
-    def _ask_to_give_up(self, left: _Open, past: Past, ask: Ask) -> bool:
+    def _ask_to_give_up(self, left: OpenSum, past: Past, ask: Ask) -> bool:
         """Whether enough members say that they never answer for an open sum."""
         if left.manifest.digest() == self.manifest.digest():
             past.drawn[left.server.plan.round] = left.server.draw
@@ -172,20 +183,29 @@ class RoundServer:
             "manifest": self.manifest.digest().hex(),
             "run": self._run,
             "round": self.round_no,
-            "accepted": history.mark.round,
-            "history": history.mark.digest().hex(),
+            **self._about_state(),
             "turn": self._turn.to_bytes(),
             "nonces": json.dumps({str(x): nonce for x, nonce in self._nonces.items()}),
         }
         if self._seed is not None:
             config["seed"] = self._seed
-        arrays: dict[str, NDArray[Any]] = {"layout": _octets(self.layout.to_bytes())}
+        arrays: dict[str, NDArray[Any]] = {"layout": octets(self.layout.to_bytes())}
         if self._last:
-            config |= {f"sum-{name}": self._last[name] for name in HANDED_OUT}
-            arrays |= {name: self._last[name] for name in SUMMED if self._last[name] is not None}
+            about, summed = self._about_sum()
+            config, arrays = config | about, arrays | summed
+        if self.chain is not None:  # most have reached the state before; the others ask for more
+            arrays["links"] = octets(write_links(self.chain.into(history.state)))
         if self.announces_sum:
             config["names"] = json.dumps(list(self.like))  # training may depend on the order of the tensors
         return config, arrays
+
+    def _about_state(self) -> Config:
+        return {"accepted": self.history.mark.round, "history": self.history.mark.digest().hex()}
+
+    def _about_sum(self) -> tuple[Config, dict[str, NDArray[Any]]]:
+        """What members check the present model by."""
+        about = {**self._about_state(), **{f"sum-{name}": self._last[name] for name in HANDED_OUT}}
+        return about, {name: self._last[name] for name in SUMMED if self._last[name] is not None}
 
     @property
     def announces_sum(self) -> bool:
@@ -193,12 +213,22 @@ class RoundServer:
         Where sums are not checked, and in the first round, it goes along as it is."""
         return self.checks and bool(self._last)
 
-    def catch_up(self, needs: str) -> dict[str, NDArray[Any]]:
-        """For a member that `needs` the "model", because it missed rounds, or the "anchor" as well: what it must be
-        told besides the model and the offer."""
-        told: dict[str, NDArray[Any]] = {"state": _octets(self.history.mark.to_bytes())}
+    def catch_up(self, needs: str, since: str = "") -> dict[str, NDArray[Any]]:
+        """For a member that `needs` the "model", because it missed rounds, the "anchor" as well, or only "links" (all
+        of them are from the state `since`): what it must be told besides the model and the offer."""
+        told: dict[str, NDArray[Any]] = {}
+        if self.chain is not None:
+            told["links"] = octets(write_links(self.links(since)))
+        if needs == "links":
+            return told
+        told["state"] = octets(self.history.mark.to_bytes())
         told |= {OPTIMISER + name: vector for name, vector in self.history.mark.vectors().items()}
         return told | ({"anchor": self._anchor} if needs == "anchor" else {})
+
+    def links(self, since: str = "") -> list[Link]:
+        """From a state, in hex, to the present one; from as early as there are any, if it is not on the way."""
+        state = bytes.fromhex(since) if is_hex(since, 32) else b""
+        return [] if self.chain is None else self.chain.since(state, self.history.state)
 
     def advance(self, model: Weights) -> Turn:
         """Begins the next round: accepts the model that was made of the last sum, if there is one, and takes a turn."""
@@ -384,7 +414,7 @@ class RoundServer:
         server = self._running()
         made = server.request(point)
         if server.plan.purpose == "model" and (self._open is None or self._open.server is not server):
-            self._open = _Open(server, self._turn.halvings, self.manifest, self._amplitudes)
+            self._open = OpenSum(server, self._turn.halvings, self.manifest, self._amplitudes)
             self._save_open()
         return made
 
@@ -505,8 +535,10 @@ class RoundServer:
         under = self._under.digest().hex()
         self._last |= {"round": self._turn.round, "halvings": halvings, "under": under}
         self._last |= {"held": json.dumps(settled.held), "level": self.level.hex()}
-        summed = encoded, settled.embedded, settled.norms, under, self.level
+        summed, before = (encoded, settled.embedded, settled.norms, under, self.level), history.state
         history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken)
+        if self.chain is not None:
+            self.chain.begin(Link(before, under, self._turn.draw, history.state, history.whole))
         self.like = dict(model)
         self._settled = self._opened = self._open = None
 
@@ -546,7 +578,10 @@ class RoundServer:
                 self._adopt(reply, reply["arrays"])
             except (QuorumarkError, KeyError, TypeError, ValueError):
                 continue  # the next one: this server has another anchor or layout than they
-            return
+            break
+        if self.chain is not None:
+            self.chain.take(said.get("links") for said in replies.values())
+            self.chain.wait_for(self.history.state, self.history.whole)
 
     @property
     def names_needed(self) -> int:
@@ -591,6 +626,8 @@ class RoundServer:
             "notes": self.notes,
         }
         past = self._current_past()
+        if self.chain is not None and self.chain.waiting is not None:
+            body["link"] = self.chain.waiting.as_dict()
         if past.draw:  # without these statements the members of this draw take part in nothing
             body["draw"] = {"state": past.state.hex(), "number": past.draw, "closed": statements.plain(past.closed)}
         write_private(self._folder / "run.json", canonical(body))
@@ -607,14 +644,8 @@ class RoundServer:
                     old.unlink()
 
     def _save_open(self) -> None:
-        """Before the first request: what it takes to ask again."""
-        if self._folder is None or self._open is None:
-            return
-        head, vector = self._open.server.kept()
-        under = self._open.manifest.digest().hex()
-        about = canonical({"state": self.history.state.hex(), "halvings": self._open.halvings, "under": under})
-        with replacing(self._folder / "open.npz") as file:
-            np.savez(file, about=_octets(about), head=_octets(head), vector=vector)
+        if self._folder is not None and self._open is not None:
+            self._open.save(self._folder / "open.npz", self.history.state)
 
     def _drop_open(self) -> None:
         self._open = None
@@ -650,40 +681,15 @@ class RoundServer:
                     self._last |= {name: int(found[name]) for name in ("round", "halvings")}
                     self._last |= {name: str(found[name]) for name in ("level", "under", "held")}
             self.round_no = max(self.round_no, int(body["round"]))
+            if self.chain is not None and "link" in body:
+                self.chain.begin(Link.of(body["link"]))
             drawn = body.get("draw", {})
             if drawn.get("state") == self.history.state.hex():
                 past = self._current_past()
                 past.draw, past.closed = int(drawn["number"]), statements.from_plain(drawn["closed"], str)
             self._tidy(body["model"], path.name, f"optimiser-{body['model']}.npz")
-            self._resume_open()
-        except (KeyError, AttributeError, StopIteration, *DAMAGED) as error:
+            self._open = OpenSum.read(
+                self._folder / "open.npz", self.history, (*self._earlier, self.manifest), marks=self.marks
+            )
+        except (KeyError, AttributeError, StopIteration, MessageError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
-
-    def _resume_open(self) -> None:
-        assert self._folder is not None  # noqa: S101
-        path = self._folder / "open.npz"
-        if not path.exists():
-            return
-        if not path.is_file():
-            raise RecordError(f"{str(path)!r} is no file")
-        with path.open("rb") as file, np.load(file) as found:
-            about = json.loads(found["about"].tobytes())
-            under = next(m for m in (*self._earlier, self.manifest) if m.digest().hex() == about["under"])
-            if about["state"] == self.history.state.hex():
-                server = SecAggServer.reopened(group_of(under), found["head"].tobytes(), found["vector"])
-                marks = self.history.amplitudes_under(under, int(about["halvings"])) if self.marks else None
-                self._open = _Open(server, int(about["halvings"]), under, marks)
-
-
-@dataclass(frozen=True, eq=False)
-class _Open:
-    """A sum whose members were asked to answer."""
-
-    server: SecAggServer
-    halvings: int
-    manifest: Manifest
-    amplitudes: Amplitudes | None
-
-
-def _octets(content: bytes) -> NDArray[np.uint8]:
-    return np.frombuffer(content, np.uint8)

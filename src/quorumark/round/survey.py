@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from quorumark.checks import is_count
 from quorumark.errors import RoundError
@@ -24,8 +24,20 @@ SUMMED = ("sum", "norms")
 """The arrays beside it: where sums are checked the sum itself, with its norms and tag; else the sum of the norms."""
 
 Reply = Mapping[str, Any]
-Ask = Callable[[str, dict[str, Any]], Mapping[int, dict[str, Any]]]
-"""Asks every member that can be reached for a stage, and gives what they said, by point."""
+
+
+class Ask(Protocol):
+    """Asks every member that can be reached for a stage, or `only` some, and gives what they said, by point."""
+
+    def __call__(
+        self,
+        stage: str,
+        config: dict[str, Any],
+        /,
+        *,
+        arrays: Mapping[str, Any] = ...,
+        only: Collection[int] | None = None,
+    ) -> Mapping[int, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)

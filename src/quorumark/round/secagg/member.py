@@ -95,7 +95,7 @@ class SecAggMember:
         check_arguments(binding, length, purpose)
         start, turn = origin or own_origin(self.group, round_no), turn or Turn(round_no)
         if self.point not in self.group.cohort(start, turn.draw):
-            raise RoundError(f"{self._name()} is not drawn for round {round_no}", code="round.not-drawn")
+            raise RoundError(f"{self.name} is not drawn for round {round_no}", code="round.not-drawn")
         agreed = {
             "binding": binding.hex(),
             "length": length,
@@ -119,7 +119,7 @@ class SecAggMember:
             entry = self._entry(memory, round_no, purpose)
             if {name: entry[name] for name in agreed} != agreed:
                 raise RoundError(
-                    f"{self._name()} has joined round {round_no} ({purpose!r}) with another model, other weights or "
+                    f"{self.name} has joined round {round_no} ({purpose!r}) with another model, other weights or "
                     "another length; it joins once",
                     code="round.joined-otherwise",
                 )
@@ -135,10 +135,10 @@ class SecAggMember:
         It changes the memory: statements that it was shown once it need not be shown again.
         """
         if self.point not in self.group.cohort(origin, turn.draw):
-            raise RoundError(f"{self._name()} is not drawn for round {turn.round}", code="round.not-drawn")
+            raise RoundError(f"{self.name} is not drawn for round {turn.round}", code="round.not-drawn")
         if [self.group.id.hex(), origin.hex(), turn.draw] in memory["closed"]:
             raise RoundError(
-                f"{self._name()} has said that it answers nothing more from this model under this "
+                f"{self.name} has said that it answers nothing more from this model under this "
                 + ("draw of the cohort" if self.group.draws > 1 else "manifest"),
                 code="round.said-never",
             )
@@ -163,7 +163,7 @@ class SecAggMember:
         last, _, draw = standing[-1]
         kept = self._kept(memory, purpose, last)
         raise AnsweredError(
-            f"{self._name()} has answered in round {last} from this model, and takes part in no other from it: open "
+            f"{self.name} has answered in round {last} from this model, and takes part in no other from it: open "
             "that sum, or let the others give it up",
             last,
             tuple(kept.get("members", ())),
@@ -200,7 +200,7 @@ class SecAggMember:
         mine = (origin.hex(), self.group.id.hex())
         if (sent.get("origin"), sent.get("group")) != mine or turn.repeats not in sent["rounds"]:
             raise RoundError(
-                f"{self._name()} has not uploaded in round {turn.repeats} from this model, and cannot make it again",
+                f"{self.name} has not uploaded in round {turn.repeats} from this model, and cannot make it again",
                 code="round.other-repeat",
             )
         if sent["halvings"] != turn.halvings:
@@ -234,14 +234,18 @@ class SecAggMember:
         with self.state.edit() as memory:
             if not is_newer(memory, origin):
                 raise RoundError(
-                    f"the memory of {self._name()} was made anew: it does not know what it answered before",
+                    f"the memory of {self.name} was made anew: it does not know what it answered before",
                     code="round.memory-anew",
                 )
             given = [entry for answers in memory["answered"].get(origin.hex(), {}).values() for entry in answers]
             mine, about = self.group.id.hex(), word(round_no) if round_no else statements.in_draw(draw)
             answered = (last == round_no if round_no else of == draw for last, group, of in given if group == mine)
-            if any(answered):
-                raise RoundError(f"{self._name()} has answered from this model", code="round.answered-already")
+            signed = memory["signed"].get(origin.hex(), ["", 0])
+            if any(answered) or (signed[0] == mine and (round_no or signed[1] == draw)):
+                raise RoundError(
+                    f"{self.name} has answered from this model, or signed what came after it",
+                    code="round.answered-already",
+                )
             if round_no == 0:
                 entry = [mine, origin.hex(), draw]
                 if entry not in memory["closed"]:
@@ -253,6 +257,10 @@ class SecAggMember:
                 memory.update(round=round_no, open=False, purposes={})
             self._shared.clear()
         return statements.sign(self._identity, self.group, "never", origin, about)
+
+    def sign(self, what: str, state: bytes, about: bytes) -> bytes:
+        """A statement of this member (`round.statements`), once the caller knows that it may make it."""
+        return statements.sign(self._identity, self.group, what, state, about)
 
     def newer(self, origin: bytes, nonces: Mapping[int, str]) -> dict[int, bytes]:
         """Signed statements for members whose memory was made anew, where this state is newer than their nonces."""
@@ -288,7 +296,7 @@ class SecAggMember:
                 code="round.wrong-members",
             )
         if self.point not in members:
-            raise RoundError(f"{self._name()} is not in the announced set", code="round.not-in-set")
+            raise RoundError(f"{self.name} is not in the announced set", code="round.not-in-set")
         if len(members) < group.least:
             raise RoundError(
                 f"the announced set has {len(members)} members; at least max(T, 3) = {group.least} must "
@@ -306,7 +314,7 @@ class SecAggMember:
             keys.append(key)
             levels.append(level)
         if keys[members.index(self.point)] != private_key(entry).public_key().public_bytes_raw().hex():
-            raise RoundError(f"the announced key of {self._name()} is not its own", code="round.wrong-key")
+            raise RoundError(f"the announced key of {self.name} is not its own", code="round.wrong-key")
         plan = replace(self._planned(entry, round_no, purpose, attempt, members, keys), level=widest(levels))
         self._admit(entry, plan)
         return plan
@@ -374,7 +382,7 @@ class SecAggMember:
             entry = self._entry(memory, round_no, purpose)
             if attempt != entry["attempt"]:
                 raise RoundError(
-                    f"{self._name()} does not answer for attempt {attempt} of round {round_no} ({purpose!r}): "
+                    f"{self.name} does not answer for attempt {attempt} of round {round_no} ({purpose!r}): "
                     + (
                         f"it has uploaded for attempt {entry['attempt']}" if entry["attempt"] else "it has not uploaded"
                     ),
@@ -409,6 +417,7 @@ class SecAggMember:
             memory["marked"] = memory["marked"] or entry["marked"]
             if entry.get("consented"):
                 memory["consents"].pop(entry["origin"], None)
+                memory["signed"].pop(entry["origin"], None)  # the operator lets another sum follow from here
             self._shared.clear()
         return message
 
@@ -424,16 +433,16 @@ class SecAggMember:
         """What is remembered of a round and purpose in which this member may still do something."""
         if round_no < memory["round"]:
             raise RoundError(
-                f"round {round_no} is over for {self._name()}: it has joined round {memory['round']}", code="round.over"
+                f"round {round_no} is over for {self.name}: it has joined round {memory['round']}", code="round.over"
             )
         if round_no == memory["round"] and not memory["open"]:
-            raise RoundError(f"round {round_no} is over for {self._name()}: it has left it", code="round.over")
+            raise RoundError(f"round {round_no} is over for {self.name}: it has left it", code="round.over")
         entry: dict[str, Any] | None = memory["purposes"].get(purpose) if round_no == memory["round"] else None
         if entry is None:
-            raise RoundError(f"{self._name()} has not joined round {round_no} ({purpose!r})", code="round.not-joined")
+            raise RoundError(f"{self.name} has not joined round {round_no} ({purpose!r})", code="round.not-joined")
         if "answered" in entry:
             raise RoundError(
-                f"{self._name()} has already answered in round {round_no} ({purpose!r})", code="round.answered-already"
+                f"{self.name} has already answered in round {round_no} ({purpose!r})", code="round.answered-already"
             )
         return entry
 
@@ -442,7 +451,7 @@ class SecAggMember:
         last: int = entry["attempt"]
         if plan.attempt != last + 1:
             raise RoundError(
-                f"attempt {last + 1} is next for {self._name()}, not attempt {plan.attempt}", code="round.wrong-attempt"
+                f"attempt {last + 1} is next for {self.name}, not attempt {plan.attempt}", code="round.wrong-attempt"
             )
         if plan.attempt > self.group.attempts:
             raise RoundError(
@@ -500,7 +509,8 @@ class SecAggMember:
             pairs[point] = derive_key(secret, "secagg pair", plan.ctx)
         return pairs
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
         return self.group.name(self.point)
 
 
