@@ -739,7 +739,7 @@ def test_the_docs_tables_of_a_resnet_are_what_was_measured(root: Path) -> None:
     assert f"left z ≥ {int(float(least))}. " in short
     assert f"after {len(near)} attacks that cost less than five points | | | z ≥ {int(float(least))} |" in readme
     assert "a distilled student, eleven points below, has no mark" in short
-    assert "a distilled student, eleven points below, has no mark" in readme
+    assert "A distilled student, eleven points below, has no mark" in readme
     trained = [row for row in found.rows if row.attack in ("fine-tuning", "adaptive-fine-tuning")]
     assert max(row.accuracy for row in trained) < found.original.accuracy - 0.05
     table = page.split("For the ResNet-18 above")[1].split("**What that is good for.**")[0]
@@ -862,7 +862,7 @@ def test_the_docs_table_by_layers_is_what_was_measured(root: Path) -> None:
     )
     assert f"of {len(knowing)} models by attackers who know that test, none escaped within twelve points" in short
     assert round(100 * (release - best)) == 13
-    assert "took a quarter of the members, an oracle who knows the key, and thirteen points" in readme
+    assert "took a quarter of the members, an oracle who knows the key, and thirteen points." in readme
     assert "Q is at 10^−160 or further out" in attacks
 
 
