@@ -96,6 +96,7 @@ class Retrained:
         weights: Sequence[Fraction],  # noqa: ARG002
         model: Any,  # noqa: ARG002
         sums: Any = None,  # noqa: ARG002
+        packed: Any = None,  # noqa: ARG002
     ) -> tuple[Tensor, float]:
         """The round's average, retrained."""
         after = decoded(total)
