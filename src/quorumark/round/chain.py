@@ -20,6 +20,7 @@ from quorumark.errors import MessageError, RoundError
 from quorumark.files import append_private
 from quorumark.round.group import Group, group_of
 from quorumark.round.links import Link, read_links, write_links
+from quorumark.round.statements import Said
 from quorumark.round.survey import Ask
 
 __all__ = ["Chain"]
@@ -62,13 +63,14 @@ class Chain:
         if link is None:
             return
         group = self._group(link)
+        link = link.right(group)
         if len(link.checked_by(group)) < group.threshold or len(link.signed_by(group)) < group.quorum:
             said = ask("vouch", {**config, **link.asked}, arrays=arrays, only=self._asked(group, link))
-            link = link.joined(replace(link, summed=self._taken(said, "summed"))).right(group)
+            link = self._with(link, group, said, "summed")
         if not link.is_whole(group) and len(link.checked_by(group)) >= group.threshold:
             shown = {"link": write_links([link]).decode()}
             said = ask("second", shown, only=self._asked(group, link))
-            link = link.joined(replace(link, seconded=self._taken(said, "seconded"))).right(group)
+            link = self._with(link, group, said, "seconded")
         self.waiting = link
         if not link.is_whole(group):
             raise RoundError(
@@ -110,14 +112,15 @@ class Chain:
             self.waiting = link
 
     @staticmethod
-    def _taken(said: Mapping[int, Mapping[str, Any]], kind: str) -> dict[int, bytes]:
-        """What members signed, by their points under the manifest of the link."""
-        found = {}
+    def _with(link: Link, group: Group, said: Mapping[int, Mapping[str, Any]], kind: str) -> Link:
+        """With what members signed, by their points under the manifest of the link. What one says must be right to be
+        kept: it could name another's point."""
+        nothing: dict[str, Said] = {"summed": {}, "seconded": {}}
         for point, reply in said.items():
             there, message = reply.get("point-there", point), reply.get(kind)
             if type(there) is int and isinstance(message, bytes):
-                found[there] = message
-        return found
+                link = link.with_right(replace(link, **{**nothing, kind: {there: message}}), group)
+        return link
 
     def _lacking(self, group: Group, link: Link) -> tuple[int, ...]:
         signed = link.signed_by(group)

@@ -95,6 +95,13 @@ class Link:
         """With what was signed in another copy."""
         return replace(self, summed={**other.summed, **self.summed}, seconded={**other.seconded, **self.seconded})
 
+    def with_right(self, other: Link, group: Group) -> Link:
+        """With what another copy has more of, if it is signed as it must be: a wrong signature keeps no right one out.
+        This copy must be right itself."""
+        summed = {x: message for x, message in other.summed.items() if x not in self.summed}
+        seconded = {x: message for x, message in other.seconded.items() if x not in (*self.summed, *self.seconded)}
+        return self.joined(replace(other, summed=summed, seconded=seconded).right(group))
+
     def same_as(self, other: Link) -> bool:
         """Whether it says the same, whoever signed it."""
         return replace(self, summed={}, seconded={}) == replace(other, summed={}, seconded={})
