@@ -85,21 +85,17 @@ class Chain:
     def take(self, told: Iterable[object]) -> None:
         """From members, for a server that lost its folder: what they followed and signed, each as a chain in JSON.
         Copies of one link are put together; what is not signed by enough in the end is left out."""
-        parts: list[Link] = []
+        parts: dict[tuple[bytes, str, bytes], Link] = {}
         for content in told:
             try:
                 found = read_links(content.encode() if isinstance(content, str) else b"")
             except MessageError:
                 continue
-            for link in found[:_MOST]:
-                known = next((i for i, part in enumerate(parts) if part.same_as(link)), None)
-                if known is None:
-                    parts.append(link)
-                else:
-                    parts[known] = parts[known].joined(link)
-        for link in parts:
-            if link.under not in self._manifests or link.before in self._links:
-                continue
+            for link in found[-_MOST:]:
+                if link.under in self._manifests and link.before not in self._links:
+                    known = parts.setdefault(link.named, replace(link, summed={}, seconded={}))
+                    parts[link.named] = known.with_right(link, self._group(link))
+        for link in parts.values():
             if link.is_whole(self._group(link)):
                 self._keep(link)
             else:
@@ -150,4 +146,4 @@ class Chain:
         self._links[link.before] = link
 
 
-_MOST = 1 << 12  # links that are taken from one member
+_MOST = 1 << 8  # links that are taken from one member, the last ones: it keeps 64

@@ -70,6 +70,11 @@ class Link:
         """What the statements are about, besides the state before."""
         return word(self.draw) + self.after + self.whole
 
+    @property
+    def named(self) -> tuple[bytes, str, bytes]:
+        """What it says, whoever signed it."""
+        return self.before, self.under, self.about
+
     def checked_by(self, group: Group) -> tuple[int, ...]:
         return statements.signers(group, "summed", self.before, self.about, self.summed, self.draw)
 
@@ -101,10 +106,6 @@ class Link:
         summed = {x: message for x, message in other.summed.items() if x not in self.summed}
         seconded = {x: message for x, message in other.seconded.items() if x not in (*self.summed, *self.seconded)}
         return self.joined(replace(other, summed=summed, seconded=seconded).right(group))
-
-    def same_as(self, other: Link) -> bool:
-        """Whether it says the same, whoever signed it."""
-        return replace(self, summed={}, seconded={}) == replace(other, summed={}, seconded={})
 
     def as_dict(self) -> dict[str, Any]:
         said = statements.plain({name: getattr(self, name) for name in _SAID})
