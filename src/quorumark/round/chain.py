@@ -9,7 +9,7 @@ server is not believed: every member checks every link that it follows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Chain:
         self._manifests = {manifest.digest().hex(): manifest for manifest in manifests}
         self._path = None if folder is None else folder / "links.jsonl"
         self._links: dict[bytes, Link] = {}
-        self._unfinished: dict[bytes, Link] = {}  # by the states that they lead to, as members told them
+        self._unfinished: list[Link] = []  # as members told them
         self.waiting: Link | None = None
         if self._path is not None and self._path.is_file():
             for line in self._path.read_text().splitlines():
@@ -98,14 +98,21 @@ class Chain:
         for link in parts.values():
             if link.is_whole(self._group(link)):
                 self._keep(link)
-            else:
-                self._unfinished.setdefault(link.after, link)
+            elif link.signed_by(self._group(link)):
+                self._unfinished.append(link)
 
     def wait_for(self, state: bytes, whole: bytes) -> None:
-        """The run goes on from a state that members named: the link to it, if it was not whole yet."""
-        link = self._unfinished.get(state)
-        if link is not None and link.whole == whole and not any(known.after == state for known in self._links.values()):
-            self.waiting = link
+        """The run goes on from a state that members named: the link to it, if it was not whole yet. Of several the one
+        that most have signed, or that goes on from the last whole one."""
+        ends = {link.after for link in self._links.values()}
+        found = [link for link in self._unfinished if (link.after, link.whole) == (state, whole)]
+        if found and state not in ends:
+            self.waiting = max(found, key=lambda link: self._standing(link, ends))
+
+    def _standing(self, link: Link, ends: Collection[bytes]) -> tuple[bool, int, bool]:
+        group = self._group(link)
+        enough = len(link.checked_by(group)) >= group.threshold
+        return enough, len(link.signed_by(group)), link.before in ends
 
     @staticmethod
     def _with(link: Link, group: Group, said: Mapping[int, Mapping[str, Any]], kind: str) -> Link:
