@@ -447,7 +447,7 @@ class Journal:
 
     def second(self, config: Config) -> tuple[bytes, int]:
         """Signs that it signs no other successor of a state than one that t of its cohort have checked."""
-        shown = links.read_links(config["link"].encode())
+        shown = links.read_links(config["link"])
         if len(shown) != 1:
             raise MessageError("the server's message must hold one link", code="message.malformed")
         member = self._under(shown[0])

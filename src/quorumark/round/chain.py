@@ -88,7 +88,7 @@ class Chain:
         parts: dict[tuple[bytes, str, bytes], Link] = {}
         for content in told:
             try:
-                found = read_links(content.encode() if isinstance(content, str) else b"")
+                found = read_links(content)
             except MessageError:
                 continue
             for link in found[-_MOST:]:
@@ -137,12 +137,13 @@ class Chain:
         return group_of(self._manifests[link.under])
 
     def _keep(self, link: Link) -> None:
-        self._links[link.before] = link
-        if self.waiting is not None and self.waiting.before == link.before:
-            self.waiting = None
+        """On disk first: a link that could not be written is waited for again."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_private(self._path, canonical(link.as_dict()))
+        self._links[link.before] = link
+        if self.waiting is not None and self.waiting.before == link.before:
+            self.waiting = None
 
     def _read_line(self, line: str) -> None:
         """A crash may have left half a line: that link is gathered again."""

@@ -28,7 +28,7 @@ from quorumark.checks import is_count, is_hex
 from quorumark.consortium.records import Manifest
 from quorumark.errors import MessageError, RoundError
 from quorumark.round import statements
-from quorumark.round.group import Group, group_of, word
+from quorumark.round.group import DRAWS, Group, group_of, word
 from quorumark.round.history import History
 from quorumark.round.memory import Memory, State, follow, is_newer
 from quorumark.round.secagg.member import SecAggMember
@@ -131,7 +131,9 @@ class Link:
         try:
             if sorted(body) != sorted((*_STATES, *_SAID, "under", "draw")):
                 raise ValueError
-            if not all(is_hex(body[name], 32) for name in (*_STATES, "under")) or not is_count(body["draw"]):
+            if not all(is_hex(body[name], 32) for name in (*_STATES, "under")):
+                raise ValueError
+            if not is_count(body["draw"]) or body["draw"] >= DRAWS:
                 raise ValueError
             before, after, whole = (bytes.fromhex(body[name]) for name in _STATES)
             said = statements.from_plain({name: body[name] for name in _SAID}, str)
@@ -143,11 +145,11 @@ class Link:
 _STATES, _SAID = ("before", "after", "whole"), ("summed", "seconded")
 
 
-def read_links(content: bytes) -> list[Link]:
-    """A chain, as it travels: a list of links in JSON."""
+def read_links(content: object) -> list[Link]:
+    """A chain, as it travels: a list of links in JSON, as text or bytes. Everything may be in it."""
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
+        body = json.loads(content if isinstance(content, str | bytes) else b"")
+    except (ValueError, RecursionError):  # also text with half a letter
         body = None
     if not isinstance(body, list) or not all(isinstance(entry, dict) for entry in body):
         raise MessageError("a chain of links must be a list in JSON", code="message.malformed")
