@@ -23,7 +23,7 @@ from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
 from tests.kit.states import _small_model as small_model
 from tests.kit.states import amend, carriers, key_of, lose_memory, share_of_signs, with_cohorts
-from tests.round.test_links import EIGHT, Drawn, Forked, journal, memory_of, signed_by, whole_links
+from tests.round.test_links import EIGHT, Drawn, Forked, journal, memory_of, others, signed_by, whole_links
 
 
 def HOLE(reason: str) -> pytest.MarkDecorator:  # noqa: N802
@@ -221,6 +221,36 @@ def test_who_only_seconded_in_the_first_run_signs_in_the_second(world: Consortiu
     second.gone = [cohort[2]]
     second.server.prepare(second.ask, second.model)
     assert set(whole_links(second)[0].summed) == set(cohort) - {cohort[2]}
+
+
+def test_who_is_not_drawn_in_a_second_run_stays_where_it_is(world: Consortium) -> None:
+    """Its operator consents to a second run, and it has no part in the first round of that: the first run may go on."""
+    run = Run(world)
+    for _ in range(2):
+        run.round()
+    resting = others(world, run.server.group.cohort(run.server.history.begun))
+    at = {x: links.reached(memory_of(world, x)) for x in resting}
+    for x in resting:
+        journal(world, x).give_consent()
+    second = Run(world, run="2", after=run.server.round_no)
+    offer, told = second.offer()
+    second.join(offer, told, others(world, resting))
+    assert second.refused == dict.fromkeys(resting, "round.not-drawn")
+    assert {x: links.reached(memory_of(world, x)) for x in resting} == at != {}
+
+
+def test_who_signs_under_another_draw_too_keeps_to_the_first(world: Consortium) -> None:
+    """Under a draw that it signed something of it never says that it answers nothing there."""
+    run, state = Drawn(world), bytes(range(32))
+    group, under = run.server.group, run.server.manifest.digest().hex()
+    x = next(x for x in group.cohort(state) if x in group.cohort(state, 1))
+    for draw in (0, 1):
+        link = Link(state, under, draw, bytes(32), bytes(32))
+        link = signed_by(world, link, [y for y in group.cohort(state, draw) if y != x][:3])
+        assert run.ask("second", {"link": links.write_links([link]).decode()}, only=[x])
+    about = {"state": state.hex(), "of-round": 0, "of-draw": 0, "of-manifest": under}
+    assert run.ask("never", about, only=[x]) == {}
+    assert run.refused == {x: "round.answered-already"}
 
 
 # --- amendments -------------------------------------------------------------------------------------------

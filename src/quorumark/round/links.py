@@ -38,6 +38,7 @@ __all__ = [
     "Link",
     "check_reached",
     "check_summed",
+    "check_way",
     "has_signed",
     "leads",
     "reach",
@@ -236,8 +237,10 @@ def _check_once(memory: Memory, member: SecAggMember, link: Link) -> None:
 
 
 def _note_signed(member: SecAggMember, link: Link) -> None:
+    """The first group and draw stand: under those this member must never say that it answers nothing."""
     with member.state.edit() as memory:
-        memory["signed"][link.before.hex()] = _entry(member, link)
+        if memory["simulation"] or link.before.hex() not in memory["signed"]:
+            memory["signed"][link.before.hex()] = _entry(member, link)
 
 
 def _entry(member: SecAggMember, link: Link) -> list[Any]:
@@ -272,18 +275,29 @@ def reach(state: State, history: History, links: Sequence[Link]) -> None:
     with state.edit() as memory:
         if _is_here(memory, history):
             return
-        before, starts = memory["reached"].get("state", ""), _starts(memory, history)
-        if history.is_begun and history.begun not in starts:
-            raise RoundError(
-                "this member has gone on from the initial model: let the run go on from the last one; a second run "
-                "takes the consent of every member's operator (quorumark member consent)",
-                code="round.gone-on",
-            )
-        if not history.is_begun:
-            _walk(starts, history, links)
-            if links[0].before.hex() == before:
-                follow(memory, links[0].before, history.state)
+        _check_way(memory, history, links)
+        if not history.is_begun and links[0].before.hex() == memory["reached"].get("state", ""):
+            follow(memory, links[0].before, history.state)
         _note(memory, history)
+
+
+def check_way(state: State, history: History, links: Sequence[Link]) -> None:
+    """Whether links lead to the present state, without going there."""
+    with state.edit() as memory:
+        if not _is_here(memory, history):
+            _check_way(memory, history, links)
+
+
+def _check_way(memory: Memory, history: History, links: Sequence[Link]) -> None:
+    starts = _starts(memory, history)
+    if not history.is_begun:
+        _walk(starts, history, links)
+    elif history.begun not in starts:
+        raise RoundError(
+            "this member has gone on from the initial model: let the run go on from the last one; a second run "
+            "takes the consent of every member's operator (quorumark member consent)",
+            code="round.gone-on",
+        )
 
 
 def check_reached(memory: Memory, history: History) -> None:
