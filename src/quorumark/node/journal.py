@@ -165,9 +165,7 @@ class Journal:
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
-    def _check_back(
-        self, layout: ModelLayout, history: History, turn: Turn, chain: Sequence[links.Link] = ()
-    ) -> None:
+    def _check_back(self, layout: ModelLayout, history: History, turn: Turn, chain: Sequence[links.Link] = ()) -> None:
         """Before this member goes back to an earlier model, as for another run: may it take part from there? Else it
         stays where it is, and can still say which model is the last one."""
         reached = json.loads(self.notes.mark)["round"] if self.notes.mark else 0
