@@ -251,13 +251,13 @@ def test_a_run_goes_on_after_an_amendment(world: Consortium, tmp_path: Path, cha
     else:
         run.server.prepare(run.ask, run.model)
         run.server.save(run.model)
-    changes: dict[str, Any] = {
+    every: dict[str, dict[str, Any]] = {
         "examples": {"examples": {2: 150}},
         "strength": {"strength": {**world.terms.strength.as_dict(), "rho": "0.1"}},
         "packing": {"policy": {"packing": "1"}},
         "attempts": {"policy": {"attempts": "7"}},
-    }[change]
-    later = amend(world, tmp_path / "amendment", **changes)
+    }
+    later = amend(world, tmp_path / "amendment", **every[change])
     again = Drawn(later, folder=folder, run="2", earlier=(world.manifest,))
     for number in range(4):
         again.round()

@@ -63,10 +63,9 @@ class Chain:
         if link is None:
             return
         group = self._group(link)
-        link = link.right(group)
         if len(link.checked_by(group)) < group.threshold or len(link.signed_by(group)) < group.quorum:
             said = ask("vouch", {**config, **link.asked}, arrays=arrays, only=self._asked(group, link))
-            link = self._with(link, group, said, "summed")
+            link = self._with(link.right(group), group, said, "summed")
         if not link.is_whole(group) and len(link.checked_by(group)) >= group.threshold:
             shown = {"link": write_links([link]).decode()}
             said = ask("second", shown, only=self._asked(group, link))
@@ -118,11 +117,12 @@ class Chain:
     def _with(link: Link, group: Group, said: Mapping[int, Mapping[str, Any]], kind: str) -> Link:
         """With what members signed, by their points under the manifest of the link. What one says must be right to be
         kept: it could name another's point."""
-        nothing: dict[str, Said] = {"summed": {}, "seconded": {}}
         for point, reply in said.items():
             there, message = reply.get("point-there", point), reply.get(kind)
             if type(there) is int and isinstance(message, bytes):
-                link = link.with_right(replace(link, **{**nothing, kind: {there: message}}), group)
+                made: Said = {there: message}
+                summed, seconded = (made, _NOTHING) if kind == "summed" else (_NOTHING, made)
+                link = link.with_right(replace(link, summed=summed, seconded=seconded), group)
         return link
 
     def _lacking(self, group: Group, link: Link) -> tuple[int, ...]:
@@ -154,4 +154,5 @@ class Chain:
         self._links[link.before] = link
 
 
+_NOTHING: Said = {}
 _MOST = 1 << 8  # links that are taken from one member, the last ones: it keeps 64
