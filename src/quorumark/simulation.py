@@ -482,7 +482,7 @@ class Federation:
                     told = number, config["sum-halvings"], arrays["sum"], level
                     said[x] = {"summed": member.vouch(Link.told(config), *told)}
                 elif stage == "second":
-                    said[x] = {"seconded": member.second(*read_links(config["link"].encode()))}
+                    said[x] = {"seconded": member.second(*read_links(config["link"]))}
         return said
 
     def _seed_for(self, point: int) -> int | None:

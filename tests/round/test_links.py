@@ -14,7 +14,7 @@ import pytest
 
 from quorumark.consortium.identity import Identity
 from quorumark.errors import MessageError, RoundError
-from quorumark.field import P
+from quorumark.field import P, Vector
 from quorumark.node.journal import Journal, allow_repeats
 from quorumark.round import checked_sums, links, statements
 from quorumark.round.applied import OPTIMISER
@@ -189,9 +189,11 @@ class Forked(Drawn):
         self.draw, self.level = self.server.turn.draw, self.server.level
         return before_model
 
-    def told(self, start: Model, change: int = 0) -> tuple[Link, dict[str, Any], dict[str, Any], Model]:
-        """Of the true sum, or one that is changed and has the right tag for that."""
-        opened, turn, world = self.opened.copy(), self.server.turn, self.world
+    def told(
+        self, start: Model, change: int = 0, opened: Vector | None = None
+    ) -> tuple[Link, dict[str, Any], dict[str, Any], Model]:
+        """Of the true sum, or of another one that is `opened`; what is changed has the right tag for that."""
+        opened, turn, world = (self.opened if opened is None else opened).copy(), self.server.turn, self.world
         with memory_of(world, self.cohort[0]).edit() as memory:
             key = bytes.fromhex(memory["sum"]["key"])
         opened[0] = (int(opened[0]) + change) % P
@@ -206,6 +208,22 @@ class Forked(Drawn):
         config |= {"sum-round": turn.round, "sum-halvings": turn.halvings, "sum-level": self.level.hex()}
         config |= {"sum-under": under.digest().hex(), "sum-held": json.dumps(settled.held)}
         return link, config, {"sum": opened}, settled.weights
+
+    def go_on_from(
+        self, start: Model, link: Link, config: dict[str, Any], arrays: dict[str, Any], model: Model
+    ) -> None:
+        """What was told is the last sum now, for the server."""
+        server, history, chain = self.server, self.before.copy(), self.server.chain
+        assert chain is not None
+        amplitudes = history.amplitudes(self.server.turn.halvings)
+        settled = history.settle(arrays["sum"][:-1], start, amplitudes, norms=True, level=self.level)
+        made = settled.encoded, settled.embedded, settled.norms, server.manifest.digest().hex(), self.level
+        history.accept(history.round, *made, stood=settled.stood, taken=settled.taken)
+        chain._links[link.before], chain.waiting = link, None
+        server._settled = server._opened = server._open = None
+        server.history, server.like, self.model = history, dict(model), model
+        server._last = {"norms": None, "sum": arrays["sum"]}
+        server._last |= {name.removeprefix("sum-"): value for name, value in config.items() if name.startswith("sum-")}
 
     def vouched(self, start: Model, change: int, points: Sequence[int], helper: int) -> Link:
         """What members sign who are told of a sum; the helper signs anything."""
@@ -263,19 +281,7 @@ def invented(run: Forked, helpers: int) -> tuple[Link, Model]:
     shown = {"link": links.write_links([link]).decode()}
     for x, reply in run.ask("second", shown, only=run.cohort[helpers:]).items():
         link = link.joined(replace(link, seconded={x: reply["seconded"]}))
-    chain = run.server.chain
-    assert chain is not None
-    chain._links[link.before] = link
-    history = run.before.copy()
-    manifest = run.server.manifest
-    settled = history.settle(arrays["sum"][:-1], start, history.amplitudes(0), norms=True, level=run.level)
-    made = settled.encoded, settled.embedded, settled.norms, manifest.digest().hex(), run.level
-    history.accept(history.round, *made, stood=settled.stood, taken=settled.taken)
-    server = run.server
-    server._settled = server._opened = server._open = chain.waiting = None
-    server.history, server.like, run.model = history, dict(model), model
-    server._last = {"norms": None, "sum": arrays["sum"]}
-    server._last |= {name.removeprefix("sum-"): value for name, value in config.items() if name.startswith("sum-")}
+    run.go_on_from(start, link, config, arrays, model)
     return link, model
 
 

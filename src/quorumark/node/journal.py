@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,14 +165,17 @@ class Journal:
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
         return side
 
-    def _check_back(self, layout: ModelLayout, history: History, turn: Turn) -> None:
+    def _check_back(self, layout: ModelLayout, history: History, turn: Turn, chain: Sequence[links.Link] = ()) -> None:
         """Before this member goes back to an earlier model, as for another run: may it take part from there? Else it
         stays where it is, and can still say which model is the last one."""
         reached = json.loads(self.notes.mark)["round"] if self.notes.mark else 0
         if history.mark.round < reached:
+            if self.has_links:
+                links.check_way(self.memory(), history, chain)
             self.adopt()
             side = RoundMember(self.identity, self.manifest, layout, mark=False, memory=self.memory())
             side.history = history
+            side.has_links = False  # it has not gone there yet
             side.begin(turn)
 
     def keep_result(self, side: RoundMember, round_no: int) -> None:
@@ -401,10 +404,12 @@ class Journal:
             chain = links.read_links(read_content(arrays["links"]))
             if not links.leads(self.memory(), own, chain):
                 return "links", {}
+            self._check_back(layout, own, turn, chain)
             links.reach(self.memory(), own, chain)
             verified = True
             self._keep_links(chain)
-        self._check_back(layout, own, turn)
+        else:
+            self._check_back(layout, own, turn)
         self._save(own, model, config, arrays)
         self.note(verified=verified, joined=os.urandom(16).hex(), turn=turn.to_bytes().decode())
         return "", model
@@ -447,7 +452,7 @@ class Journal:
 
     def second(self, config: Config) -> tuple[bytes, int]:
         """Signs that it signs no other successor of a state than one that t of its cohort have checked."""
-        shown = links.read_links(config["link"].encode())
+        shown = links.read_links(config["link"])
         if len(shown) != 1:
             raise MessageError("the server's message must hold one link", code="message.malformed")
         member = self._under(shown[0])

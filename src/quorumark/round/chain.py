@@ -9,7 +9,7 @@ server is not believed: every member checks every link that it follows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from quorumark.errors import MessageError, RoundError
 from quorumark.files import append_private
 from quorumark.round.group import Group, group_of
 from quorumark.round.links import Link, read_links, write_links
+from quorumark.round.statements import Said
 from quorumark.round.survey import Ask
 
 __all__ = ["Chain"]
@@ -32,7 +33,7 @@ class Chain:
         self._manifests = {manifest.digest().hex(): manifest for manifest in manifests}
         self._path = None if folder is None else folder / "links.jsonl"
         self._links: dict[bytes, Link] = {}
-        self._unfinished: dict[bytes, Link] = {}  # by the states that they lead to, as members told them
+        self._unfinished: list[Link] = []  # as members told them
         self.waiting: Link | None = None
         if self._path is not None and self._path.is_file():
             for line in self._path.read_text().splitlines():
@@ -64,11 +65,11 @@ class Chain:
         group = self._group(link)
         if len(link.checked_by(group)) < group.threshold or len(link.signed_by(group)) < group.quorum:
             said = ask("vouch", {**config, **link.asked}, arrays=arrays, only=self._asked(group, link))
-            link = link.joined(replace(link, summed=self._taken(said, "summed"))).right(group)
+            link = self._with(link.right(group), group, said, "summed")
         if not link.is_whole(group) and len(link.checked_by(group)) >= group.threshold:
             shown = {"link": write_links([link]).decode()}
             said = ask("second", shown, only=self._asked(group, link))
-            link = link.joined(replace(link, seconded=self._taken(said, "seconded"))).right(group)
+            link = self._with(link, group, said, "seconded")
         self.waiting = link
         if not link.is_whole(group):
             raise RoundError(
@@ -83,41 +84,46 @@ class Chain:
     def take(self, told: Iterable[object]) -> None:
         """From members, for a server that lost its folder: what they followed and signed, each as a chain in JSON.
         Copies of one link are put together; what is not signed by enough in the end is left out."""
-        parts: list[Link] = []
+        parts: dict[tuple[bytes, str, bytes], Link] = {}
         for content in told:
             try:
-                found = read_links(content.encode() if isinstance(content, str) else b"")
+                found = read_links(content)
             except MessageError:
                 continue
-            for link in found[:_MOST]:
-                known = next((i for i, part in enumerate(parts) if part.same_as(link)), None)
-                if known is None:
-                    parts.append(link)
-                else:
-                    parts[known] = parts[known].joined(link)
-        for link in parts:
-            if link.under not in self._manifests or link.before in self._links:
-                continue
+            for link in found[-_MOST:]:
+                if link.under in self._manifests and link.before not in self._links:
+                    known = parts.setdefault(link.named, replace(link, summed={}, seconded={}))
+                    parts[link.named] = known.with_right(link, self._group(link))
+        for link in parts.values():
             if link.is_whole(self._group(link)):
                 self._keep(link)
-            else:
-                self._unfinished.setdefault(link.after, link)
+            elif link.signed_by(self._group(link)):
+                self._unfinished.append(link)
 
     def wait_for(self, state: bytes, whole: bytes) -> None:
-        """The run goes on from a state that members named: the link to it, if it was not whole yet."""
-        link = self._unfinished.get(state)
-        if link is not None and link.whole == whole and not any(known.after == state for known in self._links.values()):
-            self.waiting = link
+        """The run goes on from a state that members named: the link to it, if it was not whole yet. Of several the one
+        that most have signed, or that goes on from the last whole one."""
+        ends = {link.after for link in self._links.values()}
+        found = [link for link in self._unfinished if (link.after, link.whole) == (state, whole)]
+        if found and state not in ends:
+            self.waiting = max(found, key=lambda link: self._standing(link, ends))
+
+    def _standing(self, link: Link, ends: Collection[bytes]) -> tuple[bool, int, bool]:
+        group = self._group(link)
+        enough = len(link.checked_by(group)) >= group.threshold
+        return enough, len(link.signed_by(group)), link.before in ends
 
     @staticmethod
-    def _taken(said: Mapping[int, Mapping[str, Any]], kind: str) -> dict[int, bytes]:
-        """What members signed, by their points under the manifest of the link."""
-        found = {}
+    def _with(link: Link, group: Group, said: Mapping[int, Mapping[str, Any]], kind: str) -> Link:
+        """With what members signed, by their points under the manifest of the link. What one says must be right to be
+        kept: it could name another's point."""
         for point, reply in said.items():
             there, message = reply.get("point-there", point), reply.get(kind)
             if type(there) is int and isinstance(message, bytes):
-                found[there] = message
-        return found
+                made: Said = {there: message}
+                summed, seconded = (made, _NOTHING) if kind == "summed" else (_NOTHING, made)
+                link = link.with_right(replace(link, summed=summed, seconded=seconded), group)
+        return link
 
     def _lacking(self, group: Group, link: Link) -> tuple[int, ...]:
         signed = link.signed_by(group)
@@ -131,12 +137,13 @@ class Chain:
         return group_of(self._manifests[link.under])
 
     def _keep(self, link: Link) -> None:
-        self._links[link.before] = link
-        if self.waiting is not None and self.waiting.before == link.before:
-            self.waiting = None
+        """On disk first: a link that could not be written is waited for again."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_private(self._path, canonical(link.as_dict()))
+        self._links[link.before] = link
+        if self.waiting is not None and self.waiting.before == link.before:
+            self.waiting = None
 
     def _read_line(self, line: str) -> None:
         """A crash may have left half a line: that link is gathered again."""
@@ -147,4 +154,5 @@ class Chain:
         self._links[link.before] = link
 
 
-_MOST = 1 << 12  # links that are taken from one member
+_NOTHING: Said = {}
+_MOST = 1 << 8  # links that are taken from one member, the last ones: it keeps 64

@@ -28,7 +28,7 @@ from quorumark.checks import is_count, is_hex
 from quorumark.consortium.records import Manifest
 from quorumark.errors import MessageError, RoundError
 from quorumark.round import statements
-from quorumark.round.group import Group, group_of, word
+from quorumark.round.group import DRAWS, Group, group_of, word
 from quorumark.round.history import History
 from quorumark.round.memory import Memory, State, follow, is_newer
 from quorumark.round.secagg.member import SecAggMember
@@ -38,6 +38,7 @@ __all__ = [
     "Link",
     "check_reached",
     "check_summed",
+    "check_way",
     "has_signed",
     "leads",
     "reach",
@@ -70,6 +71,11 @@ class Link:
         """What the statements are about, besides the state before."""
         return word(self.draw) + self.after + self.whole
 
+    @property
+    def named(self) -> tuple[bytes, str, bytes]:
+        """What it says, whoever signed it."""
+        return self.before, self.under, self.about
+
     def checked_by(self, group: Group) -> tuple[int, ...]:
         return statements.signers(group, "summed", self.before, self.about, self.summed, self.draw)
 
@@ -95,9 +101,12 @@ class Link:
         """With what was signed in another copy."""
         return replace(self, summed={**other.summed, **self.summed}, seconded={**other.seconded, **self.seconded})
 
-    def same_as(self, other: Link) -> bool:
-        """Whether it says the same, whoever signed it."""
-        return replace(self, summed={}, seconded={}) == replace(other, summed={}, seconded={})
+    def with_right(self, other: Link, group: Group) -> Link:
+        """With what another copy has more of, if it is signed as it must be: a wrong signature keeps no right one out.
+        This copy must be right itself."""
+        summed = {x: message for x, message in other.summed.items() if x not in self.summed}
+        seconded = {x: message for x, message in other.seconded.items() if x not in (*self.summed, *self.seconded)}
+        return self.joined(replace(other, summed=summed, seconded=seconded).right(group))
 
     def as_dict(self) -> dict[str, Any]:
         said = statements.plain({name: getattr(self, name) for name in _SAID})
@@ -123,7 +132,9 @@ class Link:
         try:
             if sorted(body) != sorted((*_STATES, *_SAID, "under", "draw")):
                 raise ValueError
-            if not all(is_hex(body[name], 32) for name in (*_STATES, "under")) or not is_count(body["draw"]):
+            if not all(is_hex(body[name], 32) for name in (*_STATES, "under")):
+                raise ValueError
+            if not is_count(body["draw"]) or body["draw"] >= DRAWS:
                 raise ValueError
             before, after, whole = (bytes.fromhex(body[name]) for name in _STATES)
             said = statements.from_plain({name: body[name] for name in _SAID}, str)
@@ -135,11 +146,11 @@ class Link:
 _STATES, _SAID = ("before", "after", "whole"), ("summed", "seconded")
 
 
-def read_links(content: bytes) -> list[Link]:
-    """A chain, as it travels: a list of links in JSON."""
+def read_links(content: object) -> list[Link]:
+    """A chain, as it travels: a list of links in JSON, as text or bytes. Everything may be in it."""
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
+        body = json.loads(content if isinstance(content, str | bytes) else b"")
+    except (ValueError, RecursionError):  # also text with half a letter
         body = None
     if not isinstance(body, list) or not all(isinstance(entry, dict) for entry in body):
         raise MessageError("a chain of links must be a list in JSON", code="message.malformed")
@@ -226,8 +237,10 @@ def _check_once(memory: Memory, member: SecAggMember, link: Link) -> None:
 
 
 def _note_signed(member: SecAggMember, link: Link) -> None:
+    """The first group and draw stand: under those this member must never say that it answers nothing."""
     with member.state.edit() as memory:
-        memory["signed"][link.before.hex()] = _entry(member, link)
+        if memory["simulation"] or link.before.hex() not in memory["signed"]:
+            memory["signed"][link.before.hex()] = _entry(member, link)
 
 
 def _entry(member: SecAggMember, link: Link) -> list[Any]:
@@ -262,18 +275,29 @@ def reach(state: State, history: History, links: Sequence[Link]) -> None:
     with state.edit() as memory:
         if _is_here(memory, history):
             return
-        before, starts = memory["reached"].get("state", ""), _starts(memory, history)
-        if history.is_begun and history.begun not in starts:
-            raise RoundError(
-                "this member has gone on from the initial model: let the run go on from the last one; a second run "
-                "takes the consent of every member's operator (quorumark member consent)",
-                code="round.gone-on",
-            )
-        if not history.is_begun:
-            _walk(starts, history, links)
-            if links[0].before.hex() == before:
-                follow(memory, links[0].before, history.state)
+        _check_way(memory, history, links)
+        if not history.is_begun and links[0].before.hex() == memory["reached"].get("state", ""):
+            follow(memory, links[0].before, history.state)
         _note(memory, history)
+
+
+def check_way(state: State, history: History, links: Sequence[Link]) -> None:
+    """Whether links lead to the present state, without going there."""
+    with state.edit() as memory:
+        if not _is_here(memory, history):
+            _check_way(memory, history, links)
+
+
+def _check_way(memory: Memory, history: History, links: Sequence[Link]) -> None:
+    starts = _starts(memory, history)
+    if not history.is_begun:
+        _walk(starts, history, links)
+    elif history.begun not in starts:
+        raise RoundError(
+            "this member has gone on from the initial model: let the run go on from the last one; a second run "
+            "takes the consent of every member's operator (quorumark member consent)",
+            code="round.gone-on",
+        )
 
 
 def check_reached(memory: Memory, history: History) -> None:

@@ -153,12 +153,14 @@ class SecAggMember:
         mine = self.group.id.hex()
         over = {*closed} if free else {*closed, *((mine, draw) for draw in range(turn.draw))}
         standing = [answer for answer in given if not self._given_up(origin, answer, turn, over)]
+        consented = bool(memory["consents"].get(origin.hex())) and not memory["simulation"]
         if not standing:
             memory["answered"].get(origin.hex(), {}).pop(purpose, None)
-            return {}
+            seconded = origin.hex() in memory["signed"]  # what came of a sum that it did not answer for
+            return {"consented": True} if consented and seconded else {}
         if memory["simulation"]:
             return {}
-        if memory["consents"].get(origin.hex()):
+        if consented:
             return {"consented": True}
         last, _, draw = standing[-1]
         kept = self._kept(memory, purpose, last)
