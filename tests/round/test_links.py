@@ -711,7 +711,7 @@ def test_runs_with_every_kind_of_bad_luck_go_on(world: Consortium, seed: int, ro
             folder = world.folder / f"run-{runs}" if lost else folder
             run = Stormy(world, folder=folder, run=f"again {runs}", after=run.server.round_no)
             run.rng, run.calm = rng, True
-            if lost:
+            if lost or run.server.resumed is None:  # it may have died again before it wrote anything down
                 run.server.survey(run.ask, go_on=True)
             run.model = dict(run.server.resumed or world.model)
     assert len(successors) >= 5
