@@ -22,7 +22,7 @@ from tests.kit.rounds import Repeating, Run
 CHECKED = {"sums": "checked"}
 
 
-def _small_model() -> Model:
+def small_model() -> Model:
     rng = np.random.default_rng(1)
     return {"a.weight": rng.standard_normal((8, 6)).astype(np.float32), "steps": np.array(7)}
 
@@ -31,7 +31,7 @@ def small(folder: Path, count: int, threshold: int, **changes: Any) -> Consortiu
     """A consortium with a model that is quick to train, for questions of who may do what."""
     folder.mkdir(parents=True, exist_ok=True)
     make = Consortium.make if count >= 2 * threshold - 1 and count < 10 else Consortium.deal
-    return make(folder, count, threshold, model=_small_model(), policy=CHECKED, **changes)
+    return make(folder, count, threshold, model=small_model(), policy=CHECKED, **changes)
 
 
 def with_cohorts(
@@ -40,7 +40,7 @@ def with_cohorts(
     """The same, with so many members drawn from each state."""
     folder.mkdir(parents=True, exist_ok=True)
     policy |= {"cohort": str(cohort), "sums": sums}
-    return Consortium.deal(folder, count, threshold, model=_small_model(), policy=policy)
+    return Consortium.deal(folder, count, threshold, model=small_model(), policy=policy)
 
 
 def key_of(world: Consortium) -> Any:

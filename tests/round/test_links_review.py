@@ -18,12 +18,11 @@ from quorumark.field import P
 from quorumark.round import chain as chain_module
 from quorumark.round import links
 from quorumark.round.links import Link
+from tests.kit.drawn import EIGHT, Drawn, Forked, journal, memory_of, others, signed_by, whole_links
 from tests.kit.flowers import STRENGTH, Consortium, Model, train
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
-from tests.kit.states import _small_model as small_model
-from tests.kit.states import amend, carriers, key_of, lose_memory, share_of_signs, with_cohorts
-from tests.round.test_links import EIGHT, Drawn, Forked, journal, memory_of, others, signed_by, whole_links
+from tests.kit.states import amend, carriers, key_of, lose_memory, share_of_signs, small_model, with_cohorts
 
 
 @pytest.fixture(scope="module")
