@@ -345,8 +345,8 @@ def test_if_it_did_the_early_state_would_be_used_again(world: Consortium, monkey
     memory, early, chain, last = led_back(world)
     honest = links._walk
 
-    def from_anywhere(starts: Any, history: History, shown: list[Link]) -> None:
-        honest(starts, history, shown)
+    def from_anywhere(memory: Any, starts: Any, history: History, shown: list[Link]) -> None:
+        honest(memory, starts, history, shown)
         shown[0] = replace(shown[0], before=last.state)  # as if it had started there
 
     monkeypatch.setattr(links, "_walk", from_anywhere)
@@ -392,6 +392,80 @@ def test_links_are_under_manifests_in_their_order(world: Consortium, tmp_path: P
             links.reach(memory_of(later, 5), history, start)
     with stopped("round.not-linked", names="link 1 of 2"):
         links.reach(memory_of(later, 5), history, [replace(one, draw=9), two])
+
+
+@pytest.fixture
+def shown_in_parts(world: Consortium, tmp_path: Path) -> tuple[FolderState, History, Link, Link]:
+    """A member that has followed a link under a later manifest; the history that a server leads it to with one under an
+    earlier manifest, that link, and the same under the later one."""
+    run = Drawn(world)
+    run.round()
+    run.server.prepare(run.ask, run.model)
+    assert world.manifest is not None
+    later = amend(world, tmp_path, strength={**world.terms.strength.as_dict(), "rho": "0.1"})
+    assert later.manifest is not None
+    history = History(later.manifest, world.layout, world.layout.encode(world.model), (world.manifest,))
+    at_first, middle = history.copy(), history.copy()
+    middle.restored(run.server.history.mark, run.server.history.buffers)
+    new, old = later.manifest.digest().hex(), world.manifest.digest().hex()
+    first = signed_by(later, Link(at_first.begun, new, 0, middle.state, middle.whole), range(1, 9))
+    state = memory_of(later, 5)
+    with state.edit() as memory:
+        memory["reached"] = {}
+    links.reach(state, middle, [first])
+    history.restored(run.server.history.mark, b"elsewhere")
+    ways = (Link(middle.state, under, 0, history.state, history.whole) for under in (old, new))
+    earlier, right = (signed_by(later, way, range(1, 9)) for way in ways)
+    assert earlier.is_whole(group_of(world.manifest))
+    return state, history, earlier, right
+
+
+def test_a_chain_that_is_shown_in_parts_is_in_order_too(
+    shown_in_parts: tuple[FolderState, History, Link, Link],
+) -> None:
+    state, history, earlier, right = shown_in_parts
+    with stopped("round.not-linked", names="under a manifest that is unknown here, or earlier"):
+        links.reach(state, history, [earlier])
+    links.reach(state, history, [right])
+
+
+def test_without_the_manifest_in_memory_it_would_be_followed(
+    shown_in_parts: tuple[FolderState, History, Link, Link],
+) -> None:
+    state, history, earlier, _ = shown_in_parts
+    with state.edit() as memory:
+        del memory["reached"]["under"]
+    links.reach(state, history, [earlier])
+
+
+@pytest.mark.parametrize("followed", ["a link", "a round"])
+def test_nothing_is_seconded_under_a_manifest_that_is_over(world: Consortium, tmp_path: Path, followed: str) -> None:
+    """Who left with an amendment and those who help it are too few to make a link under the earlier manifest, unless
+    members who stayed second it: they do until they know that the run has gone on under the later one."""
+    folder = world.folder / "run"
+    run = Drawn(world, folder=folder)
+    for _ in range(2):
+        run.round()
+    run.server.prepare(run.ask, run.model)
+    run.server.save(run.model)
+    later = amend(world, tmp_path / "amendment", strength={**world.terms.strength.as_dict(), "rho": "0.1"})
+    assert world.manifest is not None
+    again = Drawn(later, folder=folder, run="2", earlier=(world.manifest,))
+    for _ in range(2 if followed == "a round" else 3):
+        again.round()
+    if followed == "a link":
+        again.server.prepare(again.ask, again.model)
+    group, old = group_of(world.manifest), world.manifest.digest().hex()
+    asked = again.server.members
+    x = next(x for x in asked if x in group.cohort(bytes(32)))
+    link = Link(bytes(32), old, 0, b"1" * 32, b"2" * 32)
+    link = signed_by(later, link, [y for y in group.cohort(bytes(32)) if y != x][:3])
+    shown = {"link": links.write_links([link]).decode()}
+    assert again.ask("second", shown, only=[x]) == {}
+    assert again.refused[x] == "round.manifest-left"
+    with memory_of(later, x).edit() as memory:  # the rule taken out
+        del memory["reached"]["under"]
+    assert again.ask("second", shown, only=[x]) != {}
 
 
 # --- what a member signs ----------------------------------------------------------------------------------

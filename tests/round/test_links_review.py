@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import numpy as np
 import pytest
 
 from quorumark import field
+from quorumark.consortium.identity import Identity
 from quorumark.consortium.strength import KEY_BITS
 from quorumark.errors import KeystoreError, RoundError
 from quorumark.field import P
 from quorumark.round import chain as chain_module
-from quorumark.round import links
+from quorumark.round import links, statements
+from quorumark.round.group import Group, word
 from quorumark.round.links import Link
+from quorumark.round.memory import MemoryState
+from quorumark.round.secagg.member import SecAggMember
 from tests.kit.drawn import EIGHT, Drawn, Forked, journal, memory_of, others, signed_by, whole_links
 from tests.kit.flowers import STRENGTH, Consortium, Model, train
 from tests.kit.refusals import stopped
@@ -220,18 +225,108 @@ def test_who_is_not_drawn_in_a_second_run_stays_where_it_is(world: Consortium) -
     assert {x: links.reached(memory_of(world, x)) for x in resting} == at != {}
 
 
-def test_who_signs_under_another_draw_too_keeps_to_the_first(world: Consortium) -> None:
-    """Under a draw that it signed something of it never says that it answers nothing there."""
+def test_who_signs_under_one_draw_signs_under_no_other(world: Consortium) -> None:
+    """And never says that it answers nothing under that draw."""
     run, state = Drawn(world), bytes(range(32))
     group, under = run.server.group, run.server.manifest.digest().hex()
     x = next(x for x in group.cohort(state) if x in group.cohort(state, 1))
+    said = {}
     for draw in (0, 1):
         link = Link(state, under, draw, bytes(32), bytes(32))
         link = signed_by(world, link, [y for y in group.cohort(state, draw) if y != x][:3])
-        assert run.ask("second", {"link": links.write_links([link]).decode()}, only=[x])
+        said[draw] = run.ask("second", {"link": links.write_links([link]).decode()}, only=[x])
+    assert said[0]
+    assert said[1] == {}
+    assert run.refused == {x: "round.other-successor"}
     about = {"state": state.hex(), "of-round": 0, "of-draw": 0, "of-manifest": under}
     assert run.ask("never", about, only=[x]) == {}
     assert run.refused == {x: "round.answered-already"}
+
+
+class Redrawn:
+    """Eight members by themselves, five drawn, t = 3: what a server has that holds the keys of two helpers, makes up
+    sums for single members, and draws again and again."""
+
+    def __init__(self) -> None:
+        people = [Identity.generate(f"m{i}") for i in range(8)]
+        group = Group.of_cards([person.card() for person in people], 3, b"redrawn", cohort_size=5)
+        self.group, self.people = group, {group.point_of(person.ed25519): person for person in people}
+        self.sides = {x: SecAggMember(who, group, MemoryState(group)) for x, who in self.people.items()}
+        self.state, self.helpers, self.first, self.then, self.rest = next(filter(None, map(self._cast, range(10_000))))
+        self.closed: dict[str, dict[int, bytes]] = {}
+
+    def _cast(self, number: int) -> tuple[bytes, tuple[int, ...], int, int, list[int]] | None:
+        """A state, two helpers in three cohorts, a member of the first two, one of the second, two of the third."""
+        state = word(number) * 4
+        one, two, three = (set(self.group.cohort(state, draw)) for draw in range(3))
+        helpers = tuple(sorted(one & two & three))[:2]
+        for first in sorted((one & two) - {*helpers}):
+            for then in sorted(two - {*helpers, first}):
+                rest = sorted(three - {*helpers, first, then})
+                if len(helpers) == 2 and len(rest) >= 2:
+                    return state, helpers, first, then, rest
+        return None
+
+    def answered(self, x: int, draw: int) -> None:
+        """What a member's memory says after it answered for a sum."""
+        with self.sides[x].state.edit() as memory:
+            given = memory["answered"].setdefault(self.state.hex(), {}).setdefault("model", [])
+            given.append([draw + 1, self.group.id.hex(), draw])
+
+    def close(self, draw: int, but: int) -> None:
+        """Everybody but one says that it answers nothing under a draw, if it does say that."""
+        said, about = {}, statements.in_draw(draw)
+        for x in self.group.cohort(self.state, draw):
+            if x in self.helpers:
+                said[x] = statements.sign(self.people[x], self.group, "never", self.state, about)
+            elif x != but:
+                with suppress(RoundError):
+                    said[x] = self.sides[x].never(self.state, 0, draw)
+        self.closed[statements.place_of(self.group, draw)] = said
+
+    def summed(self, link: Link, *points: int) -> Link:
+        """By members who answered, and the helpers."""
+        said = {}
+        for x in self.helpers:
+            said[x] = statements.sign(self.people[x], self.group, "summed", link.before, link.about)
+        for x in points:
+            said[x] = links.sign_summed(self.sides[x], link)
+        return replace(link, summed=said)
+
+    def attack(self) -> tuple[Link, Link]:
+        """Two links from one state: the first member vouches alone under draw 0, and seconds the same under draw 1,
+        which it then helps to close."""
+        one = Link(self.state, "ab" * 32, 1, b"1" * 32, b"3" * 32)
+        self.answered(self.first, 0)
+        links.sign_summed(self.sides[self.first], replace(one, draw=0))
+        self.close(0, but=self.first)
+        statements.check_redrawn(self.group, self.state, 1, self.closed)
+        self.answered(self.then, 1)
+        one = self.summed(one, self.then)
+        one = replace(one, seconded={self.first: links.second(self.sides[self.first], one, ())})
+        self.close(1, but=self.then)
+        statements.check_redrawn(self.group, self.state, 2, self.closed)
+        for x in self.rest:
+            self.answered(x, 2)
+        return one, self.summed(Link(self.state, "ab" * 32, 2, b"2" * 32, b"4" * 32), *self.rest)
+
+
+def test_a_server_that_draws_again_and_again_gets_no_second_link() -> None:
+    with stopped("round.other-successor"):
+        Redrawn().attack()
+
+
+def test_if_members_signed_under_two_draws_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_draw(memory: Any, _: SecAggMember, link: Link) -> None:
+        known = memory["signed"].get(link.before.hex())
+        assert known is None or known[2:] == [link.after.hex(), link.whole.hex()]
+
+    monkeypatch.setattr(links, "_check_once", any_draw)
+    made = Redrawn()
+    one, two = made.attack()
+    assert one.is_whole(made.group)
+    assert two.is_whole(made.group)
+    assert one.after != two.after
 
 
 # --- amendments -------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ is turned back does things twice.
     sent            the last vector for each purpose: its state, draw, rounds, members and halvings, to make a sum again
     closed          groups, states and draws in which it said that it answers nothing
     signed          state → group, draw and the one successor of it that this member signed (`round.links`)
-    reached         the last state that this member reached along links, all that is known there, and the run's first
+    reached         the last state that this member reached along links, all that is known there, the run's first, and
+                    the manifest of the last link or, later, of the round that it joined from there
     nonce, known    of a memory made anew: what the others must have seen, and the states that are newer than that
     nonces          of other members whose memory is new, and the state that this member was at when it saw them
     marked          whether it has ever answered for a sum with a mark in it

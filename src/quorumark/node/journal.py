@@ -456,7 +456,7 @@ class Journal:
         if len(shown) != 1:
             raise MessageError("the server's message must hold one link", code="message.malformed")
         member = self._under(shown[0])
-        return links.second(member, shown[0]), member.point
+        return links.second(member, shown[0], self.chain), member.point
 
     def _under(self, link: links.Link) -> SecAggMember:
         return SecAggMember(self.identity, group_of(self.manifest_of(link.under)), self.memory(), leaving=True)

@@ -13,7 +13,8 @@ is lost after the sum was opened stops nobody.
 
 A member keeps the last state that it *reached* along links, and takes part from that one alone. What it is shown is a
 chain from there: each link begins where the one before it ended, and was made under the same manifest or a later one.
-The last one names all that is known at the present state (`History.whole`), not the model alone.
+The manifest of the last one is kept, too, so that a chain that is shown in parts is as one that is shown at once. The
+last link names all that is known at the present state (`History.whole`), not the model alone.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ __all__ = [
     "sign_summed",
     "signed_into",
     "start_here",
+    "take_part_under",
     "write_links",
 ]
 
@@ -199,8 +201,10 @@ def signed_into(state: State, after: bytes, manifests: Sequence[Manifest]) -> Li
     return None
 
 
-def second(member: SecAggMember, link: Link) -> bytes:
-    """This member has not checked it, but signs no other successor of the state before."""
+def second(member: SecAggMember, link: Link, manifests: Sequence[Manifest]) -> bytes:
+    """This member has not checked it, but signs no other successor of the state before. `manifests`: all up to the one
+    in force. Under one that is earlier than its last link's it signs nothing new: who was a member then may have left,
+    and the cohort that summed there has signed long ago."""
     if member.point not in member.group.cohort(link.before, link.draw) or link.draw >= member.group.draws:
         raise RoundError(f"{member.name} is not drawn there", code="round.not-drawn")
     found = link.checked_by(member.group)
@@ -216,28 +220,37 @@ def second(member: SecAggMember, link: Link) -> bytes:
                 code="round.memory-anew",
             )
         _check_once(memory, member, link)
+        order = [manifest.digest().hex() for manifest in manifests]
+        if memory["signed"].get(link.before.hex()) is None and link.under in order[: _first(memory, order)]:
+            raise RoundError(
+                f"{member.name} has followed links under a later manifest than this one's", code="round.manifest-left"
+            )
     _note_signed(member, link)
     return member.sign("seconded", link.before, link.about)
 
 
 def _check_once(memory: Memory, member: SecAggMember, link: Link) -> None:
-    """One successor of each state, for ever; none under a draw in which it said that it answers nothing."""
+    """One successor of each state, under one draw, for ever; none under a draw that it has closed.
+
+    One draw: of a member that had signed under two, `never` would have to know both. A sum is opened under one draw, so
+    the same successor under another one is a server's invention."""
     if [member.group.id.hex(), link.before.hex(), link.draw] in memory["closed"]:
         raise RoundError(
             f"{member.name} has said that nothing is summed from this model under this draw of the cohort",
             code="round.said-never",
         )
     known = memory["signed"].get(link.before.hex())
-    if known is not None and known[2:] != _entry(member, link)[2:] and not memory["simulation"]:
+    if known is not None and known != _entry(member, link) and not memory["simulation"]:
         raise RoundError(
-            f"{member.name} has signed that another model came after this one: a server shows members different sums, "
-            "or a member helps it. Find out who it was, and let the operators decide",
+            f"{member.name} has signed that another model came after this one, or this one by another cohort's sum: "
+            "a server shows members different sums, or a member helps it. Find out who it was, and let the operators "
+            "decide",
             code="round.other-successor",
         )
 
 
 def _note_signed(member: SecAggMember, link: Link) -> None:
-    """The first group and draw stand: under those this member must never say that it answers nothing."""
+    """Under this group and draw the member must never say that it answers nothing (`SecAggMember.never`)."""
     with member.state.edit() as memory:
         if memory["simulation"] or link.before.hex() not in memory["signed"]:
             memory["signed"][link.before.hex()] = _entry(member, link)
@@ -278,7 +291,7 @@ def reach(state: State, history: History, links: Sequence[Link]) -> None:
         _check_way(memory, history, links)
         if not history.is_begun and links[0].before.hex() == memory["reached"].get("state", ""):
             follow(memory, links[0].before, history.state)
-        _note(memory, history)
+        _note(memory, history, "" if history.is_begun else links[-1].under)
 
 
 def check_way(state: State, history: History, links: Sequence[Link]) -> None:
@@ -291,7 +304,7 @@ def check_way(state: State, history: History, links: Sequence[Link]) -> None:
 def _check_way(memory: Memory, history: History, links: Sequence[Link]) -> None:
     starts = _starts(memory, history)
     if not history.is_begun:
-        _walk(starts, history, links)
+        _walk(memory, starts, history, links)
     elif history.begun not in starts:
         raise RoundError(
             "this member has gone on from the initial model: let the run go on from the last one; a second run "
@@ -320,9 +333,24 @@ def _is_here(memory: Memory, history: History) -> bool:
     return (known.get("state"), known.get("whole")) == (history.state.hex(), history.whole.hex())
 
 
-def _note(memory: Memory, history: History) -> None:
+def take_part_under(memory: Memory, manifest: Manifest) -> None:
+    """It takes part from the state that it reached, and has seen that nothing is opened there under earlier manifests:
+    so no link leads on from there under one of those."""
+    memory["reached"]["under"] = manifest.digest().hex()
+
+
+def _note(memory: Memory, history: History, under: str = "") -> None:
     here = {"state": history.state.hex(), "whole": history.whole.hex()}
-    memory["reached"] = {**here, "begun": history.begun.hex()}
+    memory["reached"] = {**here, "begun": history.begun.hex(), "under": under}
+
+
+def _first(memory: Memory, order: Sequence[str]) -> int:
+    """The place of the first manifest under which a link may be made that goes on from where this member is. All are
+    unknown if its own is."""
+    under = memory["reached"].get("under", "")
+    if not under:
+        return 0
+    return order.index(under) if under in order else len(order)
 
 
 def _starts(memory: Memory, history: History) -> set[bytes]:
@@ -331,11 +359,12 @@ def _starts(memory: Memory, history: History) -> set[bytes]:
     return ({bytes.fromhex(known["state"])} if known else set()) | ({begun} if anew else set())
 
 
-def _walk(starts: Collection[bytes], history: History, links: Sequence[Link]) -> None:
+def _walk(memory: Memory, starts: Collection[bytes], history: History, links: Sequence[Link]) -> None:
     """From one of these states to the present one."""
-    manifests = {link.digest().hex(): link for link in (*history.earlier, history.manifest)}
-    order, at = list(manifests), 0
-    place: bytes | None = None
+    manifests = {manifest.digest().hex(): manifest for manifest in (*history.earlier, history.manifest)}
+    order, place = list(manifests), None
+    goes_on = bool(links) and links[0].before.hex() == memory["reached"].get("state", "")
+    at = _first(memory, order) if goes_on else 0  # a chain that begins anew begins with any manifest
     for number, link in enumerate(links, 1):
         if link.before not in (starts if place is None else (place,)):
             raise _broken(number, len(links), "does not begin where the one before it ended")

@@ -130,6 +130,8 @@ class RoundMember:
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
             if joined.get("origin") != history.state.hex():  # who has joined a round can answer in no earlier one
                 self.secagg.check_free(deepcopy(memory), history.state, "model", turn, closed)
+            if self.has_links and not self._is_free(memory, history.state):
+                links.take_part_under(memory, self.manifest)
         self.turn, self._closed = turn, closed
 
     @property
@@ -138,7 +140,7 @@ class RoundMember:
         return self._known().state
 
     def _check_closed(self, memory: Mapping[str, Any], history: History, turn: Turn) -> frozenset[tuple[str, int]]:
-        if memory["consents"].get(history.state.hex()) or memory["simulation"]:
+        if self._is_free(memory, history.state):
             return frozenset()
         found = []
         for manifest in history.unclosed():
@@ -147,10 +149,14 @@ class RoundMember:
             found += [(group.id.hex(), draw) for draw in range(group.draws)]
         return frozenset(found)
 
+    @staticmethod
+    def _is_free(memory: Mapping[str, Any], state: bytes) -> bool:
+        """Whether its operator lets it answer once more from a state, or all of it is a simulation."""
+        return bool(memory["simulation"] or memory["consents"].get(state.hex()))
+
     def _check_moved(self, memory: dict[str, Any], history: History) -> None:
         state = history.state
-        consented = memory["simulation"] or memory["consents"].get(state.hex())
-        if history.mark.stood and not consented and not answers_from(memory, state, "model"):
+        if history.mark.stood and not self._is_free(memory, state) and not answers_from(memory, state, "model"):
             raise RoundError(
                 "in the last sum a tensor was out of range and kept its weights, and the mark was in it: another sum "
                 "from the same weights could show the key. A member sent wrong numbers, by mistake or on purpose: find "
@@ -183,7 +189,8 @@ class RoundMember:
 
     def second(self, link: links.Link) -> bytes:
         """Signed: this member was drawn with those who say so, and signs no other successor of that state."""
-        return links.second(self.secagg, link)
+        known = self._known()
+        return links.second(self.secagg, link, (*known.earlier, known.manifest))
 
     def answered(self, state: bytes) -> tuple[int, int]:
         """The last round in which it answered from a state, and its draw; 0 if it did not."""
