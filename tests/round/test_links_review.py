@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,6 +327,43 @@ def test_if_members_signed_under_two_draws_it_would(monkeypatch: pytest.MonkeyPa
     assert one.is_whole(made.group)
     assert two.is_whole(made.group)
     assert one.after != two.after
+
+
+class Meanwhile(MemoryState):
+    """A memory that another message gets hold of as soon as an edit has ended."""
+
+    message: Callable[[], object] | None = None
+
+    @contextmanager
+    def edit(self) -> Iterator[dict[str, Any]]:
+        with super().edit() as memory:
+            yield memory
+        message, self.message = self.message, None
+        if message is not None:
+            message()
+
+
+@pytest.mark.parametrize("act", ["second", "sign_summed"])
+def test_of_two_messages_at_the_same_moment_one_gets_a_signature(act: str) -> None:
+    made, signed = Redrawn(), []
+    side = made.sides[made.first]
+    side.state = memory = Meanwhile(made.group)
+    made.answered(made.first, 0)
+    helpers = [x for x in made.group.cohort(made.state) if x != made.first][:3]
+
+    def shown(after: bytes) -> Link:
+        link = Link(made.state, "ab" * 32, 0, after, after)
+        said = {x: statements.sign(made.people[x], made.group, "summed", link.before, link.about) for x in helpers}
+        return replace(link, summed=said)
+
+    def signs(link: Link) -> None:
+        signed.append(links.second(side, link, ()) if act == "second" else links.sign_summed(side, link))
+
+    memory.message = lambda: signs(shown(b"2" * 32))
+    with stopped("round.other-successor"):
+        signs(shown(b"1" * 32))
+    assert memory.message is None
+    assert len(signed) <= 1
 
 
 # --- amendments -------------------------------------------------------------------------------------------

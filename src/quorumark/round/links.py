@@ -169,20 +169,25 @@ def write_links(links: Iterable[Link]) -> bytes:
 def check_summed(member: SecAggMember, link: Link) -> None:
     """Whether a member may sign what came after a state: it answered there, and has signed nothing else."""
     with member.state.edit() as memory:
-        given = memory["answered"].get(link.before.hex(), {}).get("model", [])
-        if not any((group, draw) == (member.group.id.hex(), link.draw) for _, group, draw in given):
-            raise RoundError(
-                f"{member.name} has not answered in a round from this model, and cannot say what came after it",
-                code="round.not-uploaded",
-            )
-        _check_once(memory, member, link)
+        _check_summed(memory, member, link)
+
+
+def _check_summed(memory: Memory, member: SecAggMember, link: Link) -> None:
+    given = memory["answered"].get(link.before.hex(), {}).get("model", [])
+    if not any((group, draw) == (member.group.id.hex(), link.draw) for _, group, draw in given):
+        raise RoundError(
+            f"{member.name} has not answered in a round from this model, and cannot say what came after it",
+            code="round.not-uploaded",
+        )
+    _check_once(memory, member, link)
 
 
 def sign_summed(member: SecAggMember, link: Link) -> bytes:
     """This member has checked what came after a state. The caller has seen to that, and has written the model down: if
     so many members sign that the others follow, at least those can go on from it."""
-    check_summed(member, link)
-    _note_signed(member, link)
+    with member.state.edit() as memory:
+        _check_summed(memory, member, link)
+        _note_signed(memory, member, link)
     return member.sign("summed", link.before, link.about)
 
 
@@ -225,7 +230,7 @@ def second(member: SecAggMember, link: Link, manifests: Sequence[Manifest]) -> b
             raise RoundError(
                 f"{member.name} has followed links under a later manifest than this one's", code="round.manifest-left"
             )
-    _note_signed(member, link)
+        _note_signed(memory, member, link)
     return member.sign("seconded", link.before, link.about)
 
 
@@ -249,11 +254,11 @@ def _check_once(memory: Memory, member: SecAggMember, link: Link) -> None:
         )
 
 
-def _note_signed(member: SecAggMember, link: Link) -> None:
-    """Under this group and draw the member must never say that it answers nothing (`SecAggMember.never`)."""
-    with member.state.edit() as memory:
-        if memory["simulation"] or link.before.hex() not in memory["signed"]:
-            memory["signed"][link.before.hex()] = _entry(member, link)
+def _note_signed(memory: Memory, member: SecAggMember, link: Link) -> None:
+    """Under this group and draw the member must never say that it answers nothing (`SecAggMember.never`). In the edit
+    in which it was checked: of two messages at the same moment the second must see what the first one signed."""
+    if memory["simulation"] or link.before.hex() not in memory["signed"]:
+        memory["signed"][link.before.hex()] = _entry(member, link)
 
 
 def _entry(member: SecAggMember, link: Link) -> list[Any]:
