@@ -332,15 +332,16 @@ def test_if_members_signed_under_two_draws_it_would(monkeypatch: pytest.MonkeyPa
 class Meanwhile(MemoryState):
     """A memory that another message gets hold of as soon as an edit has ended."""
 
-    message: Callable[[], object] | None = None
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.messages: list[Callable[[], object]] = []
 
     @contextmanager
     def edit(self) -> Iterator[dict[str, Any]]:
         with super().edit() as memory:
             yield memory
-        message, self.message = self.message, None
-        if message is not None:
-            message()
+        if self.messages:
+            self.messages.pop()()
 
 
 @pytest.mark.parametrize("act", ["second", "sign_summed"])
@@ -359,10 +360,10 @@ def test_of_two_messages_at_the_same_moment_one_gets_a_signature(act: str) -> No
     def signs(link: Link) -> None:
         signed.append(links.second(side, link, ()) if act == "second" else links.sign_summed(side, link))
 
-    memory.message = lambda: signs(shown(b"2" * 32))
+    memory.messages.append(lambda: signs(shown(b"2" * 32)))
     with stopped("round.other-successor"):
         signs(shown(b"1" * 32))
-    assert memory.message is None
+    assert not memory.messages
     assert len(signed) <= 1
 
 
