@@ -175,9 +175,9 @@ class RoundReport:
     `widened`: members whose update was larger than the units of a packed round expected, and in how many tensors
     (`quorumark.round.units`).
     `corrected_z`: what a verification of this round's model should find, give or take the key's own chance of 1 and
-    `corrected_error`. It is made of `expected_z`, the forecast from what is public, and `survival`, the part of the mark
-    that training left by the members' own noise, with `survival_error`: 0 where nobody told. `final_z`: what the run is
-    on course for at its end, 0 where that is not known yet; `advice`: what to do if that is too little
+    `corrected_error`. It is made of `expected_z`, the forecast from what is public, and `survival`, the part of the
+    mark that training left by the members' own noise, with `survival_error`: 0 where nobody told. `final_z`: what the
+    run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is too little
     (`quorumark.round.outlook`).
     """
 

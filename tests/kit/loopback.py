@@ -83,9 +83,7 @@ class Course:
     def __init__(self, world: Consortium, wire: Loopback, planned: int, **options: Any) -> None:
         assert world.manifest is not None
         self.wire = wire
-        self.server = RoundServer(
-            world.manifest, world.layout, world.model, **{"run": "1", "seed": SEED, **options}
-        )
+        self.server = RoundServer(world.manifest, world.layout, world.model, **{"run": "1", "seed": SEED, **options})
         self.server.planned = planned
         self.rounds = Rounds(wire, self.server, timeout=5, log=lambda *_: None)
         self.model: Mapping[str, Any] = dict(self.server.resumed or world.model)

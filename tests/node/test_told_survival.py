@@ -114,7 +114,8 @@ GONE: dict[tuple[int, str], list[int]] = {
 def test_each_member_tells_what_its_own_noise_says(tmp_path: Path, policy: dict[str, str]) -> None:
     """The same numbers as where all is in one process, whoever joins late or is lost; and the figure to count on is the
     z that the key finds. A key's chance and the noise's: 4.5 deviations, one false alarm in 10^5."""
-    of = world(tmp_path, **policy)
+    options: dict[str, Any] = dict(policy)
+    of = world(tmp_path, **options)
     course = Course(of, Loopback(of, training=wander, lost=GONE), ROUNDS)
     reports = course.go(ROUNDS)
     same = traced(of, GONE, ROUNDS)
@@ -230,9 +231,7 @@ def test_noise_stays_with_its_member(tmp_path: Path) -> None:
 
 
 def test_nothing_is_told_without_dither_or_before_it_can_be(tmp_path: Path) -> None:
-    of = Consortium.make(
-        tmp_path, model=big(), strength={**NOISY, "dither": "0"}, policy={"sums": "checked"}
-    )
+    of = Consortium.make(tmp_path, model=big(), strength={**NOISY, "dither": "0"}, policy={"sums": "checked"})
     course = Course(of, Loopback(of, training=wander), 5)
     reports = course.go(5)
     assert not any("survival" in said for ready in course.wire.ready for said in ready.values())

@@ -324,8 +324,8 @@ def test_what_cannot_be_a_survival_counts_for_nothing(part: Any, error: Any) -> 
 
 def test_the_same_public_run_may_have_a_mark_or_none() -> None:
     """To the bit: models, amplitudes, noise and forecast are the same, z is not. In the second run the members have
-    another key, and upload S⊙(τ − τ′) besides: they train against their mark and leave the noise alone. So public models
-    do not tell the runs apart, and neither does the survival, which takes it that training treats both alike."""
+    another key, and upload S⊙(τ − τ′) besides: they train against their mark and leave the noise alone. So public
+    models do not tell the runs apart, and neither does the survival, which takes it that training treats both alike."""
     rng = np.random.default_rng(3)
     strength = Strength.of({"rho": "0.1", "c_max": "0.1", "alike": "mark", "dither": "3"}, LAYOUT.coordinates)
     start = codec.decode(codec.encode(rng.normal(0, 0.1, LAYOUT.size)), np.float64)
@@ -426,9 +426,9 @@ def cosine(one: NDArray[np.float64], two: NDArray[Any]) -> float:
 
 
 def test_to_who_knows_all_else_it_is_one_equation_of_as_many_as_there_are_weights() -> None:
-    """Somebody who knows what training did to each weight sees τ + κ·g there, of every round. What all five members tell
-    of g, exactly, is one equation about Q·d numbers: it takes about one part in d from the noise. Where they told the
-    same by weight, the control, that would be much of it."""
+    """Somebody who knows what training did to each weight sees τ + κ·g there, of every round. What all five members
+    tell of g, exactly, is one equation about Q·d numbers: it takes about one part in d from the noise. Where they told
+    the same by weight, the control, that would be much of it."""
     gains: dict[str, list[float]] = {"one": [], "by weight": []}
     for seed in range(8):
         run, kappa = told_run(seed), 3
@@ -437,7 +437,9 @@ def test_to_who_knows_all_else_it_is_one_equation_of_as_many_as_there_are_weight
         told, size = (along * noise).sum(0), (along**2).sum(0)
         assert float(told.sum()) == pytest.approx(float(run.scalars.sum()))
         guesses = {
-            "one": along * (float(told.sum()) - run.expected) / size.sum(),  # the likeliest noise that makes such numbers
+            "one": along
+            * (float(told.sum()) - run.expected)
+            / size.sum(),  # the likeliest noise that makes such numbers
             "by weight": along * told / size,
         }
         without = cosine(mean, run.key)

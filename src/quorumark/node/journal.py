@@ -11,7 +11,7 @@ for the consortium, whatever its manifests.
     layout.json            where each weight is in the vector
     links.json             the last links that led to a state of this member, where cohorts are drawn and sums checked
     sum.npz                what the others check that model by, if this member hands it out
-    noise.sealed           its own noise in the models so far, from which it tells what is left of the mark (`node.noise`)
+    noise.sealed           its own noise in the models so far, which tells what is left of the mark (`node.noise`)
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made; of a
                            consortium without a key, of the models from which any sum was made
@@ -55,8 +55,8 @@ from quorumark.round.member import RoundMember
 from quorumark.round.memory import FolderState, adopt, answers_from, follow, sent_with
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
-from quorumark.round.survival import Step
 from quorumark.round.survey import HANDED_OUT, SUMMED
+from quorumark.round.survival import Step
 
 __all__ = ["MODEL", "Journal", "Notes", "allow_repeats", "create_lost_memory"]
 

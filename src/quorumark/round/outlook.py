@@ -20,9 +20,10 @@ __all__ = ["NOTHING", "Outlook", "outlook", "will_pass"]
 
 @dataclass(frozen=True)
 class Outlook:
-    """`rho`: what the mark has reached. `expected_z`: the forecast. `survival`: the part of the mark that training left, `survival_error` its standard
-    error; the error is 0 where nobody told, and above 0.25 the part counts for nothing. `corrected_z`: the figure to
-    count on, `corrected_error` its standard error, 0 where nothing was corrected; the key's own chance is 1 besides.
+    """`rho`: what the mark has reached. `expected_z`: the forecast. `survival`: the part of the mark that is left after
+    training; `survival_error`: its standard error, 0 where nobody told, and above 0.25 the part counts for nothing.
+    `corrected_z`: the figure to count on, `corrected_error` its standard error, 0 where nothing was corrected; the
+    key's own chance is 1 besides.
     `final_z`: what the run is on course for at its planned end, 0 where that is not known yet; `advice`: what to do if
     that is too little.
     """

@@ -53,8 +53,8 @@ from quorumark.round.past import Past
 from quorumark.round.secagg.messages import Upload, pack
 from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Said, Turn
-from quorumark.round.survival import Survival
 from quorumark.round.survey import HANDED_OUT, SUMMED, Ask, ask_where, candidates
+from quorumark.round.survival import Survival
 
 __all__ = ["Ask", "RoundServer"]
 

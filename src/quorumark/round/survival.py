@@ -35,6 +35,7 @@ from fractions import Fraction
 from io import BytesIO
 from math import isfinite, pi, prod, sqrt
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,12 +146,12 @@ class Tracer:
         self._noise *= kept
         for vector in (self._mark, self._times, self._far, self._square):
             vector *= kept**2
-        own = 0.0
-        for weight, stream in noise if embedded is not None else ():
-            own += float(weight)
-            self._noise += np.concatenate(list(dither_at(self._spans, embedded, self._kappa, weight, stream)))
-        amplitudes = None if embedded is None else self._here(embedded.vector.astype(np.float64))
-        if amplitudes is not None:
+        own, amplitudes = 0.0, np.zeros(0)
+        if embedded is not None:
+            for weight, stream in noise:
+                own += float(weight)
+                self._noise += np.concatenate(list(dither_at(self._spans, embedded, self._kappa, weight, stream)))
+            amplitudes = self._here(embedded.vector.astype(np.float64))
             self._times += np.float32(own) * (amplitudes > 0)
         spot = state.layout.carrying()
         moved = self._here(_decoded(state.model[spot])) - self._here(_decoded(step.model[spot]))
@@ -163,15 +164,15 @@ class Tracer:
             earlier = min(1.0, _beta(state) * step.momentum / new) if new else 0.0
             self._share = earlier * self._share + (1 - earlier) * own
             self._mark += self._here(state.embedded() - kept * step.embedded) * self._share
-        elif embedded is not None and amplitudes is not None:
+        elif embedded is not None:
             self._mark += amplitudes * (2.0 ** (KEY_BITS[embedded.key] - codec.FRACTION_BITS) * own)
 
     def to_bytes(self, state: MarkState) -> bytes:
         """With what it has followed the run to. Secret: it is kept by its member alone, sealed or with mode 0600."""
         body = BytesIO()
-        vectors = {name: getattr(self, f"_{name}") for name in _KEPT}
-        about = {"share": self._share, "kappa": self._kappa, "chain": np.frombuffer(state.chain, np.uint8)}
-        np.savez(body, **about, **vectors)
+        vectors: dict[str, Any] = {name: getattr(self, f"_{name}") for name in _KEPT}
+        chain = np.frombuffer(state.chain, np.uint8)
+        np.savez(body, share=self._share, kappa=self._kappa, chain=chain, **vectors)
         return body.getvalue()
 
     def restore(self, data: bytes, chain: bytes) -> bool:
@@ -197,7 +198,9 @@ class Tracer:
         """In the present model; None as long as it could be anything. Two digits: nobody needs more."""
         spot, spread = state.layout.carrying(), np.sqrt(np.maximum(self._square, 0))
         moved = self._here(_decoded(state.model[spot]) - _decoded(state.anchor[spot]))
-        size = float(np.linalg.norm(moved)) / 10  # as far as a mark of ρ = 0.1 goes: x is rounded, and cut where it is large
+        size = (
+            float(np.linalg.norm(moved)) / 10
+        )  # as far as a mark of ρ = 0.1 goes: x is rounded, and cut where it is large
         expected = float(self._risen(state, statistic, self._mark, size).sum()) * self._kappa / ONE
         if expected <= 0:
             return None
@@ -207,9 +210,7 @@ class Tracer:
         part, error = float(found) / expected, float(np.linalg.norm(risen)) / expected
         return Survival(round(part, 2) + 0.0, max(0.01, round(error, 2))) if error <= LARGEST else None
 
-    def _risen(
-        self, state: MarkState, statistic: str, values: NDArray[np.float32], size: float
-    ) -> NDArray[np.float64]:
+    def _risen(self, state: MarkState, statistic: str, values: NDArray[np.float32], size: float) -> NDArray[np.float64]:
         """(∂x_j/∂θ_j)·values_j, by steps whose norm is `size`."""
         norm, at = float(np.linalg.norm(values)), 0
         if not norm or not size:
