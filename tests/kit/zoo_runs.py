@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -21,7 +21,7 @@ from quorumark.consortium.strength import Strength
 from quorumark.field import Stream
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, TensorsInMemory
-from quorumark.round.amplitudes import MarkState
+from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.dither import add_dither
 from quorumark.round.forecast import expected_z
 from quorumark.round.mark import ideal_mark
@@ -143,9 +143,10 @@ def marked(
     rho: str = "0.15",
     c_max: str = "0.25",
     dither: str = "0",
+    watch: Callable[[Step, MarkState, Amplitudes], None] | None = None,
 ) -> Marked:
     """A model trained in so many rounds by one who knows the key, with a mark of at most ρ, and with the noise of five
-    members if there is `dither`.
+    members if there is `dither`. `watch` sees each round.
 
     The usual run is short, so that the limit of the leak stops the mark below ρ.
     """
@@ -173,6 +174,8 @@ def marked(
             add_dither(total, amplitudes, rule.dither, weight, stream)
         step = Step(state)
         state.advance(number, total, amplitudes)
+        if watch is not None:
+            watch(step, state, amplitudes)
         for tracer, theirs in zip(tracers, shared(noise, MEMBERS), strict=False):
             tracer.follow(step, state, theirs, amplitudes)
         now = layout.unflatten(decode(total).astype(layout.dtype), after)

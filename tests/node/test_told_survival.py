@@ -12,9 +12,11 @@ import pytest
 
 from quorumark.consortium.keystore import SealedReader, Unlock
 from quorumark.errors import KeystoreError
+from quorumark.node.standing import standing
 from quorumark.research.known import KnownKey, TensorsInMemory
 from quorumark.round.survival import Step, Survival, Tracer, middle
 from quorumark.simulation import Federation, FederationMember, Losses
+from tests.kit.commands import run
 from tests.kit.flowers import Consortium, Model
 from tests.kit.loopback import SEED, Course, Loopback
 
@@ -157,6 +159,29 @@ def test_reports_are_of_the_model_that_a_round_made(tmp_path: Path) -> None:
     assert [report.rho for report in reports] == [report.rho for report in same.reports]
     assert reports[-1].expected_z > 5
     assert course.server.round_no == 8  # and nobody was asked for anything more
+
+
+def test_a_member_sees_what_its_last_model_came_to(tmp_path: Path) -> None:
+    """`consortium show` of the manifest in its home: the model that it trained from last, and what it told of that."""
+    of = world(tmp_path)
+    place = of.home(1)[0].only_consortium()
+    before = run({}, "consortium", "show", str(place.manifest_path))
+    assert "last model" not in before.stdout
+    course = Course(of, Loopback(of, training=wander), 8)
+    reports = course.go(8)
+    found = standing(place)
+    assert found is not None
+    rounds, outlook = found
+    assert (rounds, outlook.expected_z, outlook.rho) == (7, reports[6].expected_z, reports[6].rho)
+    told = told_in(course.wire, 8)[1]
+    assert (outlook.survival, outlook.survival_error) == (told.part, told.error)
+    shown = " ".join(run({"COLUMNS": "200"}, "consortium", "show", str(place.manifest_path)).stdout.split())
+    assert f"this member's last model: 7 rounds; a verification should find z = {outlook.corrected_z:.1f}" in shown
+    assert f"{100 * told.part:.0f} ± {100 * told.error:.0f} %" in shown
+    (place.path / "rounds" / "model.safetensors").unlink()
+    assert "cannot be read" in run({"COLUMNS": "200"}, "consortium", "show", str(place.manifest_path)).stdout
+    of.path.with_name("copy.json").write_bytes(of.path.read_bytes())  # nobody's home
+    assert "last model" not in run({}, "consortium", "show", str(of.path.with_name("copy.json"))).stdout
 
 
 @pytest.mark.slow

@@ -330,7 +330,10 @@ class MemberNode:
     def _measured(self, journal: Journal, history: History) -> Config:
         """How much of the mark training left in the model that the round starts from, by this member's own noise."""
         found = journal.noise.survival(history.mark, journal.manifest.terms.statistic)
-        return {} if found is None else {"survival": found.part, "survival-error": found.error}
+        if found is None:
+            return {}
+        journal.note(survival=f"{found.part} {found.error}")
+        return {"survival": found.part, "survival-error": found.error}
 
     def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
         journal, round_no = self._journal(), read_count(config, "round")
