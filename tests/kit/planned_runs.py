@@ -91,8 +91,8 @@ def line(row: Mapping[str, Any]) -> str:
 
 def main(out: Path, only: Collection[str]) -> None:
     torch.set_num_threads(1)
-    known = json.loads(out.read_text()) if out.exists() else {"commit": "", "rows": []}
-    rows = {row["name"]: {"commit": known.get("commit"), **row} for row in known["rows"]}
+    known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    rows: dict[str, Any] = {row["name"]: {"commit": known.get("commit", ""), **row} for row in known["rows"]}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for planned in ROWS:
         if not only or planned.name in only:

@@ -199,7 +199,7 @@ def test_a_federation_reports_it(policy: dict[str, str]) -> None:
         assert last.survival + 2 * last.survival_error < 1
         assert abs(last.expected_z - z) > 4.5
         assert last.final_z == pytest.approx(last.corrected_z)
-        assert "on course for" in last.advice
+        assert "has come to" in last.advice
     assert f"{100 * last.survival:.0f} ± " in simulation.summary(run)
 
 

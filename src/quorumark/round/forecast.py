@@ -146,11 +146,15 @@ def course(
     if strength.rule == "rho" and stronger and ends > done:
         helps.append(f"stop, and let all sign a stronger mark: quorumark consortium amend {' '.join(stronger)}")
     helps.append("a larger model carries a stronger mark")
+    comes = (
+        f"this run is on course for z = {final:.1f} after {ends} rounds, and should end"
+        if ends > done
+        else f"this run has come to z = {final:.1f}, and should have ended"
+    )
     return Course(
         final,
-        f"this run is on course for z = {final:.1f} after {ends} rounds, and should end at {needed:g} or more: "
-        f"a verification passes from {threshold:g} on, and a suspect may have lost some of it. What helps: "
-        f"{'; or '.join(helps)}",
+        f"{comes} at {needed:g} or more: a verification passes from {threshold:g} on, and a suspect may have lost some "
+        f"of it. What helps: {'; or '.join(helps)}",
     )
 
 
