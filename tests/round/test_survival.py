@@ -142,6 +142,18 @@ def test_of_a_large_model_some_blocks_are_followed(monkeypatch: pytest.MonkeyPat
     assert part.error == pytest.approx(whole.error * 3**0.5, abs=0.02)
 
 
+def test_noise_of_another_size_or_run_is_not_gone_on_from() -> None:
+    """κ may be amended: what was followed before is then in other units. So is damage noticed, and another state."""
+    run = walked(1, 0.0, rounds=6)
+    tracer = Tracer(LAYOUT.coordinates, run.state.strength.dither)
+    data, chain = tracer.to_bytes(run.state), run.state.chain
+    assert Tracer(LAYOUT.coordinates, run.state.strength.dither).restore(data, chain)
+    assert not Tracer(LAYOUT.coordinates, run.state.strength.dither // 3).restore(data, chain)
+    assert not Tracer(LAYOUT.coordinates - 1, run.state.strength.dither).restore(data, chain)
+    assert not Tracer(LAYOUT.coordinates, run.state.strength.dither).restore(data, bytes(32))
+    assert not Tracer(LAYOUT.coordinates, run.state.strength.dither).restore(data[: len(data) // 2], chain)
+
+
 # --- in a federation ---
 
 BIG = {"a.weight": (100, 60), "b.weight": (120, 100)}
