@@ -56,7 +56,7 @@ def zoo_run(name: str, seed: int) -> Run:
     return made.expected_z, made.z(made.released), made.survival, made.told
 
 
-PLANNED = ("README's CNN, Adam", "FedProx", "two classes each", "BatchNorm", "weight decay")
+PLANNED = ("README's CNN, Adam", "FedProx", "two classes each", "BatchNorm, Adam", "weight decay")
 CASES: dict[str, Callable[[int], Run]] = {
     "demo": demo_run,
     **{

@@ -57,9 +57,13 @@ ROWS = [
 ]
 
 
+def carriers(row: Planned) -> int:
+    return sum(tensor.numel() for tensor in row.recipe.make().state_dict().values() if tensor.dim() > 1)
+
+
 def measured(row: Planned) -> dict[str, Any]:
     """A row of the table: the plan, and what came of it in the mean over seeds."""
-    size = sum(tensor.numel() for tensor in row.recipe.make().state_dict().values() if tensor.dim() > 1)
+    size = carriers(row)
     plan = Plan.propose(size, row.rounds, strength=row.strength)
     runs = [marked_run(row.recipe, plan.rounds, plan.strength, seed) for seed in range(row.seeds)]
     plain = [marked_run(row.recipe, plan.rounds, None, seed) for seed in range(row.seeds if row.compare else 0)]
@@ -92,14 +96,16 @@ def line(row: Mapping[str, Any]) -> str:
 def main(out: Path, only: Collection[str]) -> None:
     torch.set_num_threads(1)
     known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    rows: dict[str, Any] = {row["name"]: {"commit": known.get("commit", ""), **row} for row in known["rows"]}
+    rows: dict[tuple[str, int], Any] = {  # "the same" is said of several models
+        (row["name"], row["carriers"]): {"commit": known.get("commit", ""), **row} for row in known["rows"]
+    }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for planned in ROWS:
         if not only or planned.name in only:
-            rows[planned.name] = {"commit": commit.strip(), **measured(planned)}
-            print(line(rows[planned.name]), flush=True)  # noqa: T201
-    ordered = [rows[planned.name] for planned in ROWS if planned.name in rows]
-    out.write_text(json.dumps({"rows": ordered}, indent=1) + "\n")
+            found = rows[planned.name, carriers(planned)] = {"commit": commit.strip(), **measured(planned)}
+            print(line(found), flush=True)  # noqa: T201
+            ordered = [rows[key] for key in ((each.name, carriers(each)) for each in ROWS) if key in rows]
+            out.write_text(json.dumps({"rows": ordered}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
