@@ -2,6 +2,8 @@
 
     python -m benchmarks.readme [--seeds 0 1 2 3 4] [--out benchmarks/results/readme.json]
 
+The file keeps the seeds that are not run again.
+
 Each run has a process and an empty folder of its own. The seed is torch's, set before the page begins, so that the
 initial model is another one; keys and what training is seeded with are new each time, from the operating system. Beside
 it, plain FedAvg trains the same initial model with the page's own `digits.py`, without this project.
@@ -82,11 +84,9 @@ def main() -> None:
         return
     ask = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     commit = subprocess.run(ask, capture_output=True, check=True, text=True).stdout.strip()  # noqa: S603
-    about = {
-        "commit": commit,
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-    }
-    rows = []
+    hardware = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"rows": []}
+    rows: dict[int, Row] = {row["seed"]: row for row in known["rows"]}
     for seed in chosen.seeds:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "benchmarks.readme", "--one", str(seed)]
@@ -94,9 +94,10 @@ def main() -> None:
             done = subprocess.run(command, cwd=folder, env=where, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise SystemExit(done.stderr)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(rows[-1], flush=True)  # noqa: T201
-        chosen.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        rows[seed] = {"commit": commit, "hardware": hardware, **json.loads(done.stdout.splitlines()[-1])}
+        print(rows[seed], flush=True)  # noqa: T201
+        ordered = [rows[each] for each in sorted(rows)]
+        chosen.out.write_text(json.dumps({"rows": ordered}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
