@@ -24,6 +24,7 @@ import torch
 from benchmarks import packing
 from tests.kit import planned_runs, zoo, zoo_runs
 from tests.kit.planned import marked_run
+from tests.kit.zoo_runs import likely
 
 from quorumark import demo
 from quorumark.consortium.plan import Plan
@@ -32,30 +33,30 @@ from quorumark.round.survival import Survival
 OUT = Path("benchmarks/results/forecast.json")
 SEEDS = (1, 2, 3)
 Row = dict[str, Any]
-Run = tuple[float, float, Survival | None]
-"""The forecast, z, and what the noise found, if that is enough to be told."""
+Run = tuple[float, float, Survival | None, Survival | None]
+"""The forecast, z, and what noise says is left: all members' together, and the median of what each would tell."""
 
 
 def demo_run(seed: int) -> Run:
     found = packing.run("digits", 2, seed, demo.ROUNDS, "")
     told = Survival(found["survival"], found["survival_error"])
-    return found["expected_z"], found["z"], told if told.error else None
+    return found["expected_z"], found["z"], told if told.error else None, None
 
 
 def planned_run(planned: planned_runs.Planned, seed: int) -> Run:
     size = sum(tensor.numel() for tensor in planned.recipe.make().state_dict().values() if tensor.dim() > 1)
     plan = Plan.propose(size, planned.rounds, strength=planned.strength)
     ran = marked_run(planned.recipe, plan.rounds, plan.strength, seed)
-    return ran.expected, ran.z, ran.survival
+    return ran.expected, ran.z, ran.survival, ran.told
 
 
 def zoo_run(name: str, seed: int) -> Run:
     made = zoo_runs.marked(name, seed, rounds=20, rho="0.1", c_max="0.1", dither="3")
     zoo_runs.marked.cache_clear()
-    return made.expected_z, made.z(made.released), made.survival
+    return made.expected_z, made.z(made.released), made.survival, made.told
 
 
-PLANNED = ("README's CNN, Adam", "FedProx", "two classes each", "BatchNorm", "weight decay")
+PLANNED = ("README's CNN, Adam", "FedProx", "two classes each", "BatchNorm, Adam", "weight decay")
 CASES: dict[str, Callable[[int], Run]] = {
     "demo": demo_run,
     **{
@@ -72,11 +73,14 @@ def row(name: str, commit: str) -> Row:
     runs = [CASES[name](seed) for seed in SEEDS]
     return {
         "name": name,
-        "forecast": [round(forecast, 2) for forecast, _, _ in runs],
-        "survival": [found and found.part for _, _, found in runs],
-        "error": [found and found.error for _, _, found in runs],
-        "corrected": [round((found.part if found else 1) * forecast, 2) for forecast, _, found in runs],
-        "z": [round(z, 2) for _, z, _ in runs],
+        "forecast": [round(forecast, 2) for forecast, *_ in runs],
+        "survival": [found and found.part for *_, found, _ in runs],
+        "error": [found and found.error for *_, found, _ in runs],
+        "corrected": [round(likely(found) * forecast, 2) for forecast, _, found, _ in runs],
+        "told": [found and found.part for *_, found in runs],
+        "told_error": [found and found.error for *_, found in runs],
+        "told_z": [round(likely(found) * forecast, 2) for forecast, *_, found in runs],
+        "z": [round(z, 2) for _, z, *_ in runs],
         "seconds": round(time.perf_counter() - start, 1),
         "commit": commit,
     }
@@ -84,10 +88,16 @@ def row(name: str, commit: str) -> Row:
 
 def line(entry: Mapping[str, Any]) -> str:
     """The row as docs/strength.md has it."""
-    forecast, corrected, z = (np.mean(entry[name]) for name in ("forecast", "corrected", "z"))
-    told = [part for part in entry["survival"] if part is not None]
-    left = f"{100 * np.mean(told):.0f} ± {100 * max(filter(None, entry['error'])):.0f} %" if told else "not told"
-    return f"| {entry['name']} | {forecast:.1f} | {left} | {corrected:.1f} | {z:.1f} |"
+    forecast, corrected, told, z = (np.mean(entry[name]) for name in ("forecast", "corrected", "told_z", "z"))
+    parts = (left(entry["survival"], entry["error"]), left(entry["told"], entry["told_error"]))
+    deployed = f"{told:.1f}" if parts[1] else ""
+    return f"| {entry['name']} | {forecast:.1f} | {parts[0]} | {corrected:.1f} | {parts[1]} | {deployed} | {z:.1f} |"
+
+
+def left(parts: list[float | None], errors: list[float | None]) -> str:
+    """The mean over seeds, with the largest error."""
+    found = [part for part in parts if part is not None]
+    return f"{100 * np.mean(found):.0f} ± {100 * max(filter(None, errors)):.0f} %" if found else ""
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from dataclasses import field as dataclass_field
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,13 @@ from quorumark.consortium.records import Manifest
 from quorumark.consortium.shares import ShareFile
 from quorumark.errors import AnsweredError, EncodingError, InputError, QuorumarkError, RecordError, RoundError, code_of
 from quorumark.field import Vector
-from quorumark.files import write_shared
+from quorumark.files import write_private, write_shared
 from quorumark.model.layout import ModelLayout, write_safetensors
 from quorumark.round.history import History, research_seed
 from quorumark.round.links import Link, read_links, start_here
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import MemoryState, State
+from quorumark.round.outlook import Outlook, will_pass
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.server import RoundServer
 from quorumark.round.survival import Step, Tracer
@@ -173,11 +174,11 @@ class RoundReport:
     share of the carriers that got no mark because something jumped in the round before (`quorumark.round.continuity`).
     `widened`: members whose update was larger than the units of a packed round expected, and in how many tensors
     (`quorumark.round.units`).
-    `expected_z`: what a verification of this round's model would give, give or take 1 (`quorumark.round.forecast`);
-    `final_z`: what the run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is
-    too little.
-    `survival`: the part of the mark that training left, by the members' own noise, `survival_error` its standard error,
-    and `corrected_z` the forecast times that (`quorumark.round.survival`); the error is 0 where it is not known.
+    `corrected_z`: what a verification of this round's model should find, give or take the key's own chance of 1 and
+    `corrected_error`. It is made of `expected_z`, the forecast from what is public, and `survival`, the part of the
+    mark that training left by the members' own noise, with `survival_error`: 0 where nobody told. `final_z`: what the
+    run is on course for at its end, 0 where that is not known yet; `advice`: what to do if that is too little
+    (`quorumark.round.outlook`).
     """
 
     round: int
@@ -194,17 +195,28 @@ class RoundReport:
     widened: dict[int, int] = dataclass_field(default_factory=dict)
     rho: float = 0.0
     expected_z: float = 0.0
-    final_z: float = 0.0
-    advice: str = ""
     survival: float = 0.0
     survival_error: float = 0.0
     corrected_z: float = 0.0
+    corrected_error: float = 0.0
+    final_z: float = 0.0
+    advice: str = ""
     c: float = 0.0
     uploaded_bytes: int = 0
     seconds: dict[str, float] = dataclass_field(default_factory=dict)
     metrics: dict[str, float] = dataclass_field(default_factory=dict)
     given_up: str = ""
     given_up_code: str = ""
+
+    @property
+    def outlook(self) -> Outlook:
+        """What it says of the mark."""
+        return Outlook(**{each.name: getattr(self, each.name) for each in fields(Outlook)})
+
+    @outlook.setter
+    def outlook(self, found: Outlook) -> None:
+        for name, value in asdict(found).items():
+            setattr(self, name, value)
 
     def exclude(self, point: int, why: str, code: str) -> None:
         """A member is out of this round."""
@@ -362,24 +374,12 @@ class Federation:
             for member in self.members.values():
                 summed = settled.encoded, settled.embedded, settled.norms, level
                 member.accept(number, *summed, stood=settled.stood, taken=settled.taken)
-        report.rho = server.rho
         with timed(report, "forecast"):
-            report.expected_z = z = server.expected_z
+            told = None
             if self._tracer is not None and step is not None:
                 self._tracer.follow(step, self.history.mark, noise, settled.embedded)
-                z = self._survived(self._tracer, report)
-            found = server.course(z)
-            report.final_z, report.advice = found.final_z, found.advice
-
-    def _survived(self, tracer: Tracer, report: RoundReport) -> float:
-        """Reports what training left of the mark, and gives the z that the run's course goes by: what it found, if that
-        is a loss beyond chance."""
-        found = tracer.survival(self.history.mark, self.manifest.terms.statistic)
-        if found is None:
-            return report.expected_z
-        report.survival, report.survival_error = found.part, found.error
-        report.corrected_z = max(0.0, found.part) * report.expected_z
-        return report.corrected_z if found.is_loss else report.expected_z
+                told = self._tracer.survival(self.history.mark, self.manifest.terms.statistic)
+            report.outlook = server.outlook(told)
 
     def _train_all(self, report: RoundReport) -> list[int]:
         """Everybody who is there trains; whose training fails is out of this round, and named."""
@@ -502,7 +502,7 @@ class Federation:
         }
         self.server.save(self.server.like)
         if self._tracer is not None and self._folder is not None:
-            self._tracer.save(self._folder / NOISE, self.history.mark)
+            write_private(self._folder / NOISE, self._tracer.to_bytes(self.history.mark))
         self._show()
 
     def _show(self) -> None:
@@ -526,7 +526,8 @@ class Federation:
         except (KeyError, AttributeError, *DAMAGED) as error:
             raise RecordError(f"{str(self._folder)!r} holds a damaged run ({type(error).__name__})") from None
         if self._tracer is not None and self._folder is not None:
-            self._tracer.restore(self._folder / NOISE, self.history.mark)
+            with contextlib.suppress(OSError):  # without it, what is measured is about the rounds that follow
+                self._tracer.restore((self._folder / NOISE).read_bytes(), self.history.mark.chain)
         self._show()
 
 
@@ -550,13 +551,7 @@ def summary(run: Federation) -> str:
     done = [report for report in run.reports if not report.given_up]
     if not run.marks or not done:
         return ""
-    last, threshold = done[-1], run.manifest.terms.policy.z
-    told = last.survival_error > 0
-    z = last.corrected_z if told else last.expected_z
-    line = f"{len(done)} rounds; a verification should find z = {z:.1f}, PASSED from {threshold} on"
-    if told:
-        line += f" ({100 * last.survival:.0f} ± {100 * last.survival_error:.0f} % of the mark is left)"
-    return f"{line}. {last.advice}" if last.advice else line
+    return will_pass(done[-1].outlook, run.manifest.terms.policy.z, len(done))
 
 
 def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
@@ -574,7 +569,7 @@ def _table(run: Federation, rounds: int, title: str, last: int) -> Table:
             table.add_row(str(report.round), *numbers, "given up", *[""] * (4 + len(stages)))
             continue
         counts = [str(len(report.members)), str(report.attempts), "yes" if report.marked else "no"]
-        mark = [f"{report.rho:.4f}", f"{report.expected_z:.1f}"]
+        mark = [f"{report.rho:.4f}", f"{report.corrected_z:.1f}"]
         table.add_row(str(report.round), *numbers, *counts, *mark, *taken)
     return table
 

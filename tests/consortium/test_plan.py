@@ -133,8 +133,24 @@ def test_terms_are_agreed_on_with_a_plan(cards: list[Any]) -> None:
     assert told.strength.rounds == Plan.propose(160_000).rounds
     with pytest.raises(InputError, match="target_z"):
         qm.Terms.agree("trial", 2, cards, large, target_z=0, **options)
-    silent = qm.Terms.agree("trial", 2, cards, large, strength=own, **options)  # who sets it knows
-    assert silent.strength.rounds == 0
+
+
+def test_who_sets_the_strength_is_told_as_well(cards: list[Any]) -> None:
+    """What a model of this size may end with, before there is a key; nothing where it is enough for the rounds."""
+    options: dict[str, Any] = {"without_alignment": True}
+    own = {"rho": "0.05", "c_max": "0.03"}
+    with pytest.warns(PlanWarning, match=r"as little as z = 2, .* What would help: .*plan\.too-small"):
+        small = qm.Terms.agree("trial", 2, cards, model(100, 200), strength=own, **options)
+    assert small.strength.rounds == 0
+    with pytest.warns(PlanWarning, match=r"takes about 20 rounds.*plan\.no-rounds"):
+        qm.Terms.agree("trial", 2, cards, model(400, 400), strength={"rho": "0.1", "c_max": "0.1"}, **options)
+    short = {"rho": "0.1", "c_max": "0.1", "rounds": "5"}
+    with pytest.warns(PlanWarning, match=r"plan\.too-short"):
+        qm.Terms.agree("trial", 2, cards, model(400, 400), strength=short, **options)
+    with pytest.warns(PlanWarning, match=r"plan\.no-forecast"):
+        qm.Terms.agree("trial", 2, cards, model(400, 400), strength={"rule": "paper", "c": "0.02"}, **options)
+    enough = {"rho": "0.1", "c_max": "0.1", "rounds": "30"}
+    assert qm.Terms.agree("trial", 2, cards, model(400, 400), strength=enough, **options).strength.rounds == 30
 
 
 def test_the_command_line_plans_and_shows_it(tmp_path: Path, cards: list[Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 import quorumark as qm
+from quorumark.consortium.plan import PlanWarning
 from quorumark.errors import InputError, KeystoreError, RoundError
 from quorumark.flower import watermarked
 from quorumark.flower.client import member_of
@@ -264,7 +265,8 @@ def test_homes_on_one_machine_begin_without_another_command(tmp_path: Path, made
         qm.Home.create(tmp_path / name, name, key_file=tmp_path / f"{name}.key") for name in ("Avon", "Birch", "C")
     ]
     cards, strength = [(home.card, 100) for home in homes], {"rho": "0.05"}
-    terms = qm.Terms.agree("three", 2, cards, made.model, strength=strength, without_alignment=True)
+    with pytest.warns(PlanWarning):
+        terms = qm.Terms.agree("three", 2, cards, made.model, strength=strength, without_alignment=True)
     qm.Home.make_key(homes, terms)
     assert all(home.consortium().memory_path.exists() for home in homes)
 

@@ -88,6 +88,35 @@ def test_evaluation_passes_and_metrics_say_what_a_round_cost(world: Consortium) 
     )
 
 
+def test_metrics_say_what_a_verification_should_find(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the model that each round made, the last one's too: forecast, what members' noise says is left, and both
+    together; as the documentation lists them."""
+    strength = {"rule": "rho", "rho": "0.2", "c_max": "0.1", "dither": "3"}
+    world = Consortium.make(tmp_path, strength=strength, policy={"sums": "checked"})
+    wrapped = watermarked(fedavg(), world.path, seed=SEED)
+    with caplog.at_level("INFO", logger="flwr"):
+        result = wrapped.start(
+            grid=LocalGrid(app_for(world.folder), 5), initial_arrays=records_of(world.model), num_rounds=7
+        )
+    same_run = world.in_process(7, SEED)
+    for number, (report, expected) in enumerate(zip(wrapped.reports, same_run.reports, strict=True), 1):
+        metrics = result.train_metrics_clientapp[number]
+        assert metrics["quorumark-expected-z"] == report.expected_z == expected.expected_z
+        assert metrics["quorumark-rho"] == report.rho == expected.rho
+        assert metrics["quorumark-corrected-z"] == report.corrected_z
+        assert (report.survival_error > 0) == (number >= 5)  # asked in the fifth round, and in the last
+    last, there = wrapped.reports[-1], same_run.reports[-1]
+    assert abs(last.survival - there.survival) < 4 * last.survival_error
+    assert last.corrected_z > 3
+    assert f"a verification should find z = {last.corrected_z:.1f}" in caplog.text
+    page = (root / "docs/flower.md").read_text(encoding="utf-8")
+    for name in metrics:
+        if name.startswith("quorumark-"):
+            assert f"`{name}`" in page or f"`-{name.removeprefix('quorumark-')}`" in page, name
+
+
 def test_what_leaves_a_node_is_masked(world: Consortium) -> None:
     """Neither a member's model nor its share is in any reply; without the mod the model would be."""
     made: list[Model] = []

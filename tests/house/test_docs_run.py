@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quorumark as qm
-from tests.kit.blocks import blocks_of, commands_of, run_page
+from tests.kit.blocks import blocks_of, commands_of, run_page, written_out
 
 PAGES = ("docs/tutorial.md", "README.md")
 
@@ -34,7 +36,7 @@ def follow(
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(name: str) -> None:
-        assert run_page((root / name).read_text(encoding="utf-8"), tmp_path, environment) >= 5
+        assert run_page((root / name).read_text(encoding="utf-8"), tmp_path, environment)["blocks"] >= 5
 
     yield run
     for module in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(tmp_path))]:
@@ -58,13 +60,25 @@ def test_every_block_of_the_readme_runs_and_the_mark_is_found(follow: Callable[[
 def test_the_readme_is_short_and_takes_few_commands(root: Path) -> None:
     page = (root / "README.md").read_text(encoding="utf-8")
     assert page.count("\n") <= 150
-    total = 0
-    for block in blocks_of(page):
-        for command, _, _ in commands_of(block.text) if block.kind == "console" and not block.skipped else ():
-            names = re.search(r"for name in ([A-Z a-z]+);", command)
-            total += command.count("quorumark ") * (len(names[1].split()) if names else 1)
-    assert total == 25  # as it says
-    assert f"That is {total} commands" in page
+    counts = written_out(page)
+    assert counts.total() == 25 <= 26  # as it says
+    assert f"That is {counts.total()} commands" in page
+    assert max(count for name, count in counts.items() if name) <= 5
+
+
+def test_what_the_readme_claims_of_its_path_was_measured_as_it_is_printed(root: Path) -> None:
+    """Five seeds: PASSED with z ≥ 12 each time, at most 26 commands, at most five for a member, and the mean accuracy
+    within half a point of plain FedAvg's, or twice its standard error."""
+    rows = json.loads((root / "benchmarks/results/readme.json").read_text())["rows"]
+    assert [row["seed"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["verdict"] == "PASSED" and row["z"] >= 12 for row in rows)
+    counts = written_out((root / "README.md").read_text(encoding="utf-8"))
+    assert {row["commands"] for row in rows} == {counts.total()}
+    assert max(row["most_commands"] for row in rows) <= 5
+    cost = [row["accuracy"] - row["plain_accuracy"] for row in rows]
+    assert abs(statistics.fmean(cost)) < max(0.005, 2 * statistics.stdev(cost) / len(cost) ** 0.5)
+    expected, z = (statistics.fmean(row[name] for row in rows) for name in ("expected_z", "z"))
+    assert abs(expected - z) < max(0.1 * z, 2)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -85,7 +99,7 @@ def test_a_page_that_does_not_keep_its_word_is_noticed(
         "```python\nx = 2\nprint('z is', x)\n```\n\nIt prints\n\n```text\nz is 19.5\n```\n"
         "<!-- not run: it has no end -->\n```console\n$ false\n```\n"
     )
-    assert run_page(good, tmp_path, environment) == 4
+    assert run_page(good, tmp_path, environment)["blocks"] == 4
     for right, wrong in (("hello 4", "bye 4"), ("z is 19.5", "z was 19.5"), ("  # exits with 1", ""), ("x = 2", "")):
         assert right in good
         with pytest.raises((AssertionError, NameError)):

@@ -33,7 +33,8 @@ def make_homes(folder: Path) -> list[qm.Home]:
 def agree(homes: list[qm.Home], model: Model, **settings: Any) -> qm.Terms:
     cards = [(home.card, count) for home, count in zip(homes, EXAMPLES, strict=True)]
     strength = {"rule": "rho", "rho": "0.3", "c_max": "0.25", "dither": "2"}
-    return qm.Terms.agree("trial", 2, cards, model, strength=strength, **{"without_alignment": True, **settings})
+    options = {"rounds": 10, "target_z": 4, "strength": strength, "without_alignment": True, **settings}
+    return qm.Terms.agree("trial", 2, cards, model, **options)
 
 
 @pytest.fixture(scope="module")

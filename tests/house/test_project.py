@@ -119,7 +119,8 @@ def test_the_planned_runs_are_the_measured_ones(root: Path) -> None:
 
 
 def test_the_survival_that_the_noise_finds_is_the_measured_one(root: Path) -> None:
-    """Each row of the table; with it the forecast is within max(10 %, 2) of z in the mean, without it not always."""
+    """Each row of the table; with it the forecast is within max(10 %, 2) of z in the mean, without it not always; so it
+    is by the median of what five members tell."""
     pytest.importorskip("torch")
     from benchmarks.forecast import CASES, line
 
@@ -129,8 +130,10 @@ def test_the_survival_that_the_noise_finds_is_the_measured_one(root: Path) -> No
     off = []
     for row in rows:
         assert line(row) in page, row["name"]
-        forecast, corrected, z = (sum(row[name]) / len(row[name]) for name in ("forecast", "corrected", "z"))
+        names = ("forecast", "corrected", "told_z", "z")
+        forecast, corrected, told, z = (sum(row[name]) / len(row[name]) for name in names)
         assert abs(corrected - z) < max(0.1 * z, 2), row["name"]
+        assert abs(told - z) < max(0.1 * z, 2) or row["name"] == "demo", row["name"]
         off += [row["name"]] if abs(forecast - z) >= max(0.1 * z, 2) else []
     assert "weight-norm" in off
 

@@ -17,6 +17,7 @@ import contextlib
 import io
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,9 @@ def blocks_of(page: str) -> list[Block]:
     ]
 
 
-def run_page(page: str, folder: Path, environment: Mapping[str, str]) -> int:
-    """Runs every block in the folder, which must be the working directory, and gives their number."""
+def run_page(page: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Runs every block in the folder, which must be the working directory. Gives what Python has in the end; `blocks`
+    says how many there were."""
     session: dict[str, Any] = {"__name__": "__main__"}
     printed, ran = "", 0
     for block in blocks_of(page):
@@ -70,7 +72,7 @@ def run_page(page: str, folder: Path, environment: Mapping[str, str]) -> int:
                 assert done.returncode == code, f"{where}: {command}\n{done.stdout}{done.stderr}"
                 assert_prints(expected, done.stdout + done.stderr, f"{where}: {command}")
         ran += 1
-    return ran
+    return {**session, "blocks": ran}
 
 
 def commands_of(text: str) -> Iterator[tuple[str, int, list[str]]]:
@@ -82,6 +84,18 @@ def commands_of(text: str) -> Iterator[tuple[str, int, list[str]]]:
         command = "\n".join(lines[:length])
         code = _EXIT.search(command)
         yield _EXIT.sub("", command), int(code[1]) if code else 0, lines[length:]
+
+
+def written_out(page: str) -> Counter[str]:
+    """How many commands of this project a page has for each member; for nobody in particular under an empty name."""
+    counts: Counter[str] = Counter()
+    for block in blocks_of(page):
+        for command, _, _ in commands_of(block.text) if block.kind == "console" and not block.skipped else ():
+            every = re.search(r"for name in ([A-Z a-z]+);", command)
+            own = re.findall(r"--home (?!\$)(\w+)", command)
+            for name in every[1].split() if every else own or [""]:
+                counts[name] += command.count("quorumark ")
+    return counts
 
 
 def assert_prints(expected: list[str], printed: str, where: str) -> None:

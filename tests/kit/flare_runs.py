@@ -17,7 +17,7 @@ from quorumark.node.journal import allow_repeats
 from tests.kit.flowers import Consortium, Model
 
 SEED = 3
-STRENGTH = {"rule": "rho", "rho": "0.3", "c_max": "0.25", "lr": "cosine:40", "dither": "0"}
+STRENGTH = {"rule": "rho", "rho": "0.3", "c_max": "0.25", "lr": "cosine:40", "dither": "2"}
 SCRIPT = Path(__file__).with_name("flare_script.py")
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -28,7 +28,7 @@ from quorumark.round.dither import add_dither
 from quorumark.round.forecast import expected_z
 from quorumark.round.mark import TooStrongError, check_size, ideal_mark
 from quorumark.round.movement import ideal_norms
-from quorumark.round.survival import Step, Survival, Tracer
+from quorumark.round.survival import Step, Survival, Tracer, middle
 
 BALANCED = "balanced-anchor/v1"
 MEMBERS, TEST = 5, 360
@@ -56,6 +56,16 @@ def normed() -> nn.Module:
         nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32, track_running_stats=False), nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64, track_running_stats=False), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def strided() -> nn.Module:
+    """With BatchNorm, whose running statistics are averaged like weights: 89,376 weights carry."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 96, 3, padding=1, bias=False), nn.BatchNorm2d(96), nn.ReLU(),
+        nn.Flatten(), nn.Linear(96 * 16, 10),
     )  # fmt: skip
 
 
@@ -149,7 +159,8 @@ class Ran:
     loudest: float = 0.0  # the largest cosine of one update with the key
     straight: float = 0.0  # ‖Σ D‖ / √Σ ‖D‖²
     refused: int = 0
-    survival: Survival | None = None
+    survival: Survival | None = None  # by the noise of all members together
+    told: Survival | None = None  # the median of what each tells by itself
     forecasts: list[float] = field(default_factory=list)
     rhos: list[float] = field(default_factory=list)
 
@@ -167,7 +178,7 @@ def marked_run(
     rng = np.random.default_rng([seed, 7])
     key = rng.choice(np.array([-1, 1]), layout.coordinates)
     weight, ran = Fraction(1, MEMBERS), Ran()
-    tracer = Tracer(layout.coordinates, rule.dither)
+    tracers = [Tracer(layout.coordinates, rule.dither) for _ in range(1 + MEMBERS)]
     paths: list[Any] = []
     sizes: list[float] = []
     leak = 0.0
@@ -200,7 +211,8 @@ def marked_run(
         norms = ideal_norms(layout, before, encoded, dict.fromkeys(encoded, weight)) if rule.needs_norms else None
         step = Step(state)
         state.advance(number, after, amplitudes if marks else None, norms)
-        tracer.follow(step, state, noise, amplitudes if marks else None)
+        for follower, theirs in zip(tracers, [noise, *([each] for each in noise)], strict=True):
+            follower.follow(step, state, theirs, amplitudes if marks else None)
         move = prime.to_signed(prime.sub(after, before))[layout.carrying()].astype(np.float64) * 2.0**-40
         size = float(move @ move)
         paths.append(move.astype(np.float32))
@@ -221,5 +233,6 @@ def marked_run(
         ran.seen = float(best @ key) / (float(np.linalg.norm(best)) or 1.0) / math.sqrt(key.size)
         ran.z = KnownKey(key.astype(np.int8), layout, TensorsInMemory(start)).z(now)
         ran.expected = ran.forecasts[-1]
-        ran.survival = tracer.survival(state, BALANCED)
+        ran.survival, *told = (follower.survival(state, BALANCED) for follower in tracers)
+        ran.told = middle([found for found in told if found is not None])
     return ran

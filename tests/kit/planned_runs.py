@@ -1,7 +1,7 @@
-"""What came of planned runs: python -m tests.kit.planned_runs benchmarks/results/plans.json
+"""What came of planned runs: python -m tests.kit.planned_runs benchmarks/results/plans.json [NAME …]
 
 Small models that five members train on scikit-learn's digits, with the strength that a plan proposes; some minutes.
-docs/strength.md shows the table.
+With names only those rows are run, and the file keeps the others. docs/strength.md shows the table.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from quorumark.consortium.plan import Plan
-from tests.kit.planned import Recipe, cnn, marked_run, mlp, normed, quickstart
+from tests.kit.planned import Recipe, cnn, marked_run, mlp, normed, quickstart, strided
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +46,9 @@ ROWS = [
     Planned("MLP, Adam", Recipe(make=mlp)),
     Planned("the same, SGD at rate 0.02", Recipe(make=mlp, optimiser="sgd", learning_rate=0.02)),
     Planned("BatchNorm, Adam", Recipe(make=normed)),
+    Planned("BatchNorm and strides, SGD at rate 0.1", Recipe(make=strided, optimiser="sgd", learning_rate=0.1), None),
+    Planned("the same, SGD at rate 0.005", Recipe(make=strided, optimiser="sgd", learning_rate=0.005), None),
+    Planned("the same, Adam at rate 0.001", Recipe(make=strided), None),
     Planned("Flower's quickstart, SGD at rate 0.05, five epochs", quickstart(0.05, 5), None),
     Planned("the same, one epoch", quickstart(0.05, 1), None),
     Planned("the same, one epoch at rate 0.1", quickstart(0.1, 1), None),
@@ -54,9 +57,13 @@ ROWS = [
 ]
 
 
+def carriers(row: Planned) -> int:
+    return sum(tensor.numel() for tensor in row.recipe.make().state_dict().values() if tensor.dim() > 1)
+
+
 def measured(row: Planned) -> dict[str, Any]:
     """A row of the table: the plan, and what came of it in the mean over seeds."""
-    size = sum(tensor.numel() for tensor in row.recipe.make().state_dict().values() if tensor.dim() > 1)
+    size = carriers(row)
     plan = Plan.propose(size, row.rounds, strength=row.strength)
     runs = [marked_run(row.recipe, plan.rounds, plan.strength, seed) for seed in range(row.seeds)]
     plain = [marked_run(row.recipe, plan.rounds, None, seed) for seed in range(row.seeds if row.compare else 0)]
@@ -86,15 +93,20 @@ def line(row: Mapping[str, Any]) -> str:
     )
 
 
-def main(out: Path) -> None:
+def main(out: Path, only: Collection[str]) -> None:
     torch.set_num_threads(1)
-    rows = []
-    for planned in ROWS:
-        rows.append(measured(planned))
-        print(line(rows[-1]), flush=True)  # noqa: T201
+    known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    rows: dict[tuple[str, int], Any] = {  # "the same" is said of several models
+        (row["name"], row["carriers"]): {"commit": known.get("commit", ""), **row} for row in known["rows"]
+    }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    out.write_text(json.dumps({"commit": commit.strip(), "rows": rows}, indent=1) + "\n")
+    for planned in ROWS:
+        if not only or planned.name in only:
+            found = rows[planned.name, carriers(planned)] = {"commit": commit.strip(), **measured(planned)}
+            print(line(found), flush=True)  # noqa: T201
+            ordered = [rows[key] for key in ((each.name, carriers(each)) for each in ROWS) if key in rows]
+            out.write_text(json.dumps({"rows": ordered}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

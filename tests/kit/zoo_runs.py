@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -21,14 +21,15 @@ from quorumark.consortium.strength import Strength
 from quorumark.field import Stream
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, TensorsInMemory
-from quorumark.round.amplitudes import MarkState
+from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.dither import add_dither
 from quorumark.round.forecast import expected_z
 from quorumark.round.mark import ideal_mark
-from quorumark.round.survival import Step, Survival, Tracer
+from quorumark.round.survival import ENOUGH, Step, Survival, Tracer, middle
 from tests.kit import lab, zoo
 
 State = dict[str, torch.Tensor]
+Noise = tuple[Fraction, Stream]
 ROUNDS, SAMPLES, MEMBERS = 8, 480, 5
 BALANCED = "balanced-anchor/v1"
 
@@ -44,8 +45,9 @@ class Marked:
     key: NDArray[np.int64]
     groups: Groups
     state: MarkState
-    survival: Survival | None = None
+    survival: Survival | None = None  # by the noise of all members together, as in a run in one process
     stranger: Survival | None = None  # what noise that is not in the model would say
+    told: Survival | None = None  # the median of what each would tell by itself, as in a deployment
 
     @property
     def expected_z(self) -> float:
@@ -54,9 +56,13 @@ class Marked:
 
     @property
     def corrected_z(self) -> float:
-        """The forecast times what the members' noise says is left."""
-        assert self.survival is not None
-        return self.survival.part * self.expected_z
+        """What a run in one process reports."""
+        return self.expected_z * likely(self.survival)
+
+    @property
+    def told_z(self) -> float:
+        """What a server reports whose members are on machines of their own."""
+        return self.expected_z * likely(self.told)
 
     def left(self) -> NDArray[np.float64]:
         """What is left of the mark at each weight that carries, times the key: A_j if training took nothing back."""
@@ -137,9 +143,10 @@ def marked(
     rho: str = "0.15",
     c_max: str = "0.25",
     dither: str = "0",
+    watch: Callable[[Step, MarkState, Amplitudes], None] | None = None,
 ) -> Marked:
     """A model trained in so many rounds by one who knows the key, with a mark of at most ρ, and with the noise of five
-    members if there is `dither`.
+    members if there is `dither`. `watch` sees each round.
 
     The usual run is short, so that the limit of the leak stops the mark below ρ.
     """
@@ -157,7 +164,7 @@ def marked(
     }
     rule = Strength.of(strength, layout.coordinates)
     state = MarkState(rule, layout, "rademacher", layout.encode(start))
-    tracers = [Tracer(layout.coordinates, rule.dither) for _ in range(2 if rule.dither else 0)]
+    tracers = [Tracer(layout.coordinates, rule.dither) for _ in range(2 + MEMBERS if rule.dither else 0)]
     for number in range(1, rounds + 1):
         after = trained(name, now, 1000 * seed + number, 1, 2e-3 * float(rule.rate(number)), optimiser)
         amplitudes, total = state.amplitudes(number), layout.encode(after)
@@ -167,11 +174,24 @@ def marked(
             add_dither(total, amplitudes, rule.dither, weight, stream)
         step = Step(state)
         state.advance(number, total, amplitudes)
-        for tracer, theirs in zip(tracers, (noise[:MEMBERS], noise[MEMBERS:]), strict=False):
+        if watch is not None:
+            watch(step, state, amplitudes)
+        for tracer, theirs in zip(tracers, shared(noise, MEMBERS), strict=False):
             tracer.follow(step, state, theirs, amplitudes)
         now = layout.unflatten(decode(total).astype(layout.dtype), after)
-    told = [tracer.survival(state, BALANCED) for tracer in tracers] or [None, None]
-    return Marked(name, start, now, layout, key, groups_of(name), state, *told)
+    together, strangers, *each = [tracer.survival(state, BALANCED) for tracer in tracers] or [None, None]
+    told = middle([found for found in each if found is not None])
+    return Marked(name, start, now, layout, key, groups_of(name), state, together, strangers, told)
+
+
+def likely(found: Survival | None) -> float:
+    """What a forecast is multiplied by (`round.outlook`)."""
+    return found.likely if found is not None and found.error <= ENOUGH else 1.0
+
+
+def shared(noise: list[Noise], members: int) -> list[list[Noise]]:
+    """Whose noise is followed: all members', strangers', and each member's by itself."""
+    return [noise[:members], noise[members:], *([each] for each in noise[:members])]
 
 
 def member_noise(name: str, seed: int, number: int, member: int) -> tuple[Fraction, Stream]:

@@ -37,6 +37,8 @@ def test_five_sites_make_a_key_train_and_prove_it(tmp_path: Path) -> None:
     assert same(model, expected.model)
     assert [r["attempts"] for r in rounds] == [1, 1, 2, 1, 1]
     assert [r["marked"] for r in rounds] == [r.marked for r in expected.reports]
+    assert [r["expected_z"] for r in rounds] == [r.expected_z for r in expected.reports]
+    assert [r["survival_error"] > 0 for r in rounds] == [False] * 4 + [True]  # sites are asked in the fifth round
     assert rounds[3]["excluded_codes"] == {"1": "node.failed"}
     assert rounds[4]["lost"]["train"] == [5]
     assert rounds[4]["metrics"]["moved"] == 1.0  # the scripts' own

@@ -148,6 +148,8 @@ def test_a_leak_that_is_used_up_limits_what_is_expected() -> None:
     assert over.final_z < half.final_z < free.final_z
     assert "rounds instead" in on_course(10, 12, 7.0).advice
     assert "rounds instead" not in over.advice
+    assert "a lower learning rate" in over.advice  # it is at a fifth of ρ*, and no mark is to come
+    assert "a lower learning rate" not in half.advice + on_course(10, 60, 7.0, rho=0.09, spent=1.0).advice
 
 
 def test_a_federation_says_so_in_its_reports_its_events_and_its_last_line(tmp_path: Path) -> None:
@@ -161,7 +163,10 @@ def test_a_federation_says_so_in_its_reports_its_events_and_its_last_line(tmp_pa
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["advice"] for event in events] == [report.advice for report in run.reports]
     shown = console.export_text()
-    assert shown.count("on course for") == 2  # as soon as it is known, and at the end
+    assert (shown.count("on course for"), shown.count("has come to")) == (
+        1,
+        1,
+    )  # as soon as it is known, and at the end
     assert f"z = {run.reports[-1].expected_z:.1f}" in simulation.summary(run)
     plain = world.federation(mark=False)
     list(plain.rounds(6))

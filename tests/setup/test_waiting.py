@@ -19,6 +19,7 @@ import pytest
 
 import quorumark as qm
 from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.plan import PlanWarning
 from quorumark.errors import BusyError
 from quorumark.files import only_one
 from quorumark.setup.waiting import Progress, until_finished
@@ -269,7 +270,8 @@ def test_python_members_wait_too(tmp_path: Path) -> None:
     homes = [qm.Home.create(tmp_path / name, name, key_file=tmp_path / f"{name}.key") for name in names]
     model = {"w": np.ones((8, 40), np.float32)}
     cards, strength = [(home.card, 100) for home in homes], {"rho": "0.05"}
-    terms = qm.Terms.agree("trial", 2, cards, model, strength=strength, without_alignment=True)
+    with pytest.warns(PlanWarning):
+        terms = qm.Terms.agree("trial", 2, cards, model, strength=strength, without_alignment=True)
     assert homes[0].setup(terms, tmp_path / "exchange", wait=0.3, note=lambda _: None) is None
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(lambda home: home.setup(terms, tmp_path / "exchange", wait=60, note=len), homes))

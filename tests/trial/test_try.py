@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -290,27 +290,9 @@ def test_a_template_is_printed_and_can_be_prepared(name: str, tmp_path: Path, en
     assert found.setting.warnings == ()
 
 
-@pytest.mark.research
-def test_the_consortium_that_it_leaves_answers_on_the_command_line(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The quickest template, shortened; then its members are asked again, as any others would be."""
-    monkeypatch.chdir(tmp_path)
-    Path("my.py").write_text(template("tables"))
-    done = run(environment, "try", "my.py", "--rounds", "12", "--out", "out")
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(Path("out/trial.json").read_text())
+def answers_again(environment: dict[str, str], figures: dict[str, Any]) -> None:
+    """The members in out/ are asked anew, by the command line; the certificate there is confirmed."""
     tested = {row["what"]: row for row in figures["tested"]}
-    assert [row["verdict"] for row in tested.values()] == ["PASSED"] * 5 + ["FAILED"] * 2 + ["PASSED"]
-    assert figures["works"]
-    assert abs(tested["trained without the mark"]["z"]) < 6
-    assert abs(figures["difference"]["value"]) <= figures["difference"]["chance"]
-    assert abs(figures["z"]["forecast"] - figures["z"]["measured"]) < 4  # the key's own chance is 1
-    assert figures["corroboration"] == "corroborated"
-    assert len(figures["score"]["marked"]) == 13
-    assert figures["costs"]["marked_bytes"] > figures["costs"]["summed_bytes"] > figures["costs"]["plain_bytes"]
-    assert {"certificate.html", "report.html", "settings.txt"} <= {path.name for path in Path("out").iterdir()}
-
     manifest = ["--manifest", "out/consortium.json"]
     for suspect, code in (("model", 0), ("unmarked", 1)):
         file = f"out/{suspect}.safetensors"
@@ -342,6 +324,32 @@ def test_the_consortium_that_it_leaves_answers_on_the_command_line(
     assert checked.returncode == 0
     assert float(json.loads(checked.stdout)["z"]) == pytest.approx(figures["z"]["measured"], abs=1e-6)
 
+
+@pytest.mark.research
+def test_the_consortium_that_it_leaves_answers_on_the_command_line(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quickest template, shortened; then its members are asked again, as any others would be."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(template("tables"))
+    done = run(environment, "try", "my.py", "--rounds", "12", "--out", "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(Path("out/trial.json").read_text())
+    tested = {row["what"]: row for row in figures["tested"]}
+    assert [row["verdict"] for row in tested.values()] == ["PASSED"] * 5 + ["FAILED"] * 2 + ["PASSED"]
+    assert figures["works"]
+    assert abs(tested["trained without the mark"]["z"]) < 6
+    assert abs(figures["difference"]["value"]) <= figures["difference"]["chance"]
+    z = figures["z"]
+    assert abs(z["corrected"] - z["measured"]) < 4 * (1 + z["corrected_error"] ** 2) ** 0.5  # the key's own chance is 1
+    assert 0 < z["survival_error"] < 0.1
+    assert figures["corroboration"] == "corroborated"
+    assert len(figures["score"]["marked"]) == 13
+    assert figures["costs"]["marked_bytes"] > figures["costs"]["summed_bytes"] > figures["costs"]["plain_bytes"]
+    assert {"certificate.html", "report.html", "settings.txt"} <= {path.name for path in Path("out").iterdir()}
+
+    answers_again(environment, figures)
+
     # the line that it prints agrees on the same strength
     line = Path("out/settings.txt").read_text().replace("NAME", "earnest")
     for number, name in enumerate(("Avon", "Birch", "Cedar", "Delta", "Elm"), 1):
@@ -355,13 +363,18 @@ def test_the_consortium_that_it_leaves_answers_on_the_command_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_works_as_it_is(name: str, tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "my.py").write_text(template(name))
-    started = time.process_time()
-    done = run(environment, "try", str(tmp_path / "my.py"), "--out", str(tmp_path / "out"))
-    assert time.process_time() - started < 180  # of one core, whatever else runs on the machine
+def test_a_template_works_as_it_is_and_its_consortium_answers(
+    name: str, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(template(name))
+    before = os.times().children_user + os.times().children_system
+    done = run(environment, "try", "my.py", "--out", "out")
+    taken = os.times().children_user + os.times().children_system - before
+    assert taken < 2 * 180  # of CPU: three minutes on two cores, whatever else runs on the machine
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "out" / "trial.json").read_text())
+    figures = json.loads(Path("out/trial.json").read_text())
     assert figures["works"]
     assert figures["z"]["measured"] >= 12
     assert abs(figures["difference"]["value"]) <= figures["difference"]["chance"]
+    answers_again(environment, figures)

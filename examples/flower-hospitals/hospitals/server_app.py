@@ -61,6 +61,7 @@ def train(grid: Grid, context: Context, folder: Path) -> None:
             "marked": report.marked,
             "rho": report.rho,
             "expected_z": report.expected_z,
+            "corrected_z": report.corrected_z,
             "seconds": report.seconds,
             "bytes_up": report.metrics.get("bytes-up", 0),
             "bytes_down": report.metrics.get("bytes-down", 0),

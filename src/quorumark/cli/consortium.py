@@ -252,6 +252,25 @@ def _coverage_beside(folder: Path, terms: Terms) -> list[str]:
     return _coverage(groups, layout)
 
 
+def _reached(file: Path) -> list[str]:
+    """Of a manifest in a member's home: what a verification of the last model that it accepted should find."""
+    from quorumark.consortium.home import ConsortiumFolder
+    from quorumark.errors import QuorumarkError
+    from quorumark.node.standing import standing
+    from quorumark.round.outlook import will_pass
+
+    place = ConsortiumFolder(file.parent)
+    if not place.manifest_path.is_file() or not place.manifest_path.samefile(file):
+        return []
+    try:
+        found = standing(place)
+    except QuorumarkError as error:
+        return [f"what its last run came to cannot be read: {error}"]
+    if found is None:
+        return []
+    return [f"this member's last model: {will_pass(found[1], place.terms().policy.z, found[0])}"]
+
+
 @app.command("show")
 def show(
     file: Annotated[Path, typer.Argument(help="terms.json, manifest.json or dealing.json")], json: Json = False
@@ -282,6 +301,8 @@ def show(
         shown = [f"{key}={value}" for key, value in sorted(settings.items()) if key not in Policy.DIGESTS]
         console.print(f"{title:<8} {' '.join(shown)}")
     for line in [*_expected(terms), *_coverage_beside(file.parent, terms)] if terms.has_key else ():
+        console.print(line)
+    for line in _reached(file):
         console.print(line)
     if manifest is not None:
         console.print(f"manifest {manifest.digest().hex()}, epoch {manifest.epoch}")

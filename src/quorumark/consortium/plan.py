@@ -265,7 +265,13 @@ def growth(strength: Strength, done: int, rounds: int) -> float:
 
 def unplanned(strength: Strength, coordinates: int) -> Advice:
     """What to tell members whose terms do not say how many rounds they will train."""
+    longest = Plan.of(strength, coordinates, _LONGEST)
     long_enough = next((n for n in range(1, _LONGEST + 1) if Plan.of(strength, coordinates, n).enough), None)
+    if strength.rule == "paper":
+        return longest.advice[0]
+    small = next((one for one in longest.advice if one.code == "plan.too-small"), None)
+    if small is not None:
+        return Advice(small.code, f"nobody said how many rounds you will train. After {_LONGEST}: {small.text}")
     needs = "more rounds than were ever tried" if long_enough is None else f"about {long_enough} rounds"
     return Advice(
         "plan.no-rounds",

@@ -202,9 +202,9 @@ class Terms:
         (`derive_groups`). Without them no suspect can be aligned later, so that anyone who renumbers channels hides the
         mark; that must be said with `without_alignment`. `rounds` is how long you will train: the strength is chosen so
         that a verification finds `target_z` (12) then, but for what `strength` sets; a `PlanWarning` says where that
-        may not be reached (`quorumark.consortium.plan`). With `target_z` alone the plan says how many rounds it takes:
-        `terms.strength.rounds`. The others are fields of the terms. `setup="sums"`: there is no key,
-        and none of this about a mark; members sum securely, and that is all.
+        may not be reached, or where nobody said how long you will train (`quorumark.consortium.plan`). With `target_z`
+        alone the plan says how many rounds it takes: `terms.strength.rounds`. The others are fields of the terms.
+        `setup="sums"`: there is no key, and none of this about a mark; members sum securely, and that is all.
         """
         has_key = settings.get("setup") != "sums"
         if has_key and not groups and not without_alignment:
@@ -290,11 +290,14 @@ def _planned(
     given = strength.as_dict() if isinstance(strength, Strength) else strength
     if rounds is None and target_z is None:
         chosen = Strength.of(given or {}, coordinates)
-        advice: tuple[Advice, ...] = () if given else (unplanned(chosen, coordinates),)
+        plan = Plan.of(chosen, coordinates, chosen.rounds) if chosen.rounds else None
+        advice: tuple[Advice, ...] = (unplanned(chosen, coordinates),)
     else:
         aim = TARGET_Z if target_z is None else target_z
         plan = Plan.propose(coordinates, rounds, target_z=aim, strength=given)
-        chosen, advice = Strength.of(plan.strength, coordinates), () if plan.enough else plan.advice
+        chosen = Strength.of(plan.strength, coordinates)
+    if plan is not None:
+        advice = () if plan.enough else plan.advice
     for one in advice:
         warnings.warn(f"{one.text} ({one.code})", PlanWarning, stacklevel=3)
     return chosen

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from quorumark.flower.simulation import SimulationWire, is_simulation
 from quorumark.flower.wire import FlowerWire, exchange, flwr_app, tensors, to_record
 from quorumark.node.rounds import Rounds
 from quorumark.node.start import Start
+from quorumark.round.outlook import Outlook
 from quorumark.round.server import RoundServer
 from quorumark.simulation import RoundReport
 
@@ -252,6 +255,8 @@ class Watermarked:
         if result.arrays:
             result.arrays = carrier.in_own_types(result.arrays)
             server.close(tensors(result.arrays))
+            if line := carrier.rounds.last_line():
+                _log()(INFO, "quorumark: %s", line)
             return result
         tried = self.reports[before:]
         if tried:
@@ -325,8 +330,9 @@ class _Carrier:
         report = self._report
         record["quorumark-members"], record["quorumark-attempts"] = len(report.members), report.attempts
         record["quorumark-marked"], record["quorumark-silenced"] = int(report.marked), report.silenced
-        record["quorumark-rho"], record["quorumark-expected-z"] = report.rho, report.expected_z
-        record["quorumark-final-z"] = report.final_z
+        for told in fields(Outlook):
+            if told.name != "advice":
+                record[f"quorumark-{told.name.replace('_', '-')}"] = getattr(report, told.name)
         for name, value in report.metrics.items():
             record[f"quorumark-{name}"] = value
         for stage, seconds in report.seconds.items():

@@ -11,6 +11,7 @@ for the consortium, whatever its manifests.
     layout.json            where each weight is in the vector
     links.json             the last links that led to a state of this member, where cohorts are drawn and sums checked
     sum.npz                what the others check that model by, if this member hands it out
+    noise.sealed           its own noise in the models so far, which tells what is left of the mark (`node.noise`)
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made; of a
                            consortium without a key, of the models from which any sum was made
@@ -43,6 +44,7 @@ from quorumark.files import append_private, replacing, syncs, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.node import remembered
 from quorumark.node.fields import read_content, read_count, read_digest, read_elements, read_held, read_level, read_text
+from quorumark.node.noise import OwnNoise
 from quorumark.node.notes import Notes
 from quorumark.round import checked_sums, links
 from quorumark.round.amplitudes import model_digest
@@ -50,10 +52,11 @@ from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, 
 from quorumark.round.group import group_of
 from quorumark.round.history import History, checks_sums, packing_of
 from quorumark.round.member import RoundMember
-from quorumark.round.memory import FolderState, adopt, answers_from, follow
+from quorumark.round.memory import FolderState, adopt, answers_from, follow, sent_with
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
 from quorumark.round.survey import HANDED_OUT, SUMMED
+from quorumark.round.survival import Step
 
 __all__ = ["MODEL", "Journal", "Notes", "allow_repeats", "create_lost_memory"]
 
@@ -100,6 +103,7 @@ class Journal:
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
         self._marked_path, self._vectors_path = self._folder / _MARKED, self._folder / "optimiser.npz"
+        self.noise = OwnNoise(self._folder / "noise.sealed", identity, self.manifest)
         self.notes = Notes()
         if self._notes_path.exists():
             self.notes = Notes.from_bytes(read_file(self._notes_path, "a member's notes of rounds"))
@@ -380,6 +384,8 @@ class Journal:
             if self.has_links and own.is_begun:
                 self._check_buffers(layout, given)
             _check_history(own, config, self.name)
+            with contextlib.suppress(QuorumarkError):  # of what it missed, its noise moved with the models
+                self.noise.skip(Step(self.history(layout).mark), own.mark)
             _keep(self._anchor_path, anchor)
         else:
             own, model, verified = derived
@@ -420,6 +426,7 @@ class Journal:
         if own.optimiser is not None:
             write_vectors(self._vectors_path, own.mark.vectors())
         self._keep_sum(config, arrays)
+        self.noise.save(own.mark)
         buffers = self._buffers(own.layout, model).hex()
         self.note(mark=own.mark.to_bytes().decode(), buffers=buffers, verified=False, joined="", turn="", ready=0)
         remembered.keep(self._named(), (self._anchor_path, self._model_path), own)
@@ -575,17 +582,20 @@ class Journal:
         halvings, level = read_count(config, "sum-halvings"), read_level(config, own.layout)
         amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
         number, name = own.round, under.digest().hex()
+        before, step, last = own.state, Step(own.mark), read_count(config, "sum-round")
         if not self.checks:
             embedded = None if amplitudes is None else own.widened(amplitudes, level, under).without(read_held(config))
             embedded_or_none = embedded if embedded is not None and embedded.marks else None
             own.accept(number, own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level)
+            with self.memory().edit() as memory:
+                answered = last in [given for given, *_ in answers_from(memory, before, "model")]
+                members = sent_with(memory, before, last) if answered else ()
+            self.noise.follow(before, step, own.mark, embedded_or_none, under, members)
             return given, False
         length = packing_of(under).length(own.layout) + own.norms + 1
         opened = read_elements(arrays["sum"], length, "the sum")
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
-        found = checked_sums.check(
-            self.memory(), own.state, group_of(under), read_count(config, "sum-round"), halvings, opened, level
-        )
+        found = checked_sums.check(self.memory(), before, group_of(under), last, halvings, opened, level)
         if found is False:
             raise RoundError(
                 f"the sum that the server announces is not that of the last round, in which {self.name} took part: the "
@@ -597,6 +607,9 @@ class Journal:
         settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
         summed = settled.encoded, settled.embedded, settled.norms, name, level
         own.accept(number, *summed, stood=settled.stood, taken=settled.taken)
+        with self.memory().edit() as memory:
+            members = sent_with(memory, before, last) if found else ()
+        self.noise.follow(before, step, own.mark, settled.embedded, under, members)
         return settled.weights, found is True
 
     def _anchor(self, arrays: Arrays) -> Vector | None:

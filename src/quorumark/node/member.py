@@ -5,7 +5,7 @@
 
     stage    what comes                                         what goes
     join     round, run, the last sum, or model:…               rate, seed, round, model:…: what to train with; joined
-    ready    examples, result:…, joined as *join* gave it       a key for the round, signed (secagg)
+    ready    examples, result:…, joined as *join* gave it       a key for the round, signed (secagg); if asked, survival
     upload   an announcement, what the others said (sums)       the masked vector, its head
     unmask   a request                                          shares of the seeds
     again    requests of a sum that is still open               the same answer once more
@@ -58,7 +58,7 @@ from quorumark.model.layout import ModelLayout
 from quorumark.node.fields import read_content, read_count, read_digest
 from quorumark.node.journal import MODEL, Journal, rounds_folder
 from quorumark.round.group import FAR, group_of
-from quorumark.round.history import research_seed
+from quorumark.round.history import History, research_seed
 from quorumark.round.memory import FolderState
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import unpack
@@ -79,7 +79,7 @@ _TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read
     str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
     | {"before", "after", "whole", "link"}
     | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
-    bool: {"with-model", "with-share", "check-only"},
+    bool: {"with-model", "with-share", "check-only", "measure"},
 }
 _BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
@@ -314,6 +314,8 @@ class MemberNode:
             return {**reply, "strong": complaint}, {}
         if not turn.repeats:
             journal.keep_result(side, round_no)
+        if config.get("measure") is True and side.history is not None:
+            reply |= self._measured(journal, side.history)
         reply["ready"] = side.ready()
         journal.drop_results(round_no, side.secagg.first_round())
         journal.note_marked(side)
@@ -324,6 +326,14 @@ class MemberNode:
         newer = side.secagg.newer(side.state, {x: n.hex() for x, n in nonces.items() if len(n) == 32})
         reply["newer"] = json.dumps({str(x): message.hex() for x, message in newer.items()})
         return reply, {}
+
+    def _measured(self, journal: Journal, history: History) -> Config:
+        """How much of the mark training left in the model that the round starts from, by this member's own noise."""
+        found = journal.noise.survival(history.mark, journal.manifest.terms.statistic)
+        if found is None:
+            return {}
+        journal.note(survival=f"{found.part} {found.error}")
+        return {"survival": found.part, "survival-error": found.error}
 
     def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
         journal, round_no = self._journal(), read_count(config, "round")

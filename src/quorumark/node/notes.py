@@ -20,9 +20,10 @@ class Notes:
     """Where a member is. `mark` is the state's own record, `buffers` a digest of the model's integers and booleans,
     `verified` whether this member has checked itself that its model is what was summed, `joined` which message of the
     server a result belongs to, `turn` what the server said of that round, `ready` the round that it is ready for,
-    `settings` a digest of what the app was told last."""
+    `settings` a digest of what the app was told last, `survival` what this member told last of the mark that is left,
+    with its error."""
 
-    FORMAT = "quorumark-round-notes/v2"
+    FORMAT = "quorumark-round-notes/v3"
 
     mark: str = ""
     buffers: str = ""
@@ -31,6 +32,7 @@ class Notes:
     turn: str = ""
     ready: int = 0
     settings: str = ""
+    survival: str = ""
 
     def to_bytes(self) -> bytes:
         return canonical({"format": self.FORMAT, **asdict(self)})

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from quorumark.errors import EncodingError, QuorumarkError, RoundError, code_of
 from quorumark.node.ceremony import check_introduction
 from quorumark.node.wire import Config, Reply, Sent, Wire
+from quorumark.round.outlook import will_pass
 from quorumark.round.server import RoundServer
+from quorumark.round.survival import Survival, middle
 from quorumark.simulation import NOTHING, RoundReport, timed, without_values
 
 __all__ = ["Rounds"]
@@ -50,8 +52,10 @@ class Rounds:
         self._points: dict[int, int] = {}  # node → point, as members signed it
         self._silent: set[int] = set()  # nodes that did not reply when they were last asked
         self._nodes: dict[int, int] = {}
+        self._measured: dict[int, Survival] = {}  # what each member told in this round
         self._mended: set[int] = set()  # nodes that refused for what the server settles before the next round
         self._first = True
+        self._survival: Survival | None = None  # as members told last
         self.reports: list[RoundReport] = []
         self.told: list[tuple[int, Any]] = []
 
@@ -92,24 +96,29 @@ class Rounds:
 
     def _fill(self, report: RoundReport) -> None:
         server = self._server
-        report.members, report.marked, report.c, report.rho = server.members, server.marked, server.c, server.rho
+        report.members, report.marked, report.c = server.members, server.marked, server.c
         report.disputed, report.silenced = dict(server.disputed), server.silenced
         report.widened = server.widened
-        report.expected_z = server.expected_z
-        found = server.course(report.expected_z)
-        report.final_z, report.advice = found.final_z, found.advice
+        with timed(report, "forecast"):
+            report.outlook = server.outlook(self._survival)
         if report.advice and not any(earlier.advice for earlier in self.reports[:-1]):
             self._log(WARNING, "quorumark: %s", report.advice)
         self._log(
             INFO,
-            "quorumark: round %s of %s members, %s, attempt %s, %s bytes up; z of %.1f expected before it",
+            "quorumark: round %s of %s members, %s, attempt %s, %s bytes up; a verification should find z = %.1f",
             report.round,
             len(report.members),
             "marked" if report.marked else "not marked",
             report.attempts,
             report.uploaded_bytes,
-            report.expected_z,
+            report.corrected_z,
         )
+
+    def last_line(self) -> str:
+        """What a verification of the run's model should find; empty if there is no mark, or no round was finished."""
+        done = [report for report in self.reports if not report.given_up]
+        policy = self._server.manifest.terms.policy
+        return will_pass(done[-1].outlook, policy.z, len(done)) if done and self._server.marks else ""
 
     def _check_hope(self, report: RoundReport) -> None:
         """Ends a run in whose first round every node that replied refused, and will again: somebody must act first."""
@@ -183,11 +192,12 @@ class Rounds:
             }
             if again:
                 replies |= self._exchange(again, timeout, report)
-            self._nodes, self._mended = {}, set()
+            self._nodes, self._mended, self._measured = {}, set(), {}
             for node, reply in replies.items():
                 self._take_ready(node, reply, report)
             whole = {node: Sent(offer, {**arrays, **server.catch_up("model")}, extra) for node, extra in chosen.items()}
             self._train_late(whole, timeout, report)
+            self._survival = middle(list(self._measured.values())) or self._survival
         lost = [self._points.get(node, -node) for node in made.keys() - replies.keys()]
         report.lost["train"] = tuple(sorted(lost))
 
@@ -227,6 +237,9 @@ class Rounds:
             report.exclude(excluded, _text(error), code_of(error))
             return
         self._points[node], self._nodes[point] = point, node
+        found = Survival.said(said.get("survival"), said.get("survival-error"))
+        if found is not None:
+            self._measured[point] = found
         self.told.append((point, reply.beside))
 
     def _take_refusal(self, point: int, said: Mapping[str, Any]) -> None:

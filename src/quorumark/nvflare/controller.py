@@ -173,6 +173,8 @@ class QuorumarkController(Controller):  # type: ignore[misc]
             )
         server.close(model)
         self._keep(model, out, fl_ctx)
+        if line := rounds.last_line():
+            self.log_info(fl_ctx, f"quorumark: {line}")
 
     def _keep(self, model: Mapping[str, NDArray[Any]], out: Path, fl_ctx: Any) -> None:
         write_safetensors(model, out / "model.safetensors")

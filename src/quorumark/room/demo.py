@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 import quorumark as qm
-from quorumark.demo import EXAMPLES, HOSPITALS, ROUNDS, STRENGTH, THRESHOLD, digits
+from quorumark.demo import EXAMPLES, HOSPITALS, PLANNED, ROUNDS, THRESHOLD, digits
 from quorumark.errors import InputError, RoomError
 from quorumark.room.place import Place
 
@@ -130,7 +130,7 @@ def _play(scene: _Scene, say: Say) -> str:
 
     cards = [(homes[name].card, count) for name, count in zip(HOSPITALS, EXAMPLES, strict=True)]
     groups = world.groups()
-    terms = qm.Terms.agree("demo", THRESHOLD, cards, initial, strength=STRENGTH, groups=groups)
+    terms = qm.Terms.agree("demo", THRESHOLD, cards, initial, groups=groups, **PLANNED)
     agreed = scene.folder / "agreed"
     qm.Reference.write_agreed(agreed, terms, initial, groups)
     Place(scene.home(HOSPITALS[0])).hand_over(terms.digest().hex(), agreed)

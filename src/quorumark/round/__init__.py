@@ -13,6 +13,7 @@ dither       noise beside the mark
 continuity   no mark where a model jumped
 forecast     the z that a verification would give, without any key
 survival     what training left of the mark, by the members' own noise
+outlook      both together: the z to count on, and where a run is going
 survey       where members say that they are
 past         earlier rounds from one state, and what settles them
 history      the models that were accepted: the state that a round starts from

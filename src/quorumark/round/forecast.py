@@ -37,6 +37,8 @@ __all__ = ["SPARE", "Course", "course", "expected_z", "rises"]
 SPARE = 4.0  # how far above the threshold a run should end
 FIRST = 5  # rounds: before that the mark has hardly begun
 
+_SPENT = 0.9  # of what all rounds together may show: hardly any mark is to come
+
 _SIGNS = 0x7A  # any seed: the same forecast for everybody
 
 
@@ -130,6 +132,11 @@ def course(
     if final >= needed:
         return Course(final)
     helps = []
+    if steered and spent > _SPENT and rho < limit / 2:
+        helps.append(
+            "a lower learning rate from the start, or Adam: the first rounds moved the model so much further than the "
+            "later ones that their mark is all that may show"
+        )
     longer = next((n for n in range(ends + 1, 10 * ends + 1) if after(n) >= needed), None)
     if longer is not None:
         helps.append(f"train for {longer} rounds instead")
@@ -139,11 +146,15 @@ def course(
     if strength.rule == "rho" and stronger and ends > done:
         helps.append(f"stop, and let all sign a stronger mark: quorumark consortium amend {' '.join(stronger)}")
     helps.append("a larger model carries a stronger mark")
+    comes = (
+        f"this run is on course for z = {final:.1f} after {ends} rounds, and should end"
+        if ends > done
+        else f"this run has come to z = {final:.1f}, and should have ended"
+    )
     return Course(
         final,
-        f"this run is on course for z = {final:.1f} after {ends} rounds, and should end at {needed:g} or more: "
-        f"a verification passes from {threshold:g} on, and a suspect may have lost some of it. What helps: "
-        f"{'; or '.join(helps)}",
+        f"{comes} at {needed:g} or more: a verification passes from {threshold:g} on, and a suspect may have lost some "
+        f"of it. What helps: {'; or '.join(helps)}",
     )
 
 

@@ -6,7 +6,7 @@ from quorumark.consortium.memory import FolderState, Memory, MemoryState, State
 from quorumark.errors import RoundError
 from quorumark.round.group import Group
 
-__all__ = ["FolderState", "Memory", "MemoryState", "State", "adopt", "answers_from", "follow", "is_newer"]
+__all__ = ["FolderState", "Memory", "MemoryState", "State", "adopt", "answers_from", "follow", "is_newer", "sent_with"]
 
 
 def adopt(memory: Memory, group: Group) -> None:
@@ -31,6 +31,13 @@ def answers_from(memory: Memory, state: bytes, purpose: str) -> list[tuple[int, 
     made again, or the operator consented."""
     given = memory["answered"].get(state.hex(), {}).get(purpose, [])
     return [(int(last), str(group), int(draw)) for last, group, draw in given]
+
+
+def sent_with(memory: Memory, state: bytes, round_no: int) -> tuple[int, ...]:
+    """Over whom the last vector was that this member sent from a state in a round; nobody if it sent none."""
+    sent = memory["sent"].get("model", {})
+    right = sent.get("origin") == state.hex() and round_no in sent["rounds"]
+    return tuple(int(x) for x in sent["members"]) if right else ()
 
 
 def is_newer(memory: Memory, state: bytes) -> bool:

@@ -40,26 +40,28 @@ from quorumark.field import Vector
 from quorumark.files import replacing, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.round import checked_sums, statements
-from quorumark.round.amplitudes import Amplitudes
+from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, write_vectors
 from quorumark.round.chain import Chain
-from quorumark.round.forecast import Course, course, expected_z
 from quorumark.round.group import FAR, group_of, word
 from quorumark.round.history import History, Settled, checks_sums
 from quorumark.round.links import Link, write_links
 from quorumark.round.movement import norm_count
 from quorumark.round.open_sum import OpenSum, octets
+from quorumark.round.outlook import NOTHING, Outlook, outlook
 from quorumark.round.past import Past
 from quorumark.round.secagg.messages import Upload, pack
 from quorumark.round.secagg.server import SecAggServer
 from quorumark.round.statements import Said, Turn
 from quorumark.round.survey import HANDED_OUT, SUMMED, Ask, ask_where, candidates
+from quorumark.round.survival import Survival
 
 __all__ = ["Ask", "RoundServer"]
 
 Config = dict[str, Any]
 Weights = Mapping[str, Any]
 _RUN = "quorumark-engine-run/v2"
+_MEASURED = 5  # every so many rounds
 
 
 class RoundServer:
@@ -189,6 +191,8 @@ class RoundServer:
         }
         if self._seed is not None:
             config["seed"] = self._seed
+        if self._measures:
+            config["measure"] = True
         arrays: dict[str, NDArray[Any]] = {"layout": octets(self.layout.to_bytes())}
         if self._last:
             about, summed = self._about_sum()
@@ -198,6 +202,11 @@ class RoundServer:
         if self.announces_sum:
             config["names"] = json.dumps(list(self.like))  # training may depend on the order of the tensors
         return config, arrays
+
+    @property
+    def _measures(self) -> bool:
+        """Whether members are asked what their noise says is left of the mark: that takes them a while."""
+        return self.marks and (self.round_no % _MEASURED == 0 or self.history.round >= self.planned > 0)
 
     def _about_state(self) -> Config:
         return {"accepted": self.history.mark.round, "history": self.history.mark.digest().hex()}
@@ -498,24 +507,18 @@ class RoundServer:
         """The share of the carriers without a mark in this round because something jumped in the last one."""
         return self.history.mark.silenced if self.marks else 0.0
 
-    @property
-    def rho(self) -> float:
-        """ρ up to the last model that was offered."""
-        return self.history.mark.rho / (1 << 32)
+    def outlook(self, told: Survival | None = None) -> Outlook:
+        """What a verification should find of the model that the last sum leads to, or of the present one; `told` is
+        what members' noise says is left of the mark."""
+        return outlook(self._next_mark(), self.manifest.terms, self.planned, told) if self.marks else NOTHING
 
-    @property
-    def expected_z(self) -> float:
-        """What a verification of the last model that was offered would give, as far as its mark's amplitudes tell."""
-        return expected_z(self.history.mark, self.manifest.terms.statistic) if self.marks else 0.0
-
-    def course(self, z: float) -> Course:
-        """What z the run is on course for, from the one that is expected now (`quorumark.round.forecast`)."""
-        if not self.marks:
-            return Course()
-        terms, mark = self.manifest.terms, self.history.mark
-        threshold, about = float(terms.policy.z), {"coordinates": terms.coordinates}
-        spent = (mark.leak / mark.leak_limit) ** 2 if mark.leak_limit else 1.0
-        return course(terms.strength, threshold, mark.round, self.planned, z, self.rho, **about, spent=spent)
+    def _next_mark(self) -> MarkState:
+        """The mark's state after the last sum, taken as it is: a strategy that adds noise of its own is not asked."""
+        settled, history = self._settled, self.history.copy()
+        if settled is not None:
+            summed = (settled.encoded, settled.embedded, settled.norms, self._under.digest().hex(), self.level)
+            history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken)
+        return history.mark
 
     def accept(self, model: Weights) -> None:
         """The model that the strategy made of the last sum is the global one now."""

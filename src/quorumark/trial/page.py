@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from quorumark.report import environment
 from quorumark.trial.results import Trial, points
-from quorumark.trial.show import about_costs, about_loss, verdict_text
+from quorumark.trial.show import about_costs, about_loss, about_survival, verdict_text
 from quorumark.trial.userfile import Score
 
 __all__ = ["trial_page"]
@@ -50,7 +50,8 @@ def trial_page(trial: Trial, command: str) -> str:
             loss=about_loss(trial),
             z=_number(None if original is None else original.z) or "none",
             threshold=_number(None if original is None else original.threshold),
-            forecast=_number(trial.forecast),
+            expected=_number(trial.outlook.corrected_z),
+            survival=about_survival(trial.outlook) if trial.outlook.survival_error else "",
             planned=f"{setting.planned:.0f}",
             rows=rows,
             costs=[text[:1].upper() + text[1:] + "." for text in costs],

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from quorumark.consortium.plan import MOST_C, MOST_RHO
+from quorumark.round.outlook import NOTHING, Outlook
 from quorumark.simulation import RoundReport
 from quorumark.trial.userfile import Score
 
@@ -124,8 +125,7 @@ class Trial:
 
     setting: Setting
     curves: dict[str, list[Score]] = field(default_factory=lambda: {"marked": [], "unmarked": []})
-    forecasts: list[float] = field(default_factory=list)
-    rho: float = 0.0
+    outlooks: list[Outlook] = field(default_factory=list)
     original: Tested | None = None
     corroboration: str = ""
     control: Tested | None = None
@@ -143,8 +143,9 @@ class Trial:
         return [tested for tested in every if tested is not None]
 
     @property
-    def forecast(self) -> float:
-        return self.forecasts[-1] if self.forecasts else 0.0
+    def outlook(self) -> Outlook:
+        """What was expected after the last round."""
+        return self.outlooks[-1] if self.outlooks else NOTHING
 
     @property
     def loss(self) -> tuple[float, float] | None:
@@ -238,12 +239,16 @@ class Trial:
             "z": {
                 "planned": self.setting.planned,
                 "planned_least": self.setting.planned_least,
-                "forecast": self.forecast,
+                "forecast": self.outlook.expected_z,
+                "survival": self.outlook.survival,
+                "survival_error": self.outlook.survival_error,
+                "corrected": self.outlook.corrected_z,
+                "corrected_error": self.outlook.corrected_error,
                 "measured": None if original is None else original.z,
                 "threshold": None if original is None else original.threshold,
             },
             "corroboration": self.corroboration,
-            "rho": self.rho,
+            "rho": self.outlook.rho,
             "tested": [
                 {
                     "what": tested.what,

@@ -19,7 +19,7 @@ from quorumark.align.coverage import Coverage
 from quorumark.align.groups import Groups
 from quorumark.align.trace import UnknownOperation
 from quorumark.consortium.hiding import check_roster
-from quorumark.consortium.plan import Plan
+from quorumark.consortium.plan import Plan, PlanWarning
 from quorumark.consortium.policy import Policy
 from quorumark.errors import InputError, QuorumarkError, RoundError
 from quorumark.model.layout import ModelLayout, write_safetensors
@@ -197,7 +197,6 @@ def conduct(prepared: Prepared, folder: Path, watch: Watch | None = None) -> Tri
     watch.key_made(trial, seconds)
     marked, unmarked = _train(prepared, trial, homes, others, watch)
     trial.costs = Costs.of(marked.reports, unmarked.reports, setting.weights, seconds, setting.carriers)
-    trial.rho = marked.reports[-1].rho
     public = qm.Reference.publish(folder, homes[0], prepared.initial, prepared.groups, prepared.layout)
     models = {"model": marked.model, "unmarked": unmarked.model}
     for name, model in models.items():
@@ -224,16 +223,18 @@ def make_consortium(
     setting = prepared.setting
     started = time.perf_counter()
     homes = [qm.Home.create(members / name, name, key_file=members / f"{name}.key") for name in setting.names]
-    terms = qm.Terms.agree(
-        "trial",
-        setting.threshold,
-        [(home.card, examples) for home, examples in zip(homes, setting.examples, strict=True)],
-        prepared.initial,
-        layout=layout,
-        groups=prepared.groups,
-        without_alignment=prepared.groups is None,
-        strength=strength,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)  # `prepare` tells it, and the control has no mark
+        terms = qm.Terms.agree(
+            "trial",
+            setting.threshold,
+            [(home.card, examples) for home, examples in zip(homes, setting.examples, strict=True)],
+            prepared.initial,
+            layout=layout,
+            groups=prepared.groups,
+            without_alignment=prepared.groups is None,
+            strength=strength,
+        )
     check_roster(terms)
     qm.Home.make_key(homes, terms, repeatable=True)
     return homes, time.perf_counter() - started
@@ -273,7 +274,7 @@ def _train(
                 _check_round(report, failed)
                 score = user.evaluate(run.model)
                 trial.curves[name] += [] if score is None else [score]
-            trial.forecasts.append(marked.reports[-1].expected_z)
+            trial.outlooks.append(marked.reports[-1].outlook)
             tell()
     return marked, unmarked
 

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from quorumark.round.outlook import Outlook
 from quorumark.trial.results import Costs, Tested, Trial, gap, points
 from quorumark.trial.run import THRESHOLD, Prepared, Watch
 from quorumark.trial.userfile import Score
@@ -78,8 +79,10 @@ class Screen(Watch):
         self._console.print(_tests(trial))
         original, costs = trial.original, trial.costs
         if original is not None and original.z is not None:
-            forecast = f"{trial.forecast:.1f} forecast after training"
-            self._say("z", f"{trial.setting.planned:.0f} planned, {forecast}, {original.z:.1f} measured")
+            expected = f"{trial.outlook.corrected_z:.1f} expected after training"
+            self._say("z", f"{trial.setting.planned:.0f} planned, {expected}, {original.z:.1f} measured")
+            if trial.outlook.survival_error:
+                self._say("", about_survival(trial.outlook))
         if trial.loss is not None:
             self._say(trial.measure, about_loss(trial))
         if costs is not None:
@@ -101,8 +104,8 @@ class Screen(Watch):
 
 def curves(trial: Trial) -> Group:
     """Both learning curves in characters, and a line with the newest numbers."""
-    setting, done = trial.setting, len(trial.forecasts)
-    line = f"round {done} of {setting.rounds}: a z of {trial.forecast:.1f} is expected"
+    setting, done = trial.setting, len(trial.outlooks)
+    line = f"round {done} of {setting.rounds}: a z of {trial.outlook.corrected_z:.1f} is expected"
     if not setting.metric:
         return Group(Text(line))
     named = ", ".join(f"{_SIGNS[name]} {name} {points(curve[-1])}" for name, curve in trial.curves.items() if curve)
@@ -169,6 +172,12 @@ def about_loss(trial: Trial) -> str:
     between = f"{gap(difference, unmarked)}, and chance alone explains ±{gap(chance, unmarked).lstrip('+')}"
     told = f"the mark costs {trial.measure}" if trial.costs_accuracy else "no loss can be told"
     return f"{pair}: {between}; {told}"
+
+
+def about_survival(outlook: Outlook) -> str:
+    """What the expected z is made of."""
+    left = f"{100 * outlook.survival:.0f} ± {100 * outlook.survival_error:.0f} %"
+    return f"by what is public {outlook.expected_z:.1f}; by the members' own noise training left {left} of the mark"
 
 
 def about_costs(costs: Costs, members: int) -> dict[str, str]:

@@ -1,0 +1,90 @@
+"""This member's own noise in the models, as its machine keeps it (docs/strength.md, "Survival").
+
+From it the member computes how much of the mark training left, one number, and tells the server that. The noise itself
+hides the mark: it is in a file that only this member can open.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+from quorumark.consortium.identity import Identity
+from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
+from quorumark.consortium.records import Manifest
+from quorumark.errors import KeystoreError
+from quorumark.field import Stream
+from quorumark.round.amplitudes import Amplitudes, MarkState
+from quorumark.round.dither import dither_stream
+from quorumark.round.mark import weight_of
+from quorumark.round.survival import Step, Survival, Tracer
+
+__all__ = ["OwnNoise"]
+
+_KIND = "a member's noise"
+
+
+class OwnNoise:
+    """In one file. It follows a run in memory, and `save` writes it when the state that it went to is accepted for
+    good: a state that turns out to be wrong leaves the file as it was."""
+
+    def __init__(self, path: Path, identity: Identity, manifest: Manifest) -> None:
+        self._path, self._identity, self._manifest = path, identity, manifest
+        strength = manifest.terms.strength
+        self._kappa = strength.dither if manifest.terms.has_key and strength.rule != "paper" else 0
+        self._followed: Tracer | None = None
+
+    def __repr__(self) -> str:
+        return f"OwnNoise({self._path.name!r}, secrets hidden)"
+
+    def follow(
+        self,
+        state: bytes,
+        step: Step,
+        after: MarkState,
+        embedded: Amplitudes | None,
+        under: Manifest,
+        members: tuple[int, ...],
+    ) -> None:
+        """One round from a state, summed under a manifest over these members: none if this one's vector is not in the
+        sum, or it cannot say."""
+        tracer = self._at(after, step.chain)
+        if tracer is None:
+            return
+        noise: list[tuple[Fraction, Stream]] = []
+        if members and under.terms.strength.dither == self._kappa:
+            point = under.terms.point_of(self._identity.ed25519)
+            noise.append((weight_of(under, members, point), dither_stream(self._identity, state)))
+        tracer.follow(step, after, noise, embedded)
+        self._followed = tracer
+
+    def skip(self, step: Step, after: MarkState) -> None:
+        """Rounds in which this member had no part, and of which it knows only what they led to."""
+        tracer = self._at(after, step.chain)
+        if tracer is not None and after.round > step.round:
+            tracer.follow(step, after, (), None)
+            self._followed = tracer
+
+    def save(self, state: MarkState) -> None:
+        """What was followed to this state, if anything was."""
+        if self._followed is not None:
+            with SealedWriter(self._path, Unlock.by_identity(self._identity), _KIND) as file:
+                file.write(self._followed.to_bytes(state))
+            self._followed = None
+
+    def survival(self, state: MarkState, statistic: str) -> Survival | None:
+        """What it says of the state's model."""
+        tracer = self._at(state, state.chain)
+        return None if tracer is None or not tracer.has_begun else tracer.survival(state, statistic)
+
+    def _at(self, state: MarkState, chain: bytes) -> Tracer | None:
+        """As it was followed to a state with this chain; from nothing if there is no such file; None without noise."""
+        if not self._kappa:
+            return None
+        tracer = Tracer(state.layout.coordinates, self._kappa)
+        try:
+            reader = SealedReader(self._path, Unlock.by_identity(self._identity), _KIND)
+            tracer.restore(b"".join(reader.chunks()), chain)
+        except KeystoreError:  # not there yet, or damaged: from here on
+            pass
+        return tracer
