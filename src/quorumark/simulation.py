@@ -361,7 +361,8 @@ class Federation:
                 self.norms[number] = settled.norms
             for member in self.members.values():
                 summed = settled.encoded, settled.embedded, settled.norms, level
-                member.accept(number, *summed, stood=settled.stood, taken=settled.taken)
+                halvings = server.turn.halvings
+                member.accept(number, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
         report.rho = server.rho
         with timed(report, "forecast"):
             report.expected_z = z = server.expected_z
@@ -443,8 +444,8 @@ class Federation:
 
     def _take_ready(self, x: int, purpose: str, report: RoundReport) -> None:
         member, server = self.members[x], self.server
-        complaint = member.too_strong() if purpose == "model" else None
-        if complaint is not None:
+        complaint = member.too_strong() if purpose == "model" else []
+        if complaint:
             server.take_strong(x, complaint)
             report.exclude(x, "the mark of this round is too strong for its update", "round.too-strong")
             return

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quorumark import codec, field, packing
 from quorumark.errors import EncodingError, InputError
-from quorumark.field import P
+from quorumark.field import P, norms
 from quorumark.packing import BITS, Span
 
 COUNTS = (1, 2, 3, 4)
@@ -174,10 +174,38 @@ def test_weighted_moves_are_rounded_once() -> None:
         found = packing.weighted_moves(field.from_signed(after), field.from_signed(before), weight)
         exact = [Fraction(int(a) - int(b)) * Fraction(weight) for a, b in zip(after, before, strict=True)]
         assert max(abs(f - e) for f, e in zip(found.tolist(), exact, strict=True)) <= Fraction(1, 2) + Fraction(1, 4)
-    assert packing.largest_move(field.from_signed(after), field.from_signed(before)) == int(
-        np.abs(after - before).max()
-    )
     assert packing.largest_weight(field.from_signed(before)) == int(np.abs(before).max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from([1e-9, 1e-3, 30.0, 2.0e5]),
+    st.integers(0, 1 << 30),
+    st.integers(1, 3),
+)
+def test_largest_moves_in_whole_numbers(sizes: list[int], kind: type, scale: float, seed: int, threads: int) -> None:
+    """By span, the empty ones too, from floats as from E of them: in Python's ints."""
+    rng, stops = np.random.default_rng(seed), np.cumsum(sizes).tolist()
+    spans = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    after = np.clip(rng.standard_normal(stops[-1]) * scale, -4e5, 4e5).astype(kind)
+    before = codec.encode(np.clip(rng.standard_normal(stops[-1] + 1) * scale, -4e5, 4e5))[:-1]
+    moves = (
+        [round(Fraction(float(v)) * 2**40) - int(b) for v, b in zip(after, field.to_signed(before), strict=True)]
+        if stops[-1]
+        else []
+    )
+    wanted = [max(map(abs, moves[span]), default=0) for span in spans]
+    found = [packing.largest_moves(after, before, spans)]
+    if stops[-1]:
+        found.append(packing.largest_moves(codec.encode(after), before, spans))
+        cuts = sorted(rng.integers(0, stops[-1] + 1, threads - 1).tolist())
+        parts = np.zeros((threads, len(sizes)), np.uint64)
+        for part, begin, end in zip(parts, [0, *cuts], [*cuts, stops[-1]], strict=True):
+            norms.largest_moves(after, before, np.array(stops), begin, end, part)
+        found.append([int(most) for most in parts.max(axis=0)])
+    assert found == [wanted] * len(found)
 
 
 @settings(max_examples=80, deadline=None)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from quorumark.errors import EncodingError, QuorumarkError, RoundError, code_of
 from quorumark.node.ceremony import check_introduction
 from quorumark.node.wire import Config, Reply, Sent, Wire
+from quorumark.round.secagg.messages import unpack
 from quorumark.round.server import RoundServer
 from quorumark.simulation import NOTHING, RoundReport, timed, without_values
 
@@ -237,7 +238,7 @@ class Rounds:
             over = tuple(int(x) for x in json.loads(said["over"]))
             self._server.take_answered(point, int(said["answered"]), over, int(said["halvings"]), int(said["of-draw"]))
         if "strong" in said:
-            self._server.take_strong(point, said["strong"])
+            self._server.take_strong(point, unpack(said["strong"], "list of statements"))
             raise RoundError("the mark of this round is too strong for its update", code="round.too-strong")
 
     # --- upload and unmask ---

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,11 +299,13 @@ class RoundServer:
         server.take_ready(point, message)
         self._said[point] = said
 
-    def take_strong(self, point: int, message: bytes) -> None:
-        """A member says that the mark of this round is too strong for its update: it does not take part."""
-        past, level = self._current_past(), self._turn.halvings
-        if statements.signers(self.group, "strong", past.state, word(level), {point: message}, past.draw):
-            past.strong.setdefault(level, {})[point] = message
+    def take_strong(self, point: int, said: Sequence[bytes]) -> None:
+        """A member says that the mark of this round is too strong for its update, and perhaps that it still is once it
+        is halved: it does not take part."""
+        past = self._current_past()
+        for level, message in enumerate(said[: statements.HALVINGS], self._turn.halvings):
+            if statements.signers(self.group, "strong", past.state, word(level), {point: message}, past.draw):
+                past.strong.setdefault(level, {})[point] = message
 
     def take_answered(
         self,
@@ -359,7 +361,7 @@ class RoundServer:
             if len(complaints) < self.group.blocking or past.halvings != self._turn.halvings:
                 past.short = True
                 raise
-            past.halvings += 1
+            past.halvings = past.asked_halvings
             raise RoundError(
                 f"the mark of round {self.round_no} is too strong for {self.group.names(complaints)}: it is halved in "
                 "the next round",
@@ -536,7 +538,7 @@ class RoundServer:
         self._last |= {"round": self._turn.round, "halvings": halvings, "under": under}
         self._last |= {"held": json.dumps(settled.held), "level": self.level.hex()}
         summed, before = (encoded, settled.embedded, settled.norms, under, self.level), history.state
-        history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken)
+        history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
         if self.chain is not None:
             self.chain.begin(Link(before, under, self._turn.draw, history.state, history.whole))
         self.like = dict(model)

@@ -28,7 +28,7 @@ from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import MessageError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import BITS, Span, elements, largest_move, largest_weight
+from quorumark.packing import BITS, Span, elements, largest_moves, largest_weight
 
 __all__ = ["LEVELS", "Packing", "are_possible", "first_reach", "follow_lift", "follow_reach", "is_level", "widest"]
 
@@ -101,14 +101,9 @@ class Packing:
         tails = _TAILS if KEY_BITS[key] else 0
         return (1 << (BITS[self.count] - 3)) // ((1 << tails) + noise)
 
-    def level(
-        self, layout: ModelLayout, after: Vector, before: Vector, spans_at: Callable[[bytes], list[Span]]
-    ) -> bytes:
-        """The least levels in whose units a member's own update fits; `spans_at` gives the spans at a level."""
-        return self.level_of([largest_move(after[place], before[place]) for _, place in layout.spans()], spans_at)
-
-    def level_of(self, moved: Sequence[int], spans_at: Callable[[bytes], list[Span]]) -> bytes:
-        """The same from the largest move of each tensor."""
+    def level(self, moved: Sequence[int], spans_at: Callable[[bytes], list[Span]]) -> bytes:
+        """The least levels in whose units a member's own update fits, from its largest move in each tensor; `spans_at`
+        gives the spans at a level."""
         needed: list[int | None] = [None] * len(moved)
         for number in range(LEVELS):
             level = bytes([number] * len(moved)) if number else b""
@@ -132,10 +127,11 @@ def first_reach(layout: ModelLayout, model: Vector) -> tuple[int, ...]:
 
 def follow_reach(layout: ModelLayout, reach: Sequence[int], model: Vector, before: Vector) -> tuple[int, ...]:
     """After a round; `reach` is empty before the first one."""
-    found = []
-    for i, (_, place) in enumerate(layout.spans()):
+    places = [place for _, place in layout.spans()]
+    moved, found = largest_moves(model, before, places), []
+    for i, place in enumerate(places):
         least = max(_LEAST, largest_weight(model[place]) >> 14, reach[i] >> 2 if reach else 0)
-        found.append(max(least, largest_move(model[place], before[place])))
+        found.append(max(least, moved[i]))
     return tuple(found)
 
 
