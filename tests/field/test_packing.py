@@ -233,6 +233,39 @@ def test_an_update_is_packed_in_one_pass_as_in_several(
     assert (a != b).mean() <= 0.5
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_noise_that_is_made_piece_by_piece_is_the_same_as_a_vector(count: int, threads: int) -> None:
+    """Over many blocks and threads; where a piece has none, nothing is added, and what it holds does not matter."""
+    size, rng = 400_003, np.random.default_rng(count)
+    before = codec.encode(rng.standard_normal(size).astype(np.float32))
+    after = (codec.decode(before) + 1e-3 * rng.standard_normal(size)).astype(np.float32)
+    spans = [(slice(0, 100_001), 24), (slice(100_001, 100_001), 20), (slice(100_001, size), 26)]
+    noise = rng.integers(-(1 << 30), 1 << 30, size)
+    noise[150_000:370_000] = 0
+    pieces = []
+
+    def write(place: int, out: NDArray[np.int64]) -> bool:
+        pieces.append((place, out.size))
+        if not noise[place : place + out.size].any():
+            out[:] = 1 << 40
+            return False
+        out[:] = noise[place : place + out.size]
+        return True
+
+    had = field.threads()
+    try:
+        field.set_threads(threads)
+        found = packing.pack_update(after, before, 0.25, spans, count, noise=write)
+        whole = packing.pack_update(after, before, 0.25, spans, count, noise=noise)
+    finally:
+        field.set_threads(had)
+    assert found.tobytes() == whole.tobytes()
+    ends = [stop for start, length in sorted(pieces) for stop in (start, start + length)]
+    assert (ends[0], ends[-1], ends[1:-1:2]) == (0, size, ends[2::2]), "each place once"
+    assert max(length for _, length in pieces) < size // 4
+
+
 @settings(max_examples=80, deadline=None)
 @given(cases(), st.booleans(), st.floats(0.01, 1), st.sampled_from([np.float32, np.float64]), st.data())
 def test_tensors_give_the_same_bits(
