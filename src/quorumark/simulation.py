@@ -210,6 +210,11 @@ class RoundReport:
         """A member is out of this round."""
         self.excluded[point], self.excluded_codes[point] = why, code
 
+    def leave_out(self, alone: Iterable[int]) -> None:
+        """Members whose update does not fit into the units of the round."""
+        for point in alone:
+            self.exclude(point, "its update needs wider units than so few may ask for", "round.level-alone")
+
     def readmit(self, points: Iterable[int]) -> None:
         """Members who were out, and may take part after all."""
         for point in list(points):
@@ -419,6 +424,7 @@ class Federation:
                 with _excluding(report, x):
                     self._take_ready(x, purpose, report)
         server.announce()
+        report.leave_out(server.alone)
         while True:
             report.attempts = max(report.attempts, server.attempt)
             lost = self._losses.at(report.round, "upload", server.attempt, server.members)
@@ -433,6 +439,7 @@ class Federation:
             if not server.missing:
                 break
             server.retry()
+            report.leave_out(server.alone)
         lost = self._losses.at(report.round, "unmask", 1, server.members)
         report.lost["unmask"] = tuple(sorted(lost))
         with timed(report, "unmask"):

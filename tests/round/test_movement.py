@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quorumark import codec, field
 from quorumark.errors import EncodingError
@@ -99,7 +101,7 @@ def test_what_is_measured_of_floats_is_what_is_measured_of_them_encoded(seed: in
     layout = make_layout({"a": (9, 33), "b": (2, 3, 3, 3), "c": (4, 1300), "d": (5,)})
     rng = np.random.default_rng(seed)
     before = codec.encode(scale * rng.standard_normal(layout.size))
-    after = (scale * rng.standard_normal(layout.size)).astype(kind)
+    after: NDArray[Any] = (scale * rng.standard_normal(layout.size)).astype(kind)
     encoded, weight = codec.encode(after), Fraction(int(rng.integers(1, 9)), 17)
     spans = [(place, int(rng.integers(0, 30))) for _, place in layout.spans()]
     update = Update(layout, before, after)

@@ -465,32 +465,6 @@ def test_the_lift_learns_what_members_need_and_forgets_it() -> None:
     assert lift == ()
 
 
-@pytest.mark.parametrize("count", PACKED)
-def test_who_lies_about_its_level_is_left_out_or_blurs_one_round(count: str) -> None:
-    """A level for another number of tensors excludes its sender. A level that nothing needs makes the units of that
-    round wider: the model stays where it is, give or take, and the next rounds go on."""
-    made = world(count, strength=PLAIN)
-    run = made.federation()
-    for _ in range(3):
-        assert not run.round().given_up
-    tensors = run.history.tensors
-    liar = run.members[2]
-    honest = liar._known().level
-    for said, members in ((b"\1", (1, 3, 4, 5)), (bytes([7] * tensors), (1, 2, 3, 4, 5))):
-        run.history.level = lambda update, said=said: said if update.after is liar._result else honest(update)  # type: ignore
-        before = vector(run)
-        report = run.round()
-        assert not report.given_up
-        assert report.members == members
-        assert np.abs(vector(run) - before).max() < 1
-    del run.history.level
-    for _ in range(40):
-        report = run.round()
-        assert not report.given_up
-    assert report.marked
-    assert np.isfinite(vector(run)).all()
-
-
 # --- terms ------------------------------------------------------------------------------------------------
 
 

@@ -246,6 +246,7 @@ class Rounds:
     def _sum(self, report: RoundReport) -> None:
         server = self._server
         server.announce()
+        report.leave_out(server.alone)
         while True:
             report.attempts = server.attempt
             with timed(report, "upload"):
@@ -261,6 +262,7 @@ class Rounds:
             silent = {x for x in server.missing if x not in report.excluded}
             report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *silent}))
             server.retry()
+            report.leave_out(server.alone)
         with timed(report, "unmask"):
             asked = {x: {"stage": "unmask", "request": server.request(x)} for x in server.members}
             for point, reply in self._ask(asked, report).items():

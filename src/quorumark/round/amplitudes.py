@@ -340,6 +340,10 @@ class MarkState:
             self._first_reach = first_reach(self.layout, self.model)
         return self.packing.spans(self.layout, self._reach or self._first_reach or (), self._lift, level)
 
+    def unbacked(self, levels: Mapping[int, bytes], backing: int) -> set[int]:
+        """Members who need wider units than so few of them may ask for (`Packing.unbacked`)."""
+        return self.packing.unbacked(levels, self._lift, backing)
+
     def in_units(self, amplitudes: Amplitudes, level: bytes = b"") -> Amplitudes:
         """The mark as it fits into the units of the next round: rounded down to them, and not above what leaves room
         for the updates. What is below one unit is no mark."""

@@ -320,6 +320,13 @@ class RoundMember:
             return self.secagg.upload(plan, self._own_scale(plan.round, update.before, after))
         if len(plan.level) not in (0, self._known().tensors):
             raise MessageError("a member's level of units is for another model", code="message.malformed")
+        levels = dict(zip(plan.members, plan.levels, strict=True))
+        if alone := self._known().mark.unbacked(levels, self.group.blocking):
+            raise RoundError(
+                f"{self.group.names(sorted(alone))} needs wider units than fewer than {self.group.blocking} members "
+                "may ask for, and must be left out",
+                code="round.level-alone",
+            )
         check_weights(self.manifest, plan.members)
         exact = weight_of(self.manifest, plan.members, self.point)
         if amplitudes is not None:

@@ -25,6 +25,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,8 @@ class RoundServer:
         binding = self.history.binding(self.round_no, marks, self._turn.repeats)
         about = self.group, self.round_no, binding, self.length(purpose), purpose
         tensors = self.history.tensors if purpose == "model" else 0
-        self._sum = SecAggServer(*about, origin=self.history.state, draw=self._turn.draw, tensors=tensors)
+        drawn, unbacked = self._turn.draw, partial(self.history.mark.unbacked, backing=self.group.blocking)
+        self._sum = SecAggServer(*about, origin=self.history.state, draw=drawn, tensors=tensors, unbacked=unbacked)
 
     def length(self, purpose: str = "model") -> int:
         if purpose != "model":
@@ -307,14 +309,7 @@ class RoundServer:
             if statements.signers(self.group, "strong", past.state, word(level), {point: message}, past.draw):
                 past.strong.setdefault(level, {})[point] = message
 
-    def take_answered(
-        self,
-        point: int,  # noqa: ARG002
-        round_no: int,
-        members: tuple[int, ...],
-        halvings: int = 0,
-        draw: int = 0,
-    ) -> None:
+    def take_answered(self, _: int, round_no: int, members: tuple[int, ...], halvings: int = 0, draw: int = 0) -> None:
         """A member does not take part because it has answered in an earlier round from this model, over these members,
         with a mark that was halved so many times, of a cohort that was drawn anew so many times.
 
@@ -467,6 +462,11 @@ class RoundServer:
     def widened(self) -> dict[int, int]:
         """Who of its members needed wider units, and for how many tensors."""
         return {x: sum(map(bool, level)) for x, level in self._running().levels.items() if x in self.members}
+
+    @property
+    def alone(self) -> tuple[int, ...]:
+        """Who is left out because too few need units as wide."""
+        return tuple(sorted(self._running().alone))
 
     @property
     def settled(self) -> Settled:

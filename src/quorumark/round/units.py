@@ -13,6 +13,10 @@ needs, none unless it is larger than expected, and the round has the largest one
 larger than the units allow costs no training and no attempt. After it the lift is what the reach did not tell, at most
 5 bits; it falls by half a bit a round. (One false level then blurs one round, and not those after it.)
 
+Nobody can see whether a level is needed. So what fewer members need than could stop the round by staying away widens
+units, lift included, by 12, 9 or 8 bits at most for two, three or four numbers in an element, and whose update does not
+fit even then is left out of the round: a unit stays below a quarter of the reach, whatever these few say.
+
 A member's own numbers stay within R = 3·2^(h−3) − K/2 − 1 units, before they are weighted; rounding adds K/2 at most
 to a sum, and mark and dither together 2^(h−3) at most, since the mark is limited to that. So every sum is below
 2^(h−1).
@@ -20,9 +24,11 @@ to a sum, and mark and dither together 2^(h−3) at most, since the mark is limi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
+
+import numpy as np
 
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import MessageError, RoundError
@@ -40,6 +46,7 @@ _MARGIN = {2: 6, 3: 4, 4: 2}
 _STEP = {2: 4, 3: 3, 4: 2}
 _HALVES = 2  # a lift is in halves of a bit
 _HIGHEST_LIFT = 5 * _HALVES
+_ALONE = {2: 12, 3: 9, 4: 8}  # bits that a few members may widen units by
 _LEAST, _FIRST = 1 << 20, 1 << 34  # 2^-20 and 2^-6, in 2^-40
 _RANGE = 58  # bits of the largest number of 2^-40 that units are for: 2^18, a half of what weights may be
 _TAILS = 4  # bits: no value of a Gaussian key is above 16
@@ -118,6 +125,23 @@ class Packing:
             "learning rate, or let all members sign packing=1 (quorumark consortium amend --policy packing=1)",
             code="round.does-not-fit",
         )
+
+    def unbacked(self, levels: Mapping[int, bytes], lift: Sequence[int], backing: int) -> set[int]:
+        """Of these members those whose level is more than fewer than `backing` of them may ask for."""
+        left = {x: np.frombuffer(level, np.uint8) for x, level in levels.items() if level}
+        if not self.packs or not left:
+            return set()
+        tensors = len(next(iter(left.values())))
+        lifted = np.array(lift or [0] * tensors) // _HALVES
+        alone = np.maximum(0, _ALONE[self.count] - lifted) // _STEP[self.count]
+        while left:
+            table = np.stack(list(left.values()))
+            backed = np.sort(table, axis=0)[-backing] if len(left) >= backing else np.zeros(tensors, np.uint8)
+            over = (table > np.maximum(alone, backed + 1)).any(axis=1)
+            if not over.any():
+                break
+            left = {x: level for (x, level), out in zip(left.items(), over, strict=True) if not out}
+        return {x for x, level in levels.items() if level and x not in left}
 
 
 def first_reach(layout: ModelLayout, model: Vector) -> tuple[int, ...]:
