@@ -43,7 +43,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
     model = np.random.default_rng(1).normal(0, 0.05, size).astype(np.float32)
     yield _one_mask(size)
     yield _one_tag(size)
-    theirs, ours = _Flower(model), _Ours(model)
+    theirs, ours = SecAggPlus(model), _Ours(model)
     cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
         (f"a client masks, K={MEMBERS}", ours.client, theirs.client),
         (f"a client, {DROPS} of {MEMBERS} drop, retry included", ours.client_with_retry, theirs.client),
@@ -236,7 +236,7 @@ class _Packed(_Ours):
         return packing.unpack_onto(self.start, self.full.finish(), self.spans, self.count)
 
 
-class _Flower:
+class SecAggPlus:
     """The same work by Flower's own functions, with its default ranges: 22 bits a weight, 32 bits a masked word."""
 
     CLIP, TARGET, MODULUS = 8.0, 1 << 22, 1 << 32
