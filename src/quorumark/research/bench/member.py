@@ -9,6 +9,7 @@ signs the vector. Nothing of that is left out. The server goes from the masked s
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,17 @@ class OneRound:
     again. All have one share, and nobody but `me` reads it: what opens is no model of theirs, at the same cost."""
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], packing: int, members: int, mark: bool, folder: Path
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        packing: int,
+        members: int,
+        mark: bool,
+        folder: Path,
+        *,
+        drops: int = 0,
     ) -> None:
-        self.rng, self.mark = np.random.default_rng(1), mark
+        """`drops`: so many are lost before they upload, in `uploaded_again`."""
+        self.rng, self.mark, self.packing = np.random.default_rng(1), mark, packing
         model = {name: np.float32(0.05) * self._normal(*shape) for name, shape in shapes.items()}
         self.layout = ModelLayout.of(model)
         people = [Identity.generate(f"member {x}") for x in range(1, members + 1)]
@@ -97,6 +106,9 @@ class OneRound:
         self._told = server.announced_to(self.me.point)
         self._memory = self._state()._load()
         self._masked: Vector | None = None
+        if drops:
+            self._fail(sorted(self.members)[: members - drops])
+            self._state()._save(self._memory)
 
     def _state(self) -> MemoryState:
         state = self.me.secagg.state
@@ -134,26 +146,51 @@ class OneRound:
         self.me.said()
         return self.me.upload(*self._told)
 
+    def _fail(self, stayed: list[int]) -> None:
+        """An attempt that fails, and one without those who dropped: what `me` is told of both."""
+        server = self.server
+        self._upload(stayed)
+        server.retry()
+        self._told_again = server.announced_to(self.me.point)
+        self._upload(stayed)
+        self._request = server.request(self.me.point)
+
+    def _upload(self, points: Iterable[int]) -> None:
+        """Without the masks of pairs, which cancel in a sum, and which nobody takes off here."""
+        for x in points:
+            member = self.members[x]
+            member.secagg.together = frozenset(self.members)
+            upload = member.upload(*self.server.announced_to(x))
+            self.server.take_upload(x, upload.head, upload.vector)
+            member.secagg.together = frozenset()
+
+    def uploaded_again(self) -> bytes:
+        """The same where an attempt fails: two uploads from one result, and the answer."""
+        self.uploaded()
+        self.me.upload(*self._told_again)
+        return self.me.unmask(self._request)
+
     def mask_again(self) -> None:
-        """The server's sum as it was before it was unmasked; at first, all upload and answer. The masks of pairs, which
-        cancel in the sum, are left out."""
+        """The server's sum as it was before it was unmasked; at first, all upload and answer."""
         server = self.server
         if self._masked is None:
             self._state()._save(self._memory)
-            for x, member in self.members.items():
-                member.secagg.together = frozenset(self.members)
-                upload = member.upload(*server.announced_to(x))
-                server.take_upload(x, upload.head, upload.vector)
-            for x, member in self.members.items():
-                server.take_answer(x, member.unmask(server.request(x)))
+            members = server.members
+            if server.missing:
+                self._upload(server.missing)
+            for x in members:
+                server.take_answer(x, self.members[x].unmask(server.request(x)))
             self._masked = server._running()._sum.copy()
-            self.me.secagg.together = frozenset()
         server._running()._sum[:] = self._masked
         server._running()._stage = "unmask"
 
     def unmasked(self) -> object:
         """From the masked sum to the next model."""
         return self.server.finish()
+
+    def unmasked_once(self) -> object:
+        self.mask_again()
+        return self.unmasked()
 
 
 def _consortium(
@@ -167,7 +204,7 @@ def _consortium(
     """A manifest that all have signed, with one root for all shares, and the first member's share in a sealed file."""
     roster = roster_of((person.card(), 100) for person in people)
     terms = Terms(
-        "bench", 3, roster, layout.digest(), layout.coordinates, anchor_of(layout, model),
+        "bench", 2, roster, layout.digest(), layout.coordinates, anchor_of(layout, model),
         created="2026-01-31T12:00:00Z", strength=Strength.of({}, layout.coordinates), policy=Policy(packing=packing),
     )  # fmt: skip
     salt = field.random(SALT_ELEMENTS)
