@@ -41,16 +41,19 @@ class Counting:
 
 
 class CountedRun(Drawn):
-    """`counts[round][member][stage, way]`. Members move every weight a little, each by noise of its own."""
+    """`counts[round][member][stage, way]`. Members move every weight a little, each by noise of its own. `together`:
+    without the masks that two of them share, which change no byte's number; their homes must be a simulation's."""
 
-    def __init__(self, world: Consortium, **options: Any) -> None:
+    def __init__(self, world: Consortium, *, together: bool = False, **options: Any) -> None:
         super().__init__(world, **options)
+        self._together = together
         self.counts: list[dict[int, dict[tuple[str, str], int]]] = []
         size = world.layout.size
         self._noise = np.random.default_rng(5).standard_normal(size + 4096, np.float32) * np.float32(1e-3)
 
     def node(self, x: int) -> Any:
-        return Counting(super().node(x), self.counts[-1][x])
+        node = MemberNode(*self.world.home(x), seeds=True, together=self._together)
+        return Counting(node, self.counts[-1][x])
 
     def counted(self, absent: Iterable[int] = ()) -> dict[int, dict[tuple[str, str], int]]:
         """A round that nothing may go wrong in, and what it cost."""
