@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,7 +178,10 @@ Average = Callable[[Sequence[NDArray[np.float32]], Sequence[int]], NDArray[Any]]
 
 def fedavg(results: Sequence[NDArray[np.float32]], counts: Sequence[int]) -> NDArray[Any]:
     total = sum(counts)
-    return np.sum([n / total * r.astype(np.float64) for r, n in zip(results, counts, strict=True)], axis=0)
+    found = np.zeros(results[0].size)
+    for result, count in zip(results, counts, strict=True):
+        found += count / total * result.astype(np.float64)
+    return found
 
 
 def secagg_plus(results: Sequence[NDArray[np.float32]], counts: Sequence[int]) -> NDArray[Any]:
@@ -254,14 +256,6 @@ def main() -> None:
             print(name, row.get("kind", row["packing"]), row["seed"], *told, flush=True)  # noqa: T201
     rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["packing"], row.get("kind", ""), row["seed"]))
     chosen.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-def paired(rows: Sequence[Mapping[str, Any]], case: str, packing: int, what: str) -> tuple[float, float]:
-    """The mean difference to one weight in an element over the seeds, and its standard error."""
-    found = {(row["packing"], row["seed"]): row[what] for row in rows if row["case"] == case and row["packing"]}
-    seeds = sorted(seed for q, seed in found if q == packing)
-    off = [found[packing, seed] - found[1, seed] for seed in seeds]
-    return statistics.mean(off), statistics.stdev(off) / len(off) ** 0.5
 
 
 if __name__ == "__main__":

@@ -247,7 +247,8 @@ FIGURES: list[tuple[str, str, Callable[[], str]]] = [
 
 def pages() -> dict[str, str]:
     """The pages as they should be."""
-    found = {name: (ROOT / name).read_text(encoding="utf-8") for name in {page for page, *_ in [*TABLES, *FIGURES]}}
+    names = {page for page, _ in TABLES} | {page for page, *_ in FIGURES}
+    found = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
     for (page, name), make in TABLES.items():
         begin, end = f"<!-- benchmarks/tables.py: {name} -->\n", "\n<!-- end -->"
         before, between, after = found[page].partition(begin)
