@@ -16,13 +16,25 @@ from quorumark import field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, kernels, parallel
 
-__all__ = ["FRACTION_BITS", "LIMIT", "decode", "encode", "encode_axpy", "round_trip"]
+__all__ = ["FRACTION_BITS", "LIMIT", "check", "decode", "encode", "encode_axpy", "fits", "round_trip"]
 
 FRACTION_BITS = 40
 LIMIT = 2.0**19
 """Numbers must be smaller than this in size."""
 
 _SCALE = 2.0**FRACTION_BITS
+
+
+def check(values: Any, *, name: str = "values") -> NDArray[Any]:
+    """The values, if all of them can be encoded: an EncodingError names the first that cannot."""
+    _prepare(values, 1.0, name)
+    return values  # type: ignore[no-any-return]
+
+
+def fits(values: NDArray[Any]) -> bool:
+    """Whether all of these float32 or float64 numbers are finite and below 2^19 in size."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return _are_within(flat, _largest(1.0, flat.dtype))
 
 
 def encode(values: Any, weight: float = 1.0, out: Vector | None = None, *, name: str = "values") -> Vector:
@@ -111,9 +123,13 @@ def _prepare(values: Any, weight: float, name: str) -> tuple[NDArray[Any], float
         raise InputError("weight", "must be a number other than 0, below 2^19 in size", repr(weight))
     flat = np.ascontiguousarray(values).reshape(-1)
     bound = _largest(float(abs(weight)), flat.dtype)
-    if not all(parallel.spread(lambda b, e: kernels.within(flat[b:e], bound), flat.size)):
+    if not _are_within(flat, bound):
         raise _refusal(flat, bound, weight, name)
     return flat, float(weight) * _SCALE
+
+
+def _are_within(flat: NDArray[Any], bound: Any) -> bool:
+    return all(parallel.spread(lambda b, e: kernels.within(flat[b:e], bound), flat.size))
 
 
 def _largest(weight: float, dtype: np.dtype[Any]) -> Any:

@@ -17,7 +17,7 @@ each *span* of the vector (a tensor). Rounding to units is to nearest, with ties
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,13 +26,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from quorumark import field
 from quorumark.errors import EncodingError, InputError
-from quorumark.field import Vector, parallel, parts
+from quorumark.field import Vector, norms, parallel, parts
 
 __all__ = [
     "BITS",
+    "Noise",
     "Span",
     "elements",
-    "largest_move",
+    "largest_moves",
     "largest_weight",
     "move",
     "pack",
@@ -49,6 +50,10 @@ Span = tuple[slice, int]
 """A part of the vector, and the shift of its units."""
 
 Moves = NDArray[np.int64]
+Noise = Callable[[int, Moves], bool]
+"""Writes what is added to the numbers from a place on, in 2^-40; False, with nothing written, where there is none."""
+
+_TOGETHER = 1 << 15  # elements whose noise is made at a time: it stays in the second-level cache
 
 
 def elements(size: int, count: int) -> int:
@@ -71,11 +76,20 @@ def move(before: Vector, moves: Moves) -> Vector:
     return out
 
 
-def largest_move(after: Vector, before: Vector) -> int:
-    """The largest |after − before|, in 2^-40; 0 for nothing."""
-    if not after.size:
-        return 0
-    return _most(parallel.spread(lambda b, e: parts.largest(after[b:e], before[b:e]), after.size))
+def largest_moves(after: NDArray[Any], before: Vector, spans: Iterable[slice]) -> list[int]:
+    """The largest |E(after) − before| of each span, in 2^-40, 0 for an empty one; `after` are floats below 2^19 in size
+    or E of them already. Spans follow each other from the first place on, and leave none out."""
+    stops = np.array([place.stop for place in spans], np.int64)
+    if not stops.size or not after.size:
+        return [0] * stops.size
+
+    def part(begin: int, end: int) -> NDArray[np.uint64]:
+        most = np.zeros(stops.size, np.uint64)
+        norms.largest_moves(after, before, stops, begin, end, most)
+        return most
+
+    found: list[Any] = parallel.spread(part, after.size)
+    return [int(most) for most in np.max(found, axis=0)]
 
 
 def largest_weight(x: Vector) -> int:
@@ -116,28 +130,56 @@ def pack_update(
     count: int,
     out: Vector | None = None,
     *,
-    noise: Moves | None = None,
+    noise: Noise | Moves | None = None,
 ) -> Vector:
     """weight·(E(after) − before) + noise, in one pass: a member's weighted update, from the floats that it trained and
-    E of the model that it started from, packed in the units of its spans. `noise` is in 2^-40."""
+    E of the model that it started from, packed in the units of its spans. `noise` is in 2^-40: a vector, or on the CPU
+    a function that makes it piece by piece."""
     if field.on_cuda(before):
         return _packed_on_device(after, before, weight, spans, count, out, noise)
     length, bits = elements(after.size, count), BITS[count]
     target = np.empty(length, np.uint64) if out is None else out
     field.check_output(target, (length,))
-    extra = np.empty(0, np.int64) if noise is None else noise
-    for begin, end, shifts in _pieces(spans, count, length):
-        scales = np.array([2.0**-shift for shift in shifts])
-        found = parallel.spread(
-            lambda b, e, s=begin, k=scales: parts.pack_update(  # type: ignore[misc]
-                after, before, weight, extra, k, bits, length, s + b, target[s + b : s + e]
-            ),
-            end - begin,
-            smallest=parallel.SMALLEST_PART // count,
-        )
-        if _outermost(found) >= 1 << (bits - 1):
-            raise _too_large(count, begin)
+    stops, shifts = _pieces(spans, count, length)
+    scales, add = 2.0**-shifts, _writer(noise) if isinstance(noise, np.ndarray) else noise
+    told = after, before, weight
+
+    def part(begin: int, end: int) -> list[tuple[int, int]]:
+        step = end - begin if add is None else _TOGETHER
+        rows = np.zeros((0, 0) if add is None else (count, min(step, end - begin)), np.int64)
+        found = []
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            noisy = add is not None and _fill(add, rows, start, stop, length, after.size)
+            extra = rows if noisy else rows[:0]
+            found.append(parts.pack_update(*told, extra, stops, scales, bits, length, start, stop, target))
+        return found
+
+    for found in parallel.spread(part, length, smallest=parallel.SMALLEST_PART // count):
+        if _outermost(found) >= 1 << (bits - 1):  # type: ignore[arg-type]
+            raise _too_large(count, 0)
     return target
+
+
+def _fill(add: Noise, rows: Moves, start: int, stop: int, length: int, size: int) -> bool:
+    """The noise of elements start … stop−1, a row for each of their parts; whether there is any."""
+    found = False
+    for j, row in enumerate(rows):
+        first = j * length + start
+        here = row[: max(0, min(stop - start, size - first))]
+        if here.size and add(first, here):
+            found = True
+        else:
+            here[:] = 0
+    return found
+
+
+def _writer(noise: Moves) -> Noise:
+    def write(start: int, out: Moves) -> bool:
+        out[:] = noise[start : start + out.size]
+        return True
+
+    return write
 
 
 def _packed_on_device(
@@ -184,20 +226,16 @@ def unpack_onto(
     _check_length(packed, length)
     if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise InputError("dtype", "must be float32 or float64", kind)
-    out, fine = np.empty(before.size, kind), True
-    scale = kind.type(2.0**-40)
-    for begin, end, found_shifts in _pieces(spans, count, length):
-        shifts = np.array(found_shifts)
-        found = parallel.spread(
-            lambda b, e, s=begin, k=shifts: parts.move_by_parts(  # type: ignore[misc]
-                packed, before, k, bits, length, s + b, s + e, scale, out
-            ),
-            end - begin,
-            smallest=parallel.SMALLEST_PART // count,
-        )
-        if any(one[3] for one in found):  # type: ignore[index]
-            field.check(packed, "packed")
-        fine &= _outermost(found) < 1 << (bits - 1) and not any(one[2] for one in found)  # type: ignore[index]
+    out, scale = np.empty(before.size, kind), kind.type(2.0**-40)
+    stops, shifts = _pieces(spans, count, length)
+    found: list[Any] = parallel.spread(
+        lambda b, e: parts.move_by_parts(packed, before, stops, shifts, bits, length, b, e, scale, out),
+        length,
+        smallest=parallel.SMALLEST_PART // count,
+    )
+    if any(one[3] for one in found):
+        field.check(packed, "packed")
+    fine = _outermost(found) < 1 << (bits - 1) and not any(one[2] for one in found)
     return out, [True] * len(spans) if fine else _fits(_table(packed, before.size, count), before.size, spans)
 
 
@@ -213,13 +251,15 @@ def _unpacked_on_device(
     return parts_on_device.move_by_parts(packed, before, spans, BITS[count], count, np.dtype(dtype).name)
 
 
-def _pieces(spans: Sequence[Span], count: int, length: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Pieces of the elements in each of which every part has one unit, and the shifts of these."""
+def _pieces(spans: Sequence[Span], count: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pieces of the elements in each of which every part has one unit: where they end, and the shifts of these."""
     cuts = {0, length, *(place.start % length for place, _ in spans), *(place.stop % length for place, _ in spans)}
-    starts = [place.start for place, _ in spans]
-    for begin, end in pairwise(sorted(cuts)):
+    starts, table = [place.start for place, _ in spans], []
+    stops = sorted(cuts)[1:]
+    for begin, _ in pairwise(sorted(cuts)):
         found = (bisect_right(starts, row * length + begin) - 1 for row in range(count))
-        yield begin, end, [spans[i][1] if i >= 0 else 0 for i in found]
+        table.append([spans[i][1] if i >= 0 else 0 for i in found])
+    return np.array(stops, np.int64), np.array(table, np.int64)
 
 
 def _table(packed: Vector, size: int, count: int) -> Moves:

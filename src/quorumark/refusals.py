@@ -18,6 +18,7 @@ Refusal: TypeAlias = Literal[
     "round.cohort-waits",
     "round.diverged",
     "round.does-not-fit",
+    "round.level-alone",
     "round.given-up",
     "round.gone-on",
     "round.hides-too-little",

@@ -222,6 +222,11 @@ class RoundReport:
         """A member is out of this round."""
         self.excluded[point], self.excluded_codes[point] = why, code
 
+    def leave_out(self, alone: Iterable[int]) -> None:
+        """Members whose update does not fit into the units of the round."""
+        for point in alone:
+            self.exclude(point, "its update needs wider units than so few may ask for", "round.level-alone")
+
     def readmit(self, points: Iterable[int]) -> None:
         """Members who were out, and may take part after all."""
         for point in list(points):
@@ -371,9 +376,10 @@ class Federation:
             server.accept(weights)
             if settled.norms is not None:
                 self.norms[number] = settled.norms
+            halvings = server.turn.halvings
             for member in self.members.values():
                 summed = settled.encoded, settled.embedded, settled.norms, level
-                member.accept(number, *summed, stood=settled.stood, taken=settled.taken)
+                member.accept(number, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
         with timed(report, "forecast"):
             told = None
             if self._tracer is not None and step is not None:
@@ -418,6 +424,7 @@ class Federation:
                 with _excluding(report, x):
                     self._take_ready(x, purpose, report)
         server.announce()
+        report.leave_out(server.alone)
         while True:
             report.attempts = max(report.attempts, server.attempt)
             lost = self._losses.at(report.round, "upload", server.attempt, server.members)
@@ -432,6 +439,7 @@ class Federation:
             if not server.missing:
                 break
             server.retry()
+            report.leave_out(server.alone)
         lost = self._losses.at(report.round, "unmask", 1, server.members)
         report.lost["unmask"] = tuple(sorted(lost))
         with timed(report, "unmask"):
@@ -443,8 +451,8 @@ class Federation:
 
     def _take_ready(self, x: int, purpose: str, report: RoundReport) -> None:
         member, server = self.members[x], self.server
-        complaint = member.too_strong() if purpose == "model" else None
-        if complaint is not None:
+        complaint = member.too_strong() if purpose == "model" else []
+        if complaint:
             server.take_strong(x, complaint)
             report.exclude(x, "the mark of this round is too strong for its update", "round.too-strong")
             return

@@ -51,8 +51,24 @@ def test_elementwise_functions_agree_with_python_ints(rows: list[list[int]], a: 
     assert field.dot(array(x), array(y)) == sum(u * v for u, v in zip(x, y, strict=True)) % P
 
 
+@given(vectors(3), elements, st.data())
+def test_signed_products_are_added_as_python_ints_are(rows: list[list[int]], a: int, data: st.DataObject) -> None:
+    x, y, z = rows
+    minus = data.draw(st.one_of(st.just([]), st.lists(st.booleans(), min_size=len(x), max_size=len(x))))
+    out, signs = array(z), np.array(minus, np.bool_)
+    field.add_products(a, array(x), array(y), signs, out)
+    each = zip(x, y, z, minus or [False] * len(x), strict=True)
+    assert ints(out) == [(w + (-1 if m else 1) * a * u * v) % P for u, v, w, m in each]
+    with pytest.raises(InputError):
+        field.add_products(a, array(x), array([*y, 1]), signs, out)
+
+
 def test_all_pairs_of_edge_values() -> None:
     x, y = (array(v) for v in zip(*[(a, b) for a in EDGES for b in EDGES], strict=True))
+    for minus in (np.zeros(0, np.bool_), np.ones(x.size, np.bool_)):
+        out, sign = y.copy(), -1 if minus.size else 1
+        field.add_products(P - 1, x, y, minus, out)
+        assert ints(out) == [(b - sign * a * b) % P for a in EDGES for b in EDGES]
     assert ints(field.mul(x, y)) == [a * b % P for a in EDGES for b in EDGES]
     assert ints(field.add(x, y)) == [(a + b) % P for a in EDGES for b in EDGES]
     assert ints(field.sub(x, y)) == [(a - b) % P for a in EDGES for b in EDGES]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quorumark import codec, field, packing
 from quorumark.errors import EncodingError, InputError
-from quorumark.field import P
+from quorumark.field import P, norms
 from quorumark.packing import BITS, Span
 
 COUNTS = (1, 2, 3, 4)
@@ -174,10 +174,38 @@ def test_weighted_moves_are_rounded_once() -> None:
         found = packing.weighted_moves(field.from_signed(after), field.from_signed(before), weight)
         exact = [Fraction(int(a) - int(b)) * Fraction(weight) for a, b in zip(after, before, strict=True)]
         assert max(abs(f - e) for f, e in zip(found.tolist(), exact, strict=True)) <= Fraction(1, 2) + Fraction(1, 4)
-    assert packing.largest_move(field.from_signed(after), field.from_signed(before)) == int(
-        np.abs(after - before).max()
-    )
     assert packing.largest_weight(field.from_signed(before)) == int(np.abs(before).max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.sampled_from([np.float32, np.float64]),
+    st.sampled_from([1e-9, 1e-3, 30.0, 2.0e5]),
+    st.integers(0, 1 << 30),
+    st.integers(1, 3),
+)
+def test_largest_moves_in_whole_numbers(sizes: list[int], kind: type, scale: float, seed: int, threads: int) -> None:
+    """By span, the empty ones too, from floats as from E of them: in Python's ints."""
+    rng, stops = np.random.default_rng(seed), np.cumsum(sizes).tolist()
+    spans = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    after = np.clip(rng.standard_normal(stops[-1]) * scale, -4e5, 4e5).astype(kind)
+    before = codec.encode(np.clip(rng.standard_normal(stops[-1] + 1) * scale, -4e5, 4e5))[:-1]
+    moves = (
+        [round(Fraction(float(v)) * 2**40) - int(b) for v, b in zip(after, field.to_signed(before), strict=True)]
+        if stops[-1]
+        else []
+    )
+    wanted = [max(map(abs, moves[span]), default=0) for span in spans]
+    found = [packing.largest_moves(after, before, spans)]
+    if stops[-1]:
+        found.append(packing.largest_moves(codec.encode(after), before, spans))
+        cuts = sorted(rng.integers(0, stops[-1] + 1, threads - 1).tolist())
+        parts = np.zeros((threads, len(sizes)), np.uint64)
+        for part, begin, end in zip(parts, [0, *cuts], [*cuts, stops[-1]], strict=True):
+            norms.largest_moves(after, before, np.array(stops), begin, end, part)
+        found.append([int(most) for most in parts.max(axis=0)])
+    assert found == [wanted] * len(found)
 
 
 @settings(max_examples=80, deadline=None)
@@ -203,6 +231,39 @@ def test_an_update_is_packed_in_one_pass_as_in_several(
     a, b = (packing.unpack(x, size, [(p, 0) for p, _ in shifts], count)[0] for x in (found, several))
     assert np.abs(a - b).max() <= 1  # rounded twice there
     assert (a != b).mean() <= 0.5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_noise_that_is_made_piece_by_piece_is_the_same_as_a_vector(count: int, threads: int) -> None:
+    """Over many blocks and threads; where a piece has none, nothing is added, and what it holds does not matter."""
+    size, rng = 400_003, np.random.default_rng(count)
+    before = codec.encode(rng.standard_normal(size).astype(np.float32))
+    after = (codec.decode(before) + 1e-3 * rng.standard_normal(size)).astype(np.float32)
+    spans = [(slice(0, 100_001), 24), (slice(100_001, 100_001), 20), (slice(100_001, size), 26)]
+    noise = rng.integers(-(1 << 30), 1 << 30, size)
+    noise[150_000:370_000] = 0
+    pieces = []
+
+    def write(place: int, out: NDArray[np.int64]) -> bool:
+        pieces.append((place, out.size))
+        if not noise[place : place + out.size].any():
+            out[:] = 1 << 40
+            return False
+        out[:] = noise[place : place + out.size]
+        return True
+
+    had = field.threads()
+    try:
+        field.set_threads(threads)
+        found = packing.pack_update(after, before, 0.25, spans, count, noise=write)
+        whole = packing.pack_update(after, before, 0.25, spans, count, noise=noise)
+    finally:
+        field.set_threads(had)
+    assert found.tobytes() == whole.tobytes()
+    ends = [stop for start, length in sorted(pieces) for stop in (start, start + length)]
+    assert (ends[0], ends[-1], ends[1:-1:2]) == (0, size, ends[2::2]), "each place once"
+    assert max(length for _, length in pieces) < size // 4
 
 
 @settings(max_examples=80, deadline=None)

@@ -46,7 +46,7 @@ def test_the_model_is_the_one_of_the_federation_in_one_process(world: Consortium
     assert [r.uploaded_bytes for r in wrapped.reports] == [r.uploaded_bytes for r in expected.reports]
 
 
-@pytest.mark.parametrize("packing", ["1", "2", "4"])
+@pytest.mark.parametrize("packing", ["1", "2", "3", "4"])
 def test_a_run_whose_sums_are_checked_is_the_one_in_one_process(tmp_path: Path, packing: str) -> None:
     """With members lost at every stage, and a server that is started again: another run, from the folder's state."""
     world = Consortium.make(tmp_path, policy={"sums": "checked", "packing": packing})

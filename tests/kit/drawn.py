@@ -87,7 +87,8 @@ class Forked(Drawn):
         amplitudes = history.amplitudes(turn.halvings)
         settled = history.settle(opened[:-1], start, amplitudes, norms=True, level=self.level)
         made = settled.encoded, settled.embedded, settled.norms, under.digest().hex(), self.level
-        history.accept(history.round, *made, stood=settled.stood, taken=settled.taken)
+        halvings = self.server.turn.halvings
+        history.accept(history.round, *made, stood=settled.stood, taken=settled.taken, halvings=halvings)
         link = Link(self.before.state, under.digest().hex(), self.draw, history.state, history.whole)
         config = {"accepted": history.mark.round, "history": history.mark.digest().hex(), **link.asked}
         config |= {"sum-round": turn.round, "sum-halvings": turn.halvings, "sum-level": self.level.hex()}
@@ -103,7 +104,8 @@ class Forked(Drawn):
         amplitudes = history.amplitudes(self.server.turn.halvings)
         settled = history.settle(arrays["sum"][:-1], start, amplitudes, norms=True, level=self.level)
         made = settled.encoded, settled.embedded, settled.norms, server.manifest.digest().hex(), self.level
-        history.accept(history.round, *made, stood=settled.stood, taken=settled.taken)
+        halvings = self.server.turn.halvings
+        history.accept(history.round, *made, stood=settled.stood, taken=settled.taken, halvings=halvings)
         chain._links[link.before], chain.waiting = link, None
         server._settled = server._opened = server._open = None
         server.history, server.like, self.model = history, dict(model), model

@@ -68,7 +68,7 @@ class Consortium:
     ) -> Consortium:
         """Everybody has a home, and terms are agreed on; there is no key yet."""
         model = model or initial()
-        layout = ModelLayout.of(model)
+        layout = ModelLayout.of(model, max_coordinates=changes.pop("max_coordinates", None))
         roster = []
         for x in range(1, count + 1):
             Unlock.new_key_file(folder / f"member-{x}.key")

@@ -10,6 +10,7 @@ from typing import Any
 from quorumark.errors import QuorumarkError, RoundError, code_of
 from quorumark.node.journal import MODEL
 from quorumark.node.member import RESULT, MemberNode, with_prefix
+from quorumark.round.secagg.messages import unpack
 from quorumark.round.server import RoundServer
 from quorumark.simulation import NOTHING
 from tests.kit.flowers import Consortium, Model, train
@@ -120,7 +121,7 @@ class Run:
             return
         self.asked[x] = ready
         if "strong" in ready:
-            self.server.take_strong(x, ready["strong"])
+            self.server.take_strong(x, unpack(ready["strong"], "list of statements"))
             self.refused[x] = "round.too-strong"
             return
         self.server.take_ready(x, ready["ready"], ready.get("boxes", b""), ready.get("vouch", b""))

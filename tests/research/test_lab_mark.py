@@ -18,9 +18,10 @@ from quorumark.errors import InputError
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import KnownKey, SeededKey, TensorsInMemory
 from quorumark.research.lab import data
-from quorumark.round.amplitudes import MarkState, PaperScale, paper_amplitudes
+from quorumark.round.amplitudes import MarkState
 from quorumark.round.mark import ideal_mark
 from quorumark.round.movement import ideal_norms
+from quorumark.round.paper import PaperScale, paper_amplitudes
 from tests.kit.lab_runs import MINI, STRENGTHS
 
 torch = pytest.importorskip("torch")

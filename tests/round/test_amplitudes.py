@@ -18,9 +18,10 @@ from quorumark import codec, field
 from quorumark.consortium.strength import ONE, Strength
 from quorumark.errors import EncodingError, RecordError
 from quorumark.model.layout import ModelLayout
-from quorumark.round.amplitudes import MarkState, PaperScale, _scaled, model_digest, paper_amplitudes
+from quorumark.round.amplitudes import MarkState, _scaled, model_digest
 from quorumark.round.mark import check_round, ideal_mark
 from quorumark.round.movement import ideal_norms, norm_count
+from quorumark.round.paper import PaperScale, paper_amplitudes
 from tests.kit.marks import RHO, SHAPES, SKIP, make_layout, make_manifest, random_walk
 from tests.kit.oracle import P, lift
 from tests.kit.refusals import stopped, wrong_argument

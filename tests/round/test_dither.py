@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from math import sqrt
 from pathlib import Path
@@ -19,7 +20,7 @@ from quorumark.model.layout import ModelLayout
 from quorumark.round import continuity
 from quorumark.round.amplitudes import Amplitudes, MarkState
 from quorumark.round.continuity import Pace
-from quorumark.round.dither import add_dither, dither_stream
+from quorumark.round.dither import add_dither, dither_noise, dither_stream
 from quorumark.round.mark import ideal_mark, weights
 from quorumark.round.movement import ideal_norms
 from tests.kit.flowers import Consortium
@@ -93,6 +94,22 @@ def test_the_noise_has_no_steps_that_would_show_the_sign() -> None:
     assert len(set(row.tolist())) >= 499
 
 
+@pytest.mark.parametrize("key", ["rademacher", "gaussian"])
+def test_the_noise_is_what_the_words_of_the_stream_say(key: str) -> None:
+    """Written down once more, number by number: three uniform numbers from each word, and two products of floats."""
+    amplitudes, stream = _amplitudes(_layout(), key), dither_stream(PEOPLE[1], b"x")
+    y = np.zeros(amplitudes.layout.size, np.uint64)
+    add_dither(y, amplitudes, 3 * ONE, SHARES[1], stream)
+    words = np.empty(amplitudes.vector.size, np.uint64)
+    stream.words(words)
+    factor = 3 * sqrt(SHARES[1]) * 2.0 ** ((8 if key == "gaussian" else 0) - 33)
+    wanted = []
+    for w, scale in zip(words.tolist(), amplitudes.vector.tolist(), strict=True):
+        g = (w >> 30) + ((w >> 15 & 0x7FFF) << 19) + ((w & 0x7FFF) << 19) - (3 << 33)
+        wanted.append(round(float(g) * (float(scale) * factor)))
+    assert field.to_signed(y)[: len(wanted)].tolist() == wanted
+
+
 def test_gaussian_keys_and_samples() -> None:
     layout = _layout(max_coordinates=10_000)
     amplitudes = _amplitudes(layout, "gaussian")
@@ -100,6 +117,23 @@ def test_gaussian_keys_and_samples() -> None:
     assert np.std(noise) == pytest.approx(3 * 256, rel=4 / sqrt(20_000))  # S has 8 bits less
     assert rest.size == layout.size - 10_000
     assert not rest.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_coordinates": 10_000}])
+def test_packed_updates_have_the_same_noise(options: dict[str, Any]) -> None:
+    """Place by place, in whatever pieces it is asked for, and none where nothing carries."""
+    layout = _layout(**options)
+    amplitudes, stream = _amplitudes(layout), dither_stream(PEOPLE[0], b"x")
+    y = np.zeros(layout.size, np.uint64)
+    add_dither(y, amplitudes, 3 * ONE, SHARES[2], stream)
+    write = dither_noise(amplitudes, 3 * ONE, SHARES[2], stream)
+    cuts = np.sort(np.random.default_rng(1).integers(0, layout.size, 40))
+    found = np.full(layout.size, -1, np.int64)
+    for start, stop in itertools.pairwise([0, *cuts.tolist(), layout.size]):
+        if not write(start, found[start:stop]):
+            found[start:stop] = 0
+    assert found.tolist() == field.to_signed(y).tolist()
+    assert not write(layout.carrier_size, np.full(layout.size - layout.carrier_size, 7, np.int64))
 
 
 def test_nothing_secret_is_shown() -> None:
@@ -115,9 +149,9 @@ class _Recorded(Run):
         return self.results[x]
 
 
-@pytest.mark.parametrize("packing", ["1", "2"])
+@pytest.mark.parametrize("packing", ["1", "2", "3", "4"])
 def test_the_opened_sum_is_the_average_the_mark_and_the_noise_exactly(tmp_path: Path, packing: str) -> None:
-    """To the last bit with one weight in an element, within half a unit for each member with two."""
+    """To the last bit with one weight in an element, within half a unit for each member with more."""
     strength = {"rule": "rho", "rho": "0.2", "c_max": "0.1", "dither": "3", "continuity": "4"}
     world = Consortium.deal(tmp_path, 5, 3, strength=strength, policy={"sums": "checked", "packing": packing})
     run, key, layout = _Recorded(world), key_of(world), world.layout
@@ -138,7 +172,7 @@ def test_the_opened_sum_is_the_average_the_mark_and_the_noise_exactly(tmp_path: 
         ideal_mark(expected, amplitudes, key)
         off = np.abs(field.to_signed(field.sub(summed(run.server), expected)))
         for place, shift in history.mark.spans():
-            assert (off[place] <= (len(shares) << shift >> 1 if packing == "2" else 0)).all()
+            assert (off[place] <= (0 if packing == "1" else len(shares) << shift >> 1)).all()
         assert (expected != plain).any() == (number > 2), "the mark begins in the third round"
     assert 2 not in run.server.members
 

@@ -17,6 +17,7 @@ from quorumark.consortium.identity import Identity
 from quorumark.consortium.strength import KEY_BITS
 from quorumark.errors import KeystoreError, RoundError
 from quorumark.field import P
+from quorumark.packing import pack
 from quorumark.round import chain as chain_module
 from quorumark.round import links, statements
 from quorumark.round.group import Group, word
@@ -147,12 +148,13 @@ class Still(Forked):
         return train(model, 0.01, 1000 + x, 1.0)
 
 
+@pytest.mark.parametrize("packing", ["1", "2", "4"])
 @pytest.mark.parametrize(("dither", "moved"), [("0", 0), ("0", 1), ("3", 1)])
-def test_what_one_helper_s_key_gives_on_one_chain(tmp_path: Path, dither: str, moved: int) -> None:
+def test_what_one_helper_s_key_gives_on_one_chain(tmp_path: Path, dither: str, moved: int, packing: str) -> None:
     """No defence, but what is left without one: with a right tag the server says that the sum moved nothing, or each
     weight by as much as the mark. All sign that, and the next sum, without a mark, is of nearly the weights that it has
     a marked one from. Training that repeats itself cancels in the difference, dither does not."""
-    about: dict[str, Any] = {"policy": {"cohort": "5", "sums": "checked", "packing": "1"}}
+    about: dict[str, Any] = {"policy": {"cohort": "5", "sums": "checked", "packing": packing}}
     about["strength"] = {**STRENGTH, "dither": dither}
     world = Consortium.deal(tmp_path, 8, 3, model=small_model(), **about)
     run = Still(world)
@@ -164,7 +166,13 @@ def test_what_one_helper_s_key_gives_on_one_chain(tmp_path: Path, dither: str, m
     assert mark is not None
     size, opened, rng = world.layout.carrier_size, np.zeros_like(run.opened), np.random.default_rng(5)
     moves = moved * (mark.vector << np.uint64(KEY_BITS[mark.key])).astype(np.int64) * rng.choice([-1, 1], size)
-    opened[:size] = field.add(run.before.mark.model, field.from_signed(moves))
+    if packing == "1":
+        opened[:size] = field.add(run.before.mark.model, field.from_signed(moves))
+    else:
+        whole, spans = np.zeros(world.layout.size, np.int64), run.before.mark.spans()
+        whole[:size] = moves
+        packed = pack(whole, spans, int(packing))
+        opened[: packed.size] = packed
     for change in range(4000):  # 1 of 56 such states has the cohort again, over which the same training is summed
         link, config, arrays, model = run.told(start, change << 20, opened)
         if server.group.cohort(link.after) == cohort:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quorumark import codec, field
 from quorumark.errors import EncodingError
 from quorumark.round.movement import distance, least, norm_count, sum_squares, update_norms, upload_norms
+from quorumark.round.update import Update
 from tests.kit.marks import make_layout
 from tests.kit.oracle import P
 from tests.kit.refusals import wrong_argument
@@ -89,6 +92,26 @@ def test_norms_of_uploads_in_whole_numbers(
                 for a, b in zip(own.tolist(), rounded.tolist(), strict=True)
             ]
     assert upload_norms(layout, before, after, weight, spans).tolist() == wanted
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from([1e-7, 1e-3, 1.0, 3e3]), st.sampled_from([np.float32, np.float64]))
+def test_what_is_measured_of_floats_is_what_is_measured_of_them_encoded(seed: int, scale: float, kind: type) -> None:
+    """Norms, distances and the largest moves, as a member finds them without encoding what it trained."""
+    layout = make_layout({"a": (9, 33), "b": (2, 3, 3, 3), "c": (4, 1300), "d": (5,)})
+    rng = np.random.default_rng(seed)
+    before = codec.encode(scale * rng.standard_normal(layout.size))
+    after: NDArray[Any] = (scale * rng.standard_normal(layout.size)).astype(kind)
+    encoded, weight = codec.encode(after), Fraction(int(rng.integers(1, 9)), 17)
+    spans = [(place, int(rng.integers(0, 30))) for _, place in layout.spans()]
+    update = Update(layout, before, after)
+    norms = upload_norms(layout, before, encoded, weight, spans)
+    assert upload_norms(layout, before, after, weight, spans).tolist() == norms.tolist()
+    assert upload_norms(layout, before, after, weight, spans, update.squares).tolist() == norms.tolist()
+    places = {spec.name: place for spec, place in layout.spans("carrier")}
+    assert update.distances == {name: distance(encoded[place], before[place]) for name, place in places.items()}
+    moved = np.abs(field.to_signed(field.sub(encoded, before)))
+    assert update.largest == [int(moved[place].max()) for _, place in layout.spans()]
 
 
 def test_norms_are_few() -> None:

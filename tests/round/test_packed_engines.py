@@ -27,9 +27,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Wide(Run):
-    """Member 3's update is 1000 times as large in round 4."""
+    """Member 3's update is 1000 times as large in round 4. `trainings` are the rounds in which anybody trained."""
 
     def trained(self, x: int, model: Model, reply: dict[str, Any]) -> Model:
+        self.trainings = [*getattr(self, "trainings", []), reply["round"]]
         made = train(model, 0.01, reply["seed"], reply["rate"])
         if (x, reply["round"]) == (3, 4):
             made["a.weight"] = model["a.weight"] + np.float32(1000) * (made["a.weight"] - model["a.weight"])
@@ -68,6 +69,7 @@ def test_an_update_that_needs_wider_units_costs_nothing_but_precision(tmp_path: 
         assert run.refused == {}
         if number == 4:
             assert run.server.widened == {3: 1}
+            assert (run.server.attempt, run.trainings.count(4)) == (1, 5), "no attempt and no training"
             assert np.abs(run.model["a.weight"] - before).max() > 1
     level = bytes.fromhex(run.server._last["level"])
     assert not any(level)

@@ -272,10 +272,15 @@ def test_the_benchmark_makes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
     from quorumark.research.bench import secagg as bench
 
-    monkeypatch.setattr(bench, "QUICK_SIZE", 5_000)
+    monkeypatch.setattr(bench, "QUICK", {"a.weight": (40, 50), "b.bias": (7,)})
     rows = [*bench.rows(quick=True), *bench.packed_rows(quick=True)]
-    assert [row.size for row in rows] == [5_000] * 26
+    assert [row.size for row in rows] == [2_007] * len(rows)
     assert all(row.ratio > 0 and row.seconds > 0 for row in rows)
+    names = [row.name for row in rows]
+    assert len({(row.name, row.against) for row in rows}) == len(rows) == 2 + 4 * 2 * 4 + 3 * 3
+    for count in bench.PACKINGS:
+        for case in ("a client masks", "the server unmasks", "a client, 3 of 8 drop, retry included"):
+            assert f"{case}, {bench.about(count, 8, False)}, CPU time" in names
 
 
 def test_the_documents_example_runs(root: Path) -> None:

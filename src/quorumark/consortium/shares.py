@@ -149,38 +149,44 @@ class ShareFile:
         return (values for _, values in self._pieces())
 
     def _pieces(self) -> Iterator[tuple[bool, Vector]]:
-        """The same, and whether a piece is generated: blocks that are stored are read together, not one by one."""
-        pending, content = bytearray(), self._reader.chunks()
+        """The same, and whether a piece is generated: blocks that are stored are read together, not one by one, and as
+        they come from the file, without another copy."""
+        content, held = self._reader.chunks(), memoryview(b"")
 
-        def take(size: int) -> bytes:
-            while len(pending) < size:
+        def some(most: int) -> memoryview:
+            """Up to so many bytes, and whole elements, as long as there are any."""
+            nonlocal held
+            while len(held) < 8:
                 piece = next(content, b"")
                 if not piece:
                     raise KeystoreError(f"{self._path!r} ends too early")
-                pending.extend(piece)
-            data = bytes(pending[:size])
-            del pending[:size]
-            return data
+                held = memoryview(bytes(held) + piece if held else piece)
+            size = min(most, len(held) - len(held) % 8)
+            found, held = held[:size], held[size:]
+            return found
 
-        def stored(size: int) -> Vector:
-            values = np.frombuffer(take(8 * size), "<u8").astype(np.uint64)
-            field.check(values, "share")
-            return values
+        def stored(count: int) -> Iterator[Vector]:
+            while count:
+                values = np.frombuffer(some(8 * count), "<u8").astype(np.uint64, copy=False)
+                field.check(values, "share")
+                yield values
+                count -= values.size
 
-        take(self._head_size())
+        left = self._head_size()
+        while left:
+            left -= len(some(left))
         waiting = 0
         for index, part, generated in self.info.parts():
             size = part.stop - part.start
             if waiting and (generated or waiting + size > _TOGETHER):
-                yield False, stored(waiting)
+                yield from ((False, values) for values in stored(waiting))
                 waiting = 0
             if generated:
                 yield True, generated_block(self._seed, self.info.point, index, size)
             else:
                 waiting += size
-        if waiting:
-            yield False, stored(waiting)
-        if pending or any(content):
+        yield from ((False, values) for values in stored(waiting))
+        if held or any(content):
             raise KeystoreError(f"{self._path!r} holds more than a share")
 
     def copy_to(self, path: str | os.PathLike[str], unlock: Unlock) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "Stream",
     "Vector",
     "add",
+    "add_products",
     "axpy",
     "check",
     "check_output",
@@ -117,6 +118,19 @@ def axpy(a: Any, x: Any, y: Any, out: Any = None, *, checked: bool = True) -> An
     if on_cuda(x):
         return cuda().muladd(a, x, y, out, checked)
     return _elementwise(kernels.muladd, {"a": a, "x": x, "y": y}, out, checked)
+
+
+def add_products(a: int, x: Vector, y: Vector, negative: NDArray[np.bool_], out: Vector) -> None:
+    """out += ±a·x ⊙ y in place, for one element a, with the minus where `negative` says so (or none of it, if that is
+    empty). Numpy vectors of field elements that were checked when they came in."""
+    factor = check_scalar("a", a)
+
+    def part(begin: int, end: int) -> None:
+        kernels.add_products(factor, x[begin:end], y[begin:end], negative[begin:end], out[begin:end])
+
+    if not x.size == y.size == out.size or negative.size not in (0, out.size):
+        raise InputError("x, y and out", "must be of one size", (x.size, y.size, negative.size, out.size))
+    parallel.spread(part, out.size)
 
 
 def dot(x: Any, y: Any, *, checked: bool = True) -> int:

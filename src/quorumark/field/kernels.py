@@ -184,29 +184,88 @@ def mulmod(x: Any, y: Any) -> Any:
     return canon(fold(product(shr32(x), low32(x), shr32(y), low32(y))))
 
 
+def _rounded(context: Any, builder: Any, array_type: Any, array: Any, index: Any, scale: Any) -> Any:
+    """round_half_even(array[index : index+8]·scale) as field elements, for an array of floats."""
+    single = array_type.dtype == types.float32
+    kind = ir.VectorType(ir.FloatType(), LANES) if single else _F64
+    x = builder.load(_pointer(context, builder, array_type, array, index, kind), align=4 if single else 8)
+    if single:
+        x = builder.fpext(x, _F64)
+    whole = builder.fptosi(_rint(builder, builder.fmul(x, _splat_double(builder, scale))), _VEC)
+    # v < 0 becomes v + p: the sign, spread over all bits, selects p
+    return builder.add(whole, builder.and_(builder.ashr(whole, _constant(63)), _constant(P)))
+
+
+def _splat_double(builder: Any, value: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_F64, ir.Undefined), value, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(_F64, ir.Undefined), zeros)
+
+
+def _of_doubles(builder: Any, name: str, x: Any) -> Any:
+    function = ir.FunctionType(_F64, [_F64])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, f"llvm.{name}.v{LANES}f64"), [x])
+
+
+def _rint(builder: Any, x: Any) -> Any:
+    """To nearest, ties to even, in the default mode that every thread starts with."""
+    return _of_doubles(builder, "rint", x)
+
+
+def _signed(builder: Any, x: Any) -> Any:
+    """x − p where x > p/2."""
+    negative = builder.icmp_unsigned(">", x, _constant(P // 2))
+    return builder.select(negative, builder.sub(x, _constant(P)), x)
+
+
 @intrinsic
 def encode_lanes(_typing: Any, values: Any, index: Any, scale: Any) -> Any:
     """round_half_even(values[index : index+8]·scale) as field elements; |product| must be below 2^60."""
-    single = values.dtype == types.float32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.FloatType(), LANES) if single else _F64
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], kind)
-        x = builder.load(pointer, align=4 if single else 8)
-        if single:
-            x = builder.fpext(x, _F64)
-        factor = builder.insert_element(ir.Constant(_F64, ir.Undefined), args[2], ir.IntType(32)(0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        factor = builder.shuffle_vector(factor, ir.Constant(_F64, ir.Undefined), zeros)
-        # rint: to nearest, ties to even, in the default mode that every thread starts with
-        rounding = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_F64, [_F64]), f"llvm.rint.v{LANES}f64"
-        )
-        whole = builder.fptosi(builder.call(rounding, [builder.fmul(x, factor)]), _VEC)
-        # v < 0 becomes v + p: the sign, spread over all bits, selects p
-        return builder.add(whole, builder.and_(builder.ashr(whole, _constant(63)), _constant(P)))
+        return _rounded(context, builder, signature.args[0], *args)
 
     return lanes(values, types.intp, types.float64), code
+
+
+@intrinsic
+def load_encoded(_typing: Any, values: Any, index: Any) -> Any:
+    """E of values[index : index+8]: floats, or E of them already (uint64)."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0].dtype == types.uint64:
+            pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _VEC)
+            return builder.load(pointer, align=8)
+        scale = ir.Constant(ir.DoubleType(), 2.0**40)
+        return _rounded(context, builder, signature.args[0], args[0], args[1], scale)
+
+    return lanes(values, types.intp), code
+
+
+@intrinsic
+def unit_lanes(_typing: Any, x: Any, weight: Any, scale: Any) -> Any:
+    """|round(round(v·weight)·scale)| for the signed v that x stands for, both to nearest with ties to even."""
+
+    def code(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        value = builder.sitofp(_signed(builder, args[0]), _F64)
+        for factor in args[1:]:
+            value = _rint(builder, builder.fmul(value, _splat_double(builder, factor)))
+        return builder.fptosi(_of_doubles(builder, "fabs", value), _VEC)
+
+    return lanes(lanes, types.float64, types.float64), code
+
+
+@intrinsic
+def negate_where(_typing: Any, x: Any, flags: Any, index: Any) -> Any:
+    """p − x where flags[index : index+8] (booleans), else x."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bytes_ = ir.VectorType(ir.IntType(8), LANES)
+        pointer = _pointer(context, builder, signature.args[1], args[1], args[2], bytes_)
+        chosen = builder.icmp_unsigned("!=", builder.load(pointer, align=1), ir.Constant(bytes_, [0] * LANES))
+        return builder.select(chosen, builder.sub(_constant(P), args[0]), args[0])
+
+    return lanes(lanes, flags, types.intp), code
 
 
 @intrinsic
@@ -217,9 +276,7 @@ def decode_lanes(_typing: Any, out: Any, index: Any, x: Any, scale: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         float_type = ir.FloatType() if single else ir.DoubleType()
         kind = ir.VectorType(float_type, LANES)
-        negative = builder.icmp_unsigned(">", args[2], _constant(P // 2))
-        lifted = builder.select(negative, builder.sub(args[2], _constant(P)), args[2])
-        value = builder.sitofp(lifted, kind)
+        value = builder.sitofp(_signed(builder, args[2]), kind)
         factor = builder.fptrunc(args[3], float_type) if single else args[3]
         first = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, ir.IntType(32)(0))
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
@@ -232,6 +289,11 @@ def decode_lanes(_typing: Any, out: Any, index: Any, x: Any, scale: Any) -> Any:
 
 
 # --- kernels ----------------------------------------------------------------------------------------------
+
+
+def inlined(function: Any) -> Any:
+    """A part of kernels."""
+    return njit(forceinline=True)(function)
 
 
 def kernel(function: Any) -> Any:
@@ -335,6 +397,25 @@ def muladd(a: Any, x: Any, y: Any, out: Any) -> None:
         b, c, d = np.zeros(8, np.uint64), np.zeros(8, np.uint64), np.zeros(8, np.uint64)
         value = _muladd(_load_tail(a, full, b), _load_tail(x, full, c), _load_tail(y, full, d))
         _store_tail(out, full, value, b)
+
+
+@kernel
+def add_products(a: Any, x: Any, y: Any, flags: Any, out: Any) -> None:
+    """out += ±a·x ⊙ y for one field element a, with the minus where `flags` (booleans, or none of them)."""
+    factor, flagged = splat(a), flags.size > 0
+    full = out.size - out.size % 8
+    for i in range(0, full, 8):
+        z = mulmod(load(x, i), load(y, i))
+        if flagged:
+            z = negate_where(z, flags, i)
+        store(out, i, _muladd(factor, z, load(out, i)))
+    if full < out.size:
+        b, c, d = np.zeros(8, np.uint64), np.zeros(8, np.uint64), np.zeros(8, np.bool_)
+        z = mulmod(_load_tail(x, full, b), _load_tail(y, full, c))
+        if flagged:
+            d[: out.size - full] = flags[full:]
+            z = negate_where(z, d, 0)
+        _store_tail(out, full, _muladd(factor, z, _load_tail(out, full, b)), b)
 
 
 @kernel

@@ -15,6 +15,7 @@ _HALF = P // 2
 _SCALE, _ROUND = 2.0**40, 1.5 * 2.0**52
 _ROUND_BITS = int(np.float64(_ROUND).view(np.int64))
 _BLOCK = 2048  # sums that stay in the first-level cache
+_MIDDLE = np.float64(3 << 33)  # 3/2 in 2^-34
 
 
 @kernel
@@ -27,20 +28,6 @@ def weigh(after: Any, before: Any, factor: float, out: Any) -> None:
         elif d < -_HALF:
             d += P
         out[i] = np.int64(np.rint(d * factor))
-
-
-@kernel
-def largest(after: Any, before: Any) -> Any:
-    """The largest |after − before|."""
-    most = np.int64(0)
-    for i in range(after.size):
-        d = np.int64(after[i]) - np.int64(before[i])
-        if d > _HALF:
-            d -= P
-        elif d < -_HALF:
-            d += P
-        most = max(most, abs(d))
-    return most
 
 
 @kernel
@@ -99,26 +86,40 @@ def join(parts: Any, bits: int, begin: int, out: Any) -> None:
 
 @kernel
 def pack_update(
-    after: Any, before: Any, weight: float, noise: Any, scales: Any, bits: int, length: int, begin: int, out: Any
+    after: Any,
+    before: Any,
+    weight: float,
+    noise: Any,
+    stops: Any,
+    scales: Any,
+    bits: int,
+    length: int,
+    begin: int,
+    end: int,
+    out: Any,
 ) -> Any:
-    """out[i] = Σ_j 2^(j·bits)·v_j as field elements, with v_j = ((after·2^40 − before)·weight + noise)·scales[j] at
-    place j·length + begin + i, to nearest with ties to even; places beyond the end are 0. Returns the largest and the
-    least v_j.
+    """out[i] = Σ_j 2^(j·bits)·v_j as field elements for i = begin … end−1, with v_j = ((after·2^40 − before)·weight +
+    noise)·scale at place j·length + i, to nearest with ties to even; places beyond the end are 0. Returns the largest
+    and the least v_j.
 
-    `after` are floats, `before` is E of others, `noise` is in 2^-40, or empty. A number below 2^51 rounds to an integer
-    where it is added to 1.5·2^52, and that integer is the difference of the two floats' bits: no call of a function
-    and no conversion, so that LLVM makes vectors of the loops. Of a larger number, or none, the difference is 2^51 or
-    more in size, since bits of positive floats are in order, and those of negative ones are far away.
+    `after` are floats, `before` is E of others; noise[j, i − begin] is in 2^-40, or there is none. The scales of piece
+    k, which ends before stops[k], are scales[k, j]. A number below 2^51 rounds to an integer where it is added to
+    1.5·2^52, and that integer is the difference of the two floats' bits: no call of a function and no conversion, so
+    that LLVM makes vectors of the loops. Of a larger number, or none, the difference is 2^51 or more in size, since
+    bits of positive floats are in order, and those of negative ones are far away.
     """
     high, low, noisy = np.int64(0), np.int64(0), noise.size > 0
     total, sums = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.float64)
     bits_of_sums = sums.view(np.int64)
-    for start in range(0, out.size, _BLOCK):
-        count = min(_BLOCK, out.size - start)
+    piece, start = 0, begin
+    while start < end:
+        while stops[piece] <= start:
+            piece += 1
+        count = min(_BLOCK, min(end, stops[piece]) - start)
         total[:] = 0
-        for j in range(scales.size - 1, -1, -1):
-            first = j * length + begin + start
-            here, scale = max(0, min(count, after.size - first)), scales[j]
+        for j in range(scales.shape[1] - 1, -1, -1):
+            first = j * length + start
+            here, scale = max(0, min(count, after.size - first)), scales[piece, j]
             factor = weight * scale
             mine, theirs = after[first : first + here], before[first : first + here]
             for i in range(here):
@@ -126,7 +127,7 @@ def pack_update(
                 b -= P if b > _HALF else 0
                 sums[i] = (np.float64(mine[i]) * _SCALE - np.float64(b)) * factor
             if noisy:
-                extra = noise[first : first + here]
+                extra = noise[j, start - begin : start - begin + here]
                 for i in range(here):
                     sums[i] += extra[i] * scale
             for i in range(here):
@@ -141,33 +142,59 @@ def pack_update(
         for i in range(done.size):
             t = total[i]
             done[i] = np.uint64(t + P if t < 0 else t)
+        start += count
     return high, low
 
 
 @kernel
+def dither(words: Any, scales: Any, factor: float, out: Any) -> None:
+    """out[i] = round(g·scales[i]·factor) with g = u_1 + u_2 + u_3 − 3/2 in 2^-34, from 34, 15 and 15 bits of words[i]
+    from the top down (`quorumark.round.dither`). `out` may be the words' own memory."""
+    for i in range(out.size):
+        w = words[i]
+        total = (w >> np.uint64(30)) + ((w & np.uint64(0x7FFF)) << np.uint64(19))
+        total += ((w >> np.uint64(15)) & np.uint64(0x7FFF)) << np.uint64(19)
+        g = np.float64(np.int64(total)) - _MIDDLE
+        out[i] = np.int64(np.rint(g * (np.float64(scales[i]) * factor)))
+
+
+@kernel
 def move_by_parts(
-    elements: Any, before: Any, shifts: Any, bits: int, length: int, begin: int, end: int, scale: Any, out: Any
+    elements: Any,
+    before: Any,
+    stops: Any,
+    shifts: Any,
+    bits: int,
+    length: int,
+    begin: int,
+    end: int,
+    scale: Any,
+    out: Any,
 ) -> Any:
     """out = (before + v·2^shift)·scale in out's own precision, for the parts v of elements[begin:end], as `split` reads
-    them: part j of element i is at place j·length + i. Returns the largest of the highest parts (all others are below
+    them: part j of element i is at place j·length + i, and its shift is shifts[k, j] in piece k, which ends before
+    stops[k]. Returns the largest of the highest parts (all others are below
     2^(bits−1)) and the least part, whether a place beyond the end has a number, and whether an element is p or more.
     With a power of two for the scale, of out's type, there is one rounding. Each loop goes over slices, whose ends need
     no check: LLVM vectorises it."""
     high, low, beyond = np.int64(0), np.int64(0), np.int64(0)
     half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
     left, most = np.empty(_BLOCK, np.int64), np.uint64(0)
-    for start in range(begin, end, _BLOCK):
-        count = min(_BLOCK, end - start)
+    piece, start, last = 0, begin, shifts.shape[1] - 1
+    while start < end:
+        while stops[piece] <= start:
+            piece += 1
+        count = min(_BLOCK, min(end, stops[piece]) - start)
         mine = elements[start : start + count]
         for i in range(mine.size):
             most = max(most, mine[i])
             n = np.int64(mine[i])
             left[i] = n - P if n > _HALF else n
-        for j in range(shifts.size):
-            first, shift = j * length + start, shifts[j]
+        for j in range(last + 1):
+            first, shift = j * length + start, shifts[piece, j]
             here = max(0, min(count, out.size - first))
             old, new, some = before[first : first + here], out[first : first + here], left[:here]
-            if j == shifts.size - 1:
+            if j == last:
                 for i in range(old.size):
                     v = some[i]
                     high, low = max(high, v), min(low, v)
@@ -190,6 +217,7 @@ def move_by_parts(
                 v = ((left[i] + half) & rest) - half
                 left[i] = (left[i] - v) >> bits
                 beyond |= v
+        start += count
     return high, low, beyond != 0, most >= np.uint64(P)
 
 

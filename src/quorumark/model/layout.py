@@ -15,6 +15,7 @@ bfloat16 needs neither torch nor another package: it is read from its bits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -262,8 +263,20 @@ class ModelLayout:
     def encode(self, model: Source, weight: float = 1.0, out: Vector | None = None) -> Vector:
         """E(weight·model) as field elements. NaN, infinity and overflow are refused by the tensor's name."""
         vector = self.flatten(model)
-        try:
+        with self._naming(vector):
             return codec.encode(vector, weight, out, name="model")
+
+    def checked(self, model: Source) -> NDArray[Any]:
+        """The model as one vector, all of which can be encoded; refused as `encode` does it."""
+        vector = self.flatten(model)
+        with self._naming(vector):
+            return codec.check(vector, name="model")
+
+    @contextlib.contextmanager
+    def _naming(self, vector: NDArray[Any]) -> Iterator[None]:
+        """A number that cannot be encoded is told by its tensor."""
+        try:
+            yield
         except EncodingError as error:
             name, index = self.locate(error.index)
             received = f"{float(vector[error.index])} at index {index}"
@@ -300,6 +313,14 @@ class ModelLayout:
             values = _from_float(vector[places[original]], spec.dtype).reshape(spec.shape)
             out[name] = _to_torch(values, tensor) if _is_torch(tensor) else values.astype(tensor.dtype, copy=False)
         return out
+
+    def rounded(self, vector: NDArray[Any]) -> NDArray[Any]:
+        """The vector, its numbers rounded in place to their tensors' types, ties to even; beyond these, infinity."""
+        with np.errstate(over="ignore"):
+            for spec, place in self.spans():
+                if _DTYPES[spec.dtype] != vector.dtype:
+                    vector[place] = _to_float(_from_float(vector[place], spec.dtype), spec.dtype)
+        return vector
 
     def buffers_digest(self, model: Source) -> bytes:
         """A digest of what a model has and its vector leaves out: integers and booleans, which decide as much.

@@ -586,7 +586,8 @@ class Journal:
         if not self.checks:
             embedded = None if amplitudes is None else own.widened(amplitudes, level, under).without(read_held(config))
             embedded_or_none = embedded if embedded is not None and embedded.marks else None
-            own.accept(number, own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level)
+            told = own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level
+            own.accept(number, *told, halvings=halvings)
             with self.memory().edit() as memory:
                 answered = last in [given for given, *_ in answers_from(memory, before, "model")]
                 members = sent_with(memory, before, last) if answered else ()
@@ -606,7 +607,7 @@ class Journal:
         like, norms = read_safetensors(self._model_path), own.norms > 0
         settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
         summed = settled.encoded, settled.embedded, settled.norms, name, level
-        own.accept(number, *summed, stood=settled.stood, taken=settled.taken)
+        own.accept(number, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
         with self.memory().edit() as memory:
             members = sent_with(memory, before, last) if found else ()
         self.noise.follow(before, step, own.mark, settled.embedded, under, members)

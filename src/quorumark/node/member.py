@@ -61,7 +61,7 @@ from quorumark.round.group import FAR, group_of
 from quorumark.round.history import History, research_seed
 from quorumark.round.memory import FolderState
 from quorumark.round.secagg.member import SecAggMember
-from quorumark.round.secagg.messages import unpack
+from quorumark.round.secagg.messages import pack, unpack
 from quorumark.round.statements import Turn
 
 __all__ = ["MODEL", "RESULT", "Config", "MemberNode", "introduction", "refusal", "refused", "with_prefix"]
@@ -310,8 +310,8 @@ class MemberNode:
             side.take(with_prefix(arrays, RESULT))
         reply = self._introduced(journal, config)
         complaint = side.too_strong()
-        if complaint is not None:
-            return {**reply, "strong": complaint}, {}
+        if complaint:
+            return {**reply, "strong": pack(complaint)}, {}
         if not turn.repeats:
             journal.keep_result(side, round_no)
         if config.get("measure") is True and side.history is not None:

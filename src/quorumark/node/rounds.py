@@ -22,6 +22,7 @@ from quorumark.errors import EncodingError, QuorumarkError, RoundError, code_of
 from quorumark.node.ceremony import check_introduction
 from quorumark.node.wire import Config, Reply, Sent, Wire
 from quorumark.round.outlook import will_pass
+from quorumark.round.secagg.messages import unpack
 from quorumark.round.server import RoundServer
 from quorumark.round.survival import Survival, middle
 from quorumark.simulation import NOTHING, RoundReport, timed, without_values
@@ -250,7 +251,7 @@ class Rounds:
             over = tuple(int(x) for x in json.loads(said["over"]))
             self._server.take_answered(point, int(said["answered"]), over, int(said["halvings"]), int(said["of-draw"]))
         if "strong" in said:
-            self._server.take_strong(point, said["strong"])
+            self._server.take_strong(point, unpack(said["strong"], "list of statements"))
             raise RoundError("the mark of this round is too strong for its update", code="round.too-strong")
 
     # --- upload and unmask ---
@@ -258,6 +259,7 @@ class Rounds:
     def _sum(self, report: RoundReport) -> None:
         server = self._server
         server.announce()
+        report.leave_out(server.alone)
         while True:
             report.attempts = server.attempt
             with timed(report, "upload"):
@@ -273,6 +275,7 @@ class Rounds:
             silent = {x for x in server.missing if x not in report.excluded}
             report.lost["upload"] = tuple(sorted({*report.lost.get("upload", ()), *silent}))
             server.retry()
+            report.leave_out(server.alone)
         with timed(report, "unmask"):
             asked = {x: {"stage": "unmask", "request": server.request(x)} for x in server.members}
             for point, reply in self._ask(asked, report).items():

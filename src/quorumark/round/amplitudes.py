@@ -16,7 +16,7 @@ take part this is S ⊙ τ, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -32,10 +32,11 @@ from quorumark.consortium.optimiser import Optimiser
 from quorumark.consortium.records import KEY_KINDS
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import EncodingError, InputError, RecordError, RoundError
-from quorumark.field import P, Vector
+from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
 from quorumark.packing import Span, move
 from quorumark.round.applied import Applied
+from quorumark.round.caution import Caution
 from quorumark.round.continuity import Pace, plain_moves
 from quorumark.round.movement import (
     Axes,
@@ -52,11 +53,12 @@ from quorumark.round.movement import (
     norm_count,
     norm_of,
     signed_norm,
+    sum_squares,
 )
 from quorumark.round.optimiser import Taken
 from quorumark.round.units import Packing, are_possible, first_reach, follow_lift, follow_reach
 
-__all__ = ["HALVINGS", "Amplitudes", "MarkState", "PaperScale", "model_digest", "paper_amplitudes"]
+__all__ = ["HALVINGS", "Amplitudes", "MarkState", "model_digest"]
 NOT_PACKED = Packing()
 WARM = 2  # accepted rounds after the anchor before the mark begins: without losses it begins in round 3
 HALVINGS = 3  # so often members may find the mark of a state too strong: the last time there is none
@@ -110,6 +112,13 @@ class Amplitudes:
         if self.most is not None:
             np.minimum(out, self.most, out=out)
         return out >> bits if bits else out
+
+    @cached_property
+    def squares(self) -> list[int]:
+        """Σ (S·τ)² of each carrier's coordinates, for a key of variance 1, in 2^-80."""
+        bits = 2 * KEY_BITS[self.key]
+        found = (self.vector[part] for _, part in self.tensors())
+        return [sum_squares(here) << bits if here.size else 0 for here in found]
 
     def tensors(self) -> Iterator[tuple[str, slice]]:
         """The carriers' names, and their places in `vector`."""
@@ -195,7 +204,9 @@ class MarkState:
         self._reach: tuple[int, ...] = ()  # what units follow from (`round.units`), once a packed round was accepted
         self._lift: tuple[int, ...] = ()
         self._first_reach: tuple[int, ...] | None = None
+        self.caution = Caution()  # what is left of earlier states' halvings
         self._written = b""  # what `to_bytes` gave, until the next round is accepted
+        self._rounded: tuple[tuple[object, ...], Amplitudes] | None = None  # what `in_units` gave last, of this state
         agreed = [] if optimiser is None else [str(optimiser).encode()]
         self._chain = digest("mark history", bytes.fromhex(layout.digest()), key.encode(), self.model_digest, *agreed)
 
@@ -277,7 +288,7 @@ class MarkState:
             ratio = self._rate_ratio(round_no) if halvings < HALVINGS else Fraction(0)
             if self.applied is not None:
                 return self._amplitudes_for(self.applied, round_no, ratio, halvings)
-            base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, HALVINGS))
+            base = _scaled(base, ratio.numerator, ratio.denominator << min(halvings, HALVINGS) + self.caution.halvings)
             c = self.strength.c_max
             if rule != "relative":
                 # towards f·‖A‖ + c·‖base‖ = ρ·‖θ − θ_a‖
@@ -313,7 +324,7 @@ class MarkState:
                 summed // raw,
             ]
             share = max(0, min(share, *limits))
-        share >>= halvings
+        share >>= halvings + self.caution.halvings
         scales, part = _scaled(base, most, ONE), np.uint64(share)
         low = (room.most & np.uint64(ONE - 1)) * part >> np.uint64(32)
         vector = (room.most >> np.uint64(32)) * part + low
@@ -329,11 +340,21 @@ class MarkState:
             self._first_reach = first_reach(self.layout, self.model)
         return self.packing.spans(self.layout, self._reach or self._first_reach or (), self._lift, level)
 
+    def unbacked(self, levels: Mapping[int, bytes], backing: int) -> set[int]:
+        """Members who need wider units than so few of them may ask for (`Packing.unbacked`)."""
+        return self.packing.unbacked(levels, self._lift, backing)
+
     def in_units(self, amplitudes: Amplitudes, level: bytes = b"") -> Amplitudes:
         """The mark as it fits into the units of the next round: rounded down to them, and not above what leaves room
         for the updates. What is below one unit is no mark."""
         if not self.packing.packs:
             return amplitudes
+        about = amplitudes, level, self.packing, self.strength
+        if self._rounded is None or self._rounded[0] != about:  # members of one process ask for the same
+            self._rounded = about, self._in_units(amplitudes, level)
+        return self._rounded[1]
+
+    def _in_units(self, amplitudes: Amplitudes, level: bytes) -> Amplitudes:
         most = self.packing.largest_mark(self.strength, self.key)
         shifts = {place.start: shift for place, shift in self.spans(level)}
         units = [1 << (shifts[carrier.place.start] + KEY_BITS[self.key]) for carrier in self._carriers]
@@ -379,9 +400,11 @@ class MarkState:
         level: bytes = b"",
         stood: bool = False,
         taken: Taken | None = None,
+        halvings: int = 0,
     ) -> None:
         """A round's global model was accepted; `embedded` is what was added in it, None if nothing; `under` is the
-        digest of the manifest that it was summed under, `level` that of its units. `stood`: a tensor kept its weights
+        digest of the manifest that it was summed under, `level` that of its units, `halvings` how often members had the
+        mark halved. `stood`: a tensor kept its weights
         though its opened sum was marked. `taken` is the server optimiser's step, if there is one.
 
         `norms` is the opened sum of the members' norms, if the strength needs them; a run without the mark may leave
@@ -401,7 +424,7 @@ class MarkState:
             raise InputError("taken", "must be the optimiser's step where the terms name one, and only there")
         checked = self._checked_norms(norms, embedded)
         used = self.spans(level)
-        self._written = b""
+        self._written, self._rounded = b"", None
         before, self.model = self.model, checked_model("model", model, self.layout)
         self.model_digest = model_digest(self.model)
         summed = self.model if taken is None else move(before, taken.raw)
@@ -445,13 +468,15 @@ class MarkState:
             self._lift = follow_lift(self.packing.count, self._lift, level, used, self._reach)
         else:
             self._reach, self._lift = (), ()
-        self._first_reach = None
+        self._first_reach, self.caution = None, self.caution.after(halvings)
         end = self.layout.carrier_size
         self._distance = isqrt(distance(self.model[:end], self.anchor[:end]))
         mark = embedded.digest() if embedded is not None and embedded.marks else b""  # nothing is nothing
         parts = [round_no.to_bytes(8, "big"), self.model_digest, mark, canonical({"norms": checked})]
         if self.applied is not None:
             parts.append(canonical(self.applied.as_dict()))
+        if self.caution.halvings:
+            parts.append(canonical(self.caution.as_list()))
         self._chain = digest("mark history", self._chain, *parts)
 
     def _noise(self, embedded: Amplitudes | None) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
@@ -558,7 +583,8 @@ class MarkState:
             "rate": [self._rate.numerator, self._rate.denominator],
         }
         packed = {"reach": self._reach, "lift": self._lift} if self._reach else {}
-        more = {"optimiser": self.applied.as_dict()} if self.applied is not None else {}
+        more: dict[str, Any] = {"optimiser": self.applied.as_dict()} if self.applied is not None else {}
+        more |= {"caution": self.caution.as_list()} if self.caution.halvings else {}
         return canonical(body | packed | more | ({"stood": True} if self.stood else {}))
 
     def vectors(self) -> dict[str, NDArray[Any]]:
@@ -594,6 +620,7 @@ class MarkState:
             state._pace, state._silenced = Pace(tuple(map(tuple, body["pace"])), tuple(body["plain"])), body["silenced"]
             state._reach = tuple(body.get("reach", ()))
             state._lift = tuple(body.get("lift", ()))
+            state.caution = Caution(*body.get("caution", ()))
             state._chain, state.stood = bytes.fromhex(body["chain"]), body.get("stood") is True
             if state.applied is not None:
                 state.applied = state.applied.restored(body["optimiser"], vectors or {})
@@ -614,8 +641,8 @@ class MarkState:
         fits = fits and (list(map(len, pace.axes)), len(pace.plain)) in (([], 0), paced)
         if not fits or len(state._sums) != len(shape) or not all(type(n) is int and n >= 0 for n in numbers):
             raise RecordError("this is not a mark's state of this layout")
-        if not are_possible(state._reach, state._lift):
-            raise RecordError("this is not a mark's state: its units are out of range")
+        if not are_possible(state._reach, state._lift) or not state.caution.is_possible:
+            raise RecordError("this is not a mark's state: its units are out of range, or its caution")
         if state.to_bytes() != data:
             raise RecordError("this mark's state is of another model, anchor, layout or key")
         return state
@@ -636,50 +663,3 @@ def _map(function: Any, x: tuple[Axes, ...], y: tuple[Axes, ...]) -> tuple[Axes,
 def _scaled(axes: tuple[Axes, ...], above: int, below: int) -> tuple[Axes, ...]:
     """Each number times above/below, rounded down."""
     return tuple(tuple(tuple(n * above // below for n in values) for values in tensor) for tensor in axes)
-
-
-class PaperScale:
-    """A member's own strength under the rule `paper`: scale_k = c·‖Δ_k‖·EMA_k, for the model or for each carrier."""
-
-    def __init__(self, strength: Strength, layout: ModelLayout) -> None:
-        _need_paper(strength)
-        self._strength, self._layout = strength, layout
-        self._ema: list[int] | None = None
-
-    def scale(self, before: Vector, after: Vector) -> Vector:
-        """What the member gives to secure aggregation (purpose "scale"), in 2^-40; E of the model before and after."""
-        before, after = checked_model("before", before, self._layout), checked_model("after", after, self._layout)
-        norms = [distance(after[c.place], before[c.place]) for c in carriers_of(self._layout)]
-        norms = [isqrt(n) for n in (norms if self._strength.per == "tensor" else [sum(norms)])]
-        self._ema = norms if self._ema is None else [(9 * e + n) // 10 for e, n in zip(self._ema, norms, strict=True)]
-        scales = [self._strength.c * n * e >> 72 for n, e in zip(norms, self._ema, strict=True)]
-        if max(scales) > P >> 11:  # so that a thousand of them add up
-            raise RoundError(
-                "this member's update is too large for the rule 'paper': its scale is above 1024",
-                code="round.update-too-large",
-            )
-        return field.from_signed(np.array(scales, np.int64))
-
-
-def paper_amplitudes(
-    strength: Strength, layout: ModelLayout, key: str, round_no: int, total: Vector, members: int
-) -> Amplitudes:
-    """From the opened sum of the members' scales: scale/√d per coordinate, for the sum divided by their number."""
-    _need_paper(strength)
-    carriers, sizes = carriers_of(layout), {name: part.stop - part.start for name, part in _parts(layout)}
-    counts = list(sizes.values()) if strength.per == "tensor" else [layout.coordinates]
-    if total.shape != (len(counts),):
-        raise InputError("total", f"must be {len(counts)} numbers", total.shape)
-    each = [isqrt(int(v) ** 2 // (members**2 * max(1, n))) for v, n in zip(field.to_signed(total), counts, strict=True)]
-    each = each if strength.per == "tensor" else each * len(carriers)
-    scales = tuple(tuple((a,) * n for n in carrier.axes) for a, carrier in zip(each, carriers, strict=True))
-    return Amplitudes(layout, key, round_no, strength.c, 0, scales)
-
-
-def _parts(layout: ModelLayout) -> Iterable[tuple[str, slice]]:
-    return Amplitudes(layout, "rademacher", 0, 0, 0, ()).tensors()
-
-
-def _need_paper(strength: Strength) -> None:
-    if strength.rule != "paper":
-        raise InputError("strength", "must have the rule 'paper'", repr(strength.rule))

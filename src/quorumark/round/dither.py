@@ -16,9 +16,10 @@ the sign of the mark.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from math import sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +27,15 @@ from numpy.typing import NDArray
 from quorumark import field
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.strength import KEY_BITS, ONE
-from quorumark.field import Stream, Vector
+from quorumark.field import Stream, Vector, parallel, parts
+from quorumark.packing import Noise
 from quorumark.round.amplitudes import Amplitudes
 
-__all__ = ["add_dither", "dither_at", "dither_moves", "dither_stream"]
+__all__ = ["add_dither", "dither_at", "dither_noise", "dither_stream"]
 
-_FINE, _COARSE = 34, 15  # bits of u_1, and of u_2 and u_3: 64 in all
-_HALF = 3 << (_FINE - 1)  # 3/2 in 2^-34
-_PIECE = 1 << 16  # coordinates at a time: what is computed of them stays in the cache
+_FINE = 34  # bits of u_1
+_PIECE = 1 << 15  # coordinates at a time: what is computed of them stays in the cache
+_SMALLEST = 1 << 17  # coordinates for a thread: AES takes about 1 ns for each
 
 
 def dither_stream(identity: Identity, state: bytes) -> Stream:
@@ -44,66 +46,74 @@ def dither_stream(identity: Identity, state: bytes) -> Stream:
 def add_dither(y: Vector, amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream) -> None:
     """Adds a member's noise to its encoded, weighted model, in place. κ is in 2^-32, `weight` is its a_k."""
     field.check_output(y, (amplitudes.layout.size,))
-    carrying = amplitudes.layout.carrying()
-    for start, stop, noise in _pieces(amplitudes, kappa, weight, stream):
-        made = field.from_signed(noise)
+    carrying, make = amplitudes.layout.carrying(), _maker(amplitudes, kappa, weight, stream)
+
+    def part(begin: int, end: int) -> None:
+        noise = np.empty(min(_PIECE, end - begin), np.int64)
+        for start in range(begin, end, _PIECE):
+            stop = min(start + _PIECE, end)
+            made = noise[: stop - start]
+            if make(start, made):
+                where: Any = slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]
+                here = y[where]  # of a slice this is y itself
+                parts.move(here, made, here)
+                if not isinstance(carrying, slice):
+                    y[where] = here
+
+    parallel.spread(part, amplitudes.vector.size, smallest=_SMALLEST)
+
+
+def dither_noise(amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream) -> Noise:
+    """The same for a weighted update, before it is rounded to units and packed."""
+    carrying, make = amplitudes.layout.carrying(), _maker(amplitudes, kappa, weight, stream)
+
+    def write(place: int, out: NDArray[np.int64]) -> bool:
         if isinstance(carrying, slice):
-            field.add(y[start:stop], made, out=y[start:stop], checked=False)
-        else:
-            where = carrying[start:stop]
-            y[where] = field.add(y[where], made, checked=False)
+            here = out[: max(0, carrying.stop - place)]
+            if not here.size or not make(place, here):
+                return False
+            out[here.size :] = 0
+            return True
+        start, stop = np.searchsorted(carrying, (place, place + out.size))
+        made = np.empty(stop - start, np.int64)
+        if not made.size or not make(int(start), made):
+            return False
+        out[:] = 0
+        out[carrying[start:stop] - place] = made
+        return True
 
-
-def dither_moves(
-    moves: NDArray[np.int64], amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
-) -> None:
-    """The same for a weighted update in integers of 2^-40, before it is rounded to units and packed."""
-    carrying = amplitudes.layout.carrying()
-    for start, stop, noise in _pieces(amplitudes, kappa, weight, stream):
-        moves[slice(start, stop) if isinstance(carrying, slice) else carrying[start:stop]] += noise
+    return write
 
 
 def dither_at(
     spans: Iterable[slice], amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
 ) -> Iterator[NDArray[np.float64]]:
     """The noise that a member added at some of its coordinates, over κ·S: √a_k·g, and 0 where there was no mark."""
-    bits, whole = KEY_BITS[amplitudes.key], [(span.start, span.stop) for span in spans]
-    made = {start: noise for start, _, noise in _pieces(amplitudes, kappa, weight, stream, whole)}
-    for start, stop in whole:
-        out = np.zeros(stop - start)
-        if start in made:
-            scale = (amplitudes.vector[start:stop] << np.uint64(bits)).astype(np.float64) * (kappa / ONE)
-            np.divide(made[start], scale, out=out, where=scale > 0)
+    bits, make = KEY_BITS[amplitudes.key], _maker(amplitudes, kappa, weight, stream)
+    for span in spans:
+        out, noise = np.zeros(span.stop - span.start), np.empty(span.stop - span.start, np.int64)
+        if make(span.start, noise):
+            scale = (amplitudes.vector[span] << np.uint64(bits)).astype(np.float64) * (kappa / ONE)
+            np.divide(noise, scale, out=out, where=scale > 0)
         yield out
 
 
-def _pieces(
-    amplitudes: Amplitudes,
-    kappa: int,
-    weight: Fraction,
-    stream: Stream,
-    spans: Iterable[tuple[int, int]] | None = None,
-) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """The noise of coordinates start … stop−1, where there is a mark: of all of them, or in spans of up to 2^16."""
+def _maker(
+    amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
+) -> Callable[[int, NDArray[np.int64]], bool]:
+    """A function that writes the noise of the coordinates from one on; where there is no mark it writes nothing, and
+    says so."""
     scales = amplitudes.vector
     # σ of g in units of 2^-34 is 2^33. Products of float64 are the same everywhere
     factor = kappa / ONE * sqrt(weight) * 2.0 ** (KEY_BITS[amplitudes.key] - _FINE + 1)
-    words = np.empty(min(_PIECE, scales.size), np.uint64)
-    if spans is None:
-        spans = ((start, min(start + _PIECE, scales.size)) for start in range(0, scales.size, _PIECE))
-    for start, stop in spans:
-        scale = scales[start:stop]
+
+    def make(start: int, out: NDArray[np.int64]) -> bool:
+        scale = scales[start : start + out.size]
         if not scale.any():
-            continue
-        part = words[: scale.size]
-        stream.words(part, start)
-        yield start, stop, np.rint(_normal(part) * (scale.astype(np.float64) * factor)).astype(np.int64)
+            return False
+        words = out.view(np.uint64)
+        stream.words(words, start)
+        parts.dither(words, scale, factor, out)
+        return True
 
-
-def _normal(words: Vector) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """g in 2^-34, without its factor 2."""
-    low, rest = np.uint64((1 << _COARSE) - 1), np.uint64(_FINE - _COARSE)
-    total = words >> np.uint64(2 * _COARSE)
-    total += (words & low) << rest
-    total += ((words >> np.uint64(_COARSE)) & low) << rest
-    return total.view(np.int64).astype(np.float64) - _HALF
+    return make

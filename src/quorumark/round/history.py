@@ -24,6 +24,7 @@ from quorumark.round.mark import Packed
 from quorumark.round.movement import norm_count, norm_places
 from quorumark.round.optimiser import Taken
 from quorumark.round.units import Packing
+from quorumark.round.update import Update
 
 __all__ = ["History", "Settled", "checks_sums", "packing_of", "research_seed"]
 
@@ -166,10 +167,10 @@ class History:
         """For how many tensors a member of the next round may need wider units."""
         return sum(1 for _ in self.layout.spans()) if self.packing.packs else 0
 
-    def level(self, encoded: Vector) -> bytes:
-        """The level of units that a member's own result, as E, needs in the next round."""
+    def level(self, update: Update) -> bytes:
+        """The level of units that a member's own update needs in the next round."""
         mark = self.mark
-        return mark.packing.level(self.layout, encoded, mark.model, mark.spans) if mark.packing.packs else b""
+        return mark.packing.level(update.largest, mark.spans) if mark.packing.packs else b""
 
     def packed(self, level: bytes) -> Packed:
         """Where the weights of an update are in the next round's vectors, and in which units of this level."""
@@ -186,14 +187,17 @@ class History:
         *,
         stood: bool = False,
         taken: Taken | None = None,
+        halvings: int = 0,
     ) -> None:
         """A round's model is the global one now; `embedded` is what was added in it, `norms` the opened sum of the
         members' norms where they are summed, `under` the manifest if it is an earlier one, `level` that of the units,
-        `stood` and `taken` as in `Settled`. Told twice, it is the same."""
+        `stood` and `taken` as in `Settled`, `halvings` how often members had the mark halved. Told twice, it is the
+        same."""
         if round_no != self.mark.round:
             summed = self.manifest.digest().hex() if under is None else under
             with self._under(self.summed_under(summed)):  # whose rate and decay the members trained with
-                self.mark = _advanced(self.mark, round_no, encoded, embedded, norms, summed, level, stood, taken)
+                told = encoded, embedded, norms, summed, level, stood, taken, halvings
+                self.mark = _advanced(self.mark, round_no, *told)
             self._known = {}
 
     def copy(self) -> History:
@@ -244,12 +248,11 @@ class History:
             take = self._unpacked if self.mark.applied is None else self._stepped
             vector, held, taken = take(opened[:size], level)
             amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
-        with np.errstate(over="ignore"):
-            rounded = layout.flatten(layout.unflatten(vector, like))
+        rounded = layout.rounded(vector)
         summed_norms = opened[size:].copy() if norms else None
         places = {spec.name: place for spec, place in layout.spans()}
-        if not _fits(rounded):
-            held |= {name for name, place in places.items() if not _fits(rounded[place])}
+        if not codec.fits(rounded):
+            held |= {name for name, place in places.items() if not codec.fits(rounded[place])}
         if summed_norms is not None and not _norms_fit(summed_norms):
             held |= {name for name, part in norm_places(layout) if not _norms_fit(summed_norms[part])}
         embedded = amplitudes if amplitudes is not None and amplitudes.marks else None
@@ -334,6 +337,7 @@ def _advanced(
     level: bytes,
     stood: bool,
     taken: Taken | None,
+    halvings: int,
 ) -> MarkState:
     """What follows from a state and a round's sum is a function of both: members of a simulation, who share a process,
     compute it once. The state that is given may change."""
@@ -342,9 +346,11 @@ def _advanced(
     marks = b"" if embedded is None else embedded.digest()
     summed = None if norms is None else np.asarray(norms).tobytes()
     raw = None if taken is None else model_digest(taken.raw.view(np.uint64))
-    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, under, level, stood, raw
+    told = under, level, stood, halvings
+    key = mark.digest(), mark.strength, mark.packing, round_no, named, marks, summed, raw, *told
     if not named or key not in _ADVANCED:
-        mark.advance(round_no, encoded, embedded, norms, under=under, level=level, stood=stood, taken=taken)
+        about = {"under": under, "level": level, "stood": stood, "taken": taken, "halvings": halvings}
+        mark.advance(round_no, encoded, embedded, norms, **about)  # type: ignore[arg-type]
         if not named:
             return mark
         while len(_ADVANCED) >= _MOST_ADVANCED:
@@ -352,10 +358,6 @@ def _advanced(
         _ADVANCED[key] = copy(mark)
         return mark
     return copy(_ADVANCED[key])
-
-
-def _fits(values: NDArray[Any]) -> bool:
-    return bool(np.all(np.abs(values) < codec.LIMIT)) if values.size else True
 
 
 def _norms_fit(norms: Vector) -> bool:

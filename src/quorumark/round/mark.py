@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from quorumark import field, shamir
 from quorumark.consortium.hiding import exposed
 from quorumark.consortium.records import Genesis, Manifest
-from quorumark.consortium.strength import KEY_BITS, ONE, Strength
+from quorumark.consortium.strength import ONE, Strength
 from quorumark.errors import InputError, RoundError
 from quorumark.field import P, Vector
 from quorumark.packing import BITS, Span, elements
 from quorumark.round.amplitudes import Amplitudes
-from quorumark.round.movement import checked_model, distance, sum_squares
+from quorumark.round.movement import checked_model, distance
 
 __all__ = [
     "Packed",
@@ -28,11 +28,12 @@ __all__ = [
     "check_weights",
     "ideal_mark",
     "marked_vector",
+    "may_mark",
     "weight_of",
     "weights",
 ]
 
-_PIECE = 1 << 16  # elements of a share that are worked on at once
+_PIECE = 1 << 15  # elements of a share that are worked on at once: what a chunk of its file holds
 
 
 def weights(manifest: Manifest, members: Iterable[int]) -> dict[int, Fraction]:
@@ -69,7 +70,7 @@ def marked_vector(
             code="round.too-few",
         )
     factor = shamir.lagrange(sorted(members))[sorted(members).index(point)]
-    _add_mark(y, amplitudes, _signed_scales(amplitudes, manifest.genesis, factor), _joined(share), packed)
+    _add_mark(y, amplitudes, manifest.genesis, factor, _joined(share), packed)
 
 
 def _joined(pieces: Iterable[Vector]) -> Iterator[Vector]:
@@ -78,7 +79,7 @@ def _joined(pieces: Iterable[Vector]) -> Iterator[Vector]:
     for piece in pieces:
         held.append(piece)
         if sum(map(len, held)) >= _PIECE:
-            yield np.concatenate(held)
+            yield held[0] if len(held) == 1 else np.concatenate(held)
             held = []
     if held:
         yield np.concatenate(held)
@@ -87,7 +88,7 @@ def _joined(pieces: Iterable[Vector]) -> Iterator[Vector]:
 def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesis: Genesis | None = None) -> None:
     """What all members' parts add up to, for those who may hold a key: adds S ⊙ σ ⊙ key (S ⊙ key without a genesis)."""
     parts = (field.from_signed(key[part]) for part in field.chunks(key.size, 1 << 18))
-    _add_mark(y, amplitudes, _signed_scales(amplitudes, genesis, 1), parts)
+    _add_mark(y, amplitudes, genesis, 1, parts)
 
 
 @dataclass(frozen=True)
@@ -110,42 +111,41 @@ class Packed:
                 start = stop
 
 
-def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int) -> Any:
-    """A function: factor·times·σ·S for coordinates start … stop−1."""
-
-    def piece(start: int, stop: int, times: int = 1) -> Vector:
-        part: Vector = field.scale(factor * times % P, amplitudes.vector[start:stop], checked=False)
-        if genesis is None:
-            return part
-        return np.where(genesis.whitening(start, stop - start), field.neg(part, checked=False), part)
-
-    return piece
-
-
 def _add_mark(
-    y: Vector, amplitudes: Amplitudes, scales: Any, values: Iterable[Vector], packed: Packed | None = None
+    y: Vector,
+    amplitudes: Amplitudes,
+    genesis: Genesis | None,
+    factor: int,
+    values: Iterable[Vector],
+    packed: Packed | None = None,
 ) -> None:
-    """y += scales ⊙ values on the carrying coordinates."""
-    layout = amplitudes.layout
+    """y += factor·S ⊙ σ ⊙ values on the carrying coordinates; σ is all ones without a genesis."""
+    layout, scales = amplitudes.layout, amplitudes.vector
     packed = packed or Packed(1, [(slice(0, layout.size), 0)])
     field.check_output(y, (elements(layout.size, packed.count),))
     field.check(y, "y")
     carrying, total, start = layout.carrying(), layout.coordinates, 0
     pieces = [piece for piece in packed.pieces(layout.size) if piece[0] < layout.carrier_size]
+    signs = np.zeros(0, np.bool_)
     for piece in values:
         if start == total:
             break
         stop = min(start + piece.size, total)
+        if genesis is not None:
+            signs = genesis.whitening(start, stop - start)
         for first, last, at, times in pieces:  # as coordinates: those of them that carry
             a, b = (first, last) if isinstance(carrying, slice) else np.searchsorted(carrying, (first, last))
             a, b = max(int(a), start), min(int(b), stop)
             if a >= b:
                 continue
-            where: Any = (
-                slice(a - first + at, b - first + at) if isinstance(carrying, slice) else carrying[a:b] - first + at
-            )
-            added = field.axpy(scales(a, b, times), piece[a - start : b - start], y[where], checked=False)
-            y[where] = added
+            told = scales[a:b], piece[a - start : b - start], signs[a - start : b - start]
+            if isinstance(carrying, slice):
+                field.add_products(factor * times % P, *told, y[a - first + at : b - first + at])
+            else:
+                where = carrying[a:b] - first + at
+                here = y[where]
+                field.add_products(factor * times % P, *told, here)
+                y[where] = here
         start = stop
     if start != total:
         raise InputError("share", f"must have {total} elements or more", start)
@@ -167,6 +167,24 @@ def check_round(
     `before` and `after` are E of the global model and of the member's own result; `told_weights` and `told_rate` what
     the server said, if it did.
     """
+    told = {"told_weights": told_weights, "told_rate": told_rate}
+    if not may_mark(strength, manifest, amplitudes, members, **told):  # type: ignore[arg-type]
+        return False
+    layout = amplitudes.layout
+    check_size(strength, amplitudes, checked_model("before", before, layout), checked_model("after", after, layout))
+    return True
+
+
+def may_mark(
+    strength: Strength,
+    manifest: Manifest,
+    amplitudes: Amplitudes,
+    members: Sequence[int],
+    *,
+    told_weights: Mapping[int, Fraction] | None = None,
+    told_rate: Fraction | None = None,
+) -> bool:
+    """The same, but for the size of the mark beside the member's own update."""
     terms, layout, round_no = manifest.terms, amplitudes.layout, amplitudes.round
     if (layout.digest(), layout.coordinates, amplitudes.key) != (terms.layout, terms.coordinates, terms.key):
         raise RoundError("the model's layout or kind of key is not the manifest's", code="round.not-agreed")
@@ -195,10 +213,7 @@ def check_round(
                 code="round.too-few",
             )
         return False
-    if not amplitudes.marks:
-        return False
-    check_size(strength, amplitudes, checked_model("before", before, layout), checked_model("after", after, layout))
-    return True
+    return amplitudes.marks
 
 
 def check_weights(manifest: Manifest, members: Sequence[int]) -> None:
@@ -212,20 +227,26 @@ class TooStrongError(RoundError):
     """The mark of a round is more than a member's own update hides."""
 
 
-def check_size(strength: Strength, amplitudes: Amplitudes, before: Vector, after: Vector) -> None:
-    """The mark of a carrier is at most 4·c_max times the member's own update of it; `paper`: of all of them."""
+def check_size(
+    strength: Strength,
+    amplitudes: Amplitudes,
+    before: Vector,
+    after: NDArray[Any],
+    updates: Mapping[str, int] | None = None,
+) -> None:
+    """The mark of a carrier is at most 4·c_max times the member's own update of it; `paper`: of all of them. `updates`
+    are ‖after − before‖² of the carriers, where they are known (`movement.distances`)."""
     places = {spec.name: place for spec, place in amplitudes.layout.spans("carrier")}
-    marks, updates = {}, {}
-    for name, part in amplitudes.tensors():
-        place, mark = places[name], amplitudes.vector[part]
+    marks, own = {}, {}
+    for (name, part), squares in zip(amplitudes.tensors(), amplitudes.squares, strict=True):
+        place = places[name]
         # of a tensor of which n weights in N are sampled, the mark stands for one that is N/n as large
-        squares = sum_squares(mark) << 2 * KEY_BITS[amplitudes.key] if mark.size else 0
-        marks[name] = squares * (place.stop - place.start) // max(1, mark.size)
-        updates[name] = distance(after[place], before[place])
+        marks[name] = squares * (place.stop - place.start) // max(1, part.stop - part.start)
+        own[name] = distance(after[place], before[place]) if updates is None else updates[name]
     if strength.rule == "paper":
-        marks, updates = {"the model": sum(marks.values())}, {"the model": sum(updates.values())}
+        marks, own = {"the model": sum(marks.values())}, {"the model": sum(own.values())}
     for name, mark_squared in marks.items():
-        if mark_squared * ONE**2 > (4 * strength.c_max) ** 2 * updates[name]:
+        if mark_squared * ONE**2 > (4 * strength.c_max) ** 2 * own[name]:
             raise TooStrongError(
                 f"the mark of round {amplitudes.round} in {name!r} is more than {4 * strength.c_max / ONE:.3g} times "
                 "this member's own update of it: it would show",

@@ -28,27 +28,29 @@ from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import InputError, MessageError, RoundError
 from quorumark.field import Stream, Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import pack_update
+from quorumark.packing import Noise, pack_update
 from quorumark.round import checked_sums, links, statements
-from quorumark.round.amplitudes import Amplitudes, PaperScale, paper_amplitudes
-from quorumark.round.dither import add_dither, dither_moves, dither_stream
+from quorumark.round.amplitudes import HALVINGS, Amplitudes
+from quorumark.round.dither import add_dither, dither_noise, dither_stream
 from quorumark.round.group import group_of, word
 from quorumark.round.history import History, checks_sums, packing_of
 from quorumark.round.mark import (
     Packed,
     TooStrongError,
-    check_round,
     check_size,
     check_weights,
     marked_vector,
+    may_mark,
     weight_of,
 )
 from quorumark.round.memory import MemoryState, State, answers_from
 from quorumark.round.movement import norm_count, upload_norms
 from quorumark.round.optimiser import Taken
+from quorumark.round.paper import PaperScale, paper_amplitudes
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import Plan, Upload
 from quorumark.round.statements import Turn
+from quorumark.round.update import Update
 
 __all__ = ["RoundMember"]
 
@@ -93,6 +95,7 @@ class RoundMember:
         self._share, self._own_key = share, own_key
         self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
         self._result: NDArray[Any] | None = None
+        self._measured: Update | None = None  # of that result
         self._closed: frozenset[tuple[str, int]] = frozenset()  # under earlier manifests: groups and draws
         self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
         self._scaled: tuple[int, Vector, Any] | None = None
@@ -206,35 +209,41 @@ class RoundMember:
 
     def take(self, result: Mapping[str, Any]) -> None:
         """What training made of the global model; it is kept until the round is over."""
-        self._result = None
+        self._result = self._measured = None
         if self.turn is not None and self.turn.repeats:
             raise RoundError(
                 f"round {self.turn.repeats} is made again from what member {self.point} trained for it",
                 code="round.result-kept",
             )
-        self.layout.encode(result)  # NaN, another shape or an overflow stops here, by the tensor's name
-        self._result = self.layout.flatten(result)  # a copy: the function may go on using its tensors
+        # NaN, another shape or an overflow stops here, by the tensor's name. A copy: the function may use its own again
+        self._result = self.layout.checked(result)
 
     def take_again(self, result: NDArray[Any]) -> None:
         """The same as one vector, as it was kept."""
-        self._result = result
+        self._result = codec.check(result, name="model")
 
     @property
     def result(self) -> NDArray[Any]:
         return self._trained()
 
-    def too_strong(self) -> bytes | None:
-        """Signed, if the mark of this round is more than this member's own update hides: it cannot take part."""
-        turn, amplitudes = self._begun(), self._amplitudes("model")
-        if amplitudes is None or not amplitudes.marks or turn.repeats:
-            return None
-        before, after = self._known().mark.model, codec.encode(self._trained(), name="model")
-        try:
-            check_size(self.strength, amplitudes, before, after)
-        except TooStrongError:
-            state = self._known().state
-            return statements.sign(self._identity, self.group, "strong", state, word(turn.halvings))
-        return None
+    def too_strong(self) -> list[bytes]:
+        """Signed, if the mark of this round is more than this member's own update hides: it cannot take part. A
+        statement for each number of halvings that is not enough for it, so that no try is lost to find that out."""
+        turn, amplitudes, said = self._begun(), self._amplitudes("model"), list[bytes]()
+        if amplitudes is None or turn.repeats:
+            return said
+        update, state = self._update(), self._known().state
+        for halvings in range(turn.halvings, HALVINGS):
+            if halvings > turn.halvings:
+                amplitudes = self._known().amplitudes(halvings)
+            if not amplitudes.marks:
+                break
+            try:
+                check_size(self.strength, amplitudes, update.before, update.after, update.distances)
+                break
+            except TooStrongError:
+                said.append(statements.sign(self._identity, self.group, "strong", state, word(halvings)))
+        return said
 
     def ready(self, purpose: str = "model") -> bytes:
         """Joins the round, bound to what this member itself knows of the history and the strength."""
@@ -248,12 +257,8 @@ class RoundMember:
             origin=self._known().state,
             turn=turn,
             closed=self._closed,
-            level=self._level() if purpose == "model" and self.packing.packs else b"",
+            level=self._known().level(self._update()) if purpose == "model" and self.packing.packs else b"",
         )
-
-    def _level(self) -> bytes:
-        """Of the units that its own update needs."""
-        return self._known().level(codec.encode(self._trained(), name="model"))
 
     def _amplitudes(self, purpose: str) -> Amplitudes | None:
         """The mark of the round that has begun."""
@@ -304,66 +309,67 @@ class RoundMember:
         boxes for this member, and their vouchers, in the set's order.
         """
         plan = self.secagg.plan(announcement)
-        result = self._trained()
         joined, amplitudes = self._joined.get(plan.purpose, (0, None))
         if joined != plan.round:
             raise RoundError(
                 f"member {self.point} has not joined round {plan.round} ({plan.purpose!r})", code="round.not-joined"
             )
-        before, after = self._known().mark.model, codec.encode(result, name="model")
+        update = self._update()
         if plan.purpose == "scale":
-            return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
+            after = codec.encode(update.after, name="model")
+            return self.secagg.upload(plan, self._own_scale(plan.round, update.before, after))
         if len(plan.level) not in (0, self._known().tensors):
             raise MessageError("a member's level of units is for another model", code="message.malformed")
+        levels = dict(zip(plan.members, plan.levels, strict=True))
+        if alone := self._known().mark.unbacked(levels, self.group.blocking):
+            raise RoundError(
+                f"{self.group.names(sorted(alone))} needs wider units than fewer than {self.group.blocking} members "
+                "may ask for, and must be left out",
+                code="round.level-alone",
+            )
         check_weights(self.manifest, plan.members)
         exact = weight_of(self.manifest, plan.members, self.point)
         if amplitudes is not None:
             amplitudes = self._known().mark.in_units(amplitudes, plan.level)
-        marks = amplitudes is not None and check_round(
-            self.strength, self.manifest, amplitudes, plan.members, before, after
-        )
+        marks = amplitudes is not None and may_mark(self.strength, self.manifest, amplitudes, plan.members)
+        if amplitudes is not None and marks:
+            check_size(self.strength, amplitudes, update.before, update.after, update.distances)
         whole = np.empty(self.length(), np.uint64)
         y = whole[: self.packing.length(self.layout)]
         norms = whole[y.size : whole.size - self.checks]
-        self._fill(y, norms, plan, before, after, exact, amplitudes if marks else None)
+        self._fill(y, norms, plan, update, exact, amplitudes if marks else None)
         if self.checks:
             self._add_tag(whole, plan, boxes, vouches)
         return self.secagg.upload(plan, whole, marked=marks)
 
     def _fill(
-        self,
-        y: Vector,
-        norms: Vector,
-        plan: Plan,
-        before: Vector,
-        after: Vector,
-        exact: Fraction,
-        amplitudes: Amplitudes | None,
+        self, y: Vector, norms: Vector, plan: Plan, update: Update, exact: Fraction, amplitudes: Amplitudes | None
     ) -> None:
         """The vector but for its tag: the weighted model, or the weighted update in units if it is packed; the norms of
         the update; the mark and the dither, if there are `amplitudes`."""
-        history, kappa = self._known(), self.strength.dither
-        stream = dither_stream(self._identity, history.state)
+        history, layout, before, after = self._known(), self.layout, update.before, update.after
         packed = history.packed(plan.level) if self.packing.packs else None
         if self.has_norms:
-            norms[:] = upload_norms(self.layout, before, after, exact, packed.spans if packed is not None else ())
+            spans = () if packed is None else packed.spans
+            norms[:] = upload_norms(layout, before, after, exact, spans, update.squares)
+        dither = None
+        if amplitudes is not None and self.strength.dither:
+            dither = amplitudes, self.strength.dither, exact, dither_stream(self._identity, history.state)
         if packed is None:
-            codec.encode(self._trained(), float(exact), y, name="model")
-            if amplitudes is not None:
-                self._add_mark(y, amplitudes, plan.members, float(exact))
-                if kappa:
-                    add_dither(y, amplitudes, kappa, exact, stream)
+            codec.encode(after, float(exact), y, name="model")
+            if dither is not None:
+                add_dither(y, *dither)
+        else:
+            noise = None if dither is None else dither_noise(*dither)
+            if amplitudes is not None and self._own_key is not None:  # rounded to units with the update
+                noise = _with_own_marks(noise, amplitudes, self._own_key, float(exact))
+            pack_update(after, before, float(exact), packed.spans, packed.count, y, noise=noise)
+        if amplitudes is None:
             return
-        noise = None
-        if amplitudes is not None and (kappa or self._own_key is not None):
-            noise = np.zeros(self.layout.size, np.int64)
-            if kappa:
-                dither_moves(noise, amplitudes, kappa, exact, stream)
-            if self._own_key is not None:
-                noise[self.layout.carrying()] += _own_marks(amplitudes, self._own_key, float(exact))
-        pack_update(self._trained(), before, float(exact), packed.spans, packed.count, y, noise=noise)
-        if amplitudes is not None and self._own_key is None:
-            self._add_mark(y, amplitudes, plan.members, float(exact), packed)
+        if self._own_key is None:
+            self._add_mark(y, amplitudes, plan.members, packed)
+        elif packed is None:
+            _own_mark(y, amplitudes, self._own_key, float(exact))
 
     def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
         """After the vector. The key is kept for the sum of this round."""
@@ -400,16 +406,18 @@ class RoundMember:
         *,
         stood: bool = False,
         taken: Taken | None = None,
+        halvings: int = 0,
     ) -> None:
         """The round's sum is the global model now, or what the server optimiser made of it."""
-        self._known().accept(round_no, encoded, embedded, norms, level=level, stood=stood, taken=taken)
-        self._scaled, self._result = None, None
+        about = {"level": level, "stood": stood, "taken": taken, "halvings": halvings}
+        self._known().accept(round_no, encoded, embedded, norms, **about)  # type: ignore[arg-type]
+        self._scaled, self._result, self._measured = None, None, None
 
     def give_up(self) -> None:
         """The round led to nothing: what belongs to it is forgotten, and the paper's average is as it was."""
         if self._scaled is not None and self._scale is not None:
             self._scale._ema = self._scaled[2]
-        self._scaled, self._result = None, None
+        self._scaled, self._result, self._measured = None, None, None
 
     # --- the paper's rule: a sum of scales first ---
 
@@ -446,16 +454,8 @@ class RoundMember:
     # --- what it knows ---
 
     def _add_mark(
-        self,
-        y: Vector,
-        amplitudes: Amplitudes,
-        members: tuple[int, ...],
-        share_of: float,
-        packed: Packed | None = None,
+        self, y: Vector, amplitudes: Amplitudes, members: tuple[int, ...], packed: Packed | None = None
     ) -> None:
-        if self._own_key is not None:
-            _own_mark(y, amplitudes, self._own_key, share_of)
-            return
         if self._share is None:
             raise RoundError(
                 f"member {self.point} has no share: without it the sum would be garbage and show others'",
@@ -476,6 +476,14 @@ class RoundMember:
         if self.turn is None:
             raise RoundError(f"no round has begun for member {self.point}", code="round.not-begun")
         return self.turn
+
+    def _update(self) -> Update:
+        """What it trained, beside the model that the round starts from."""
+        after, before = self._trained(), self._known().mark.model
+        known = self._measured
+        if known is None or known.after is not after or known.before is not before:
+            known = self._measured = Update(self.layout, before, after)
+        return known
 
     def _trained(self) -> NDArray[Any]:
         if self._result is None:
@@ -500,6 +508,20 @@ def _own_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], weight:
     carrying = amplitudes.layout.carrying()
     marks = field.from_signed(_own_marks(amplitudes, key, weight))
     y[carrying] = field.add(np.ascontiguousarray(y[carrying]), marks)
+
+
+def _with_own_marks(noise: Noise | None, amplitudes: Amplitudes, key: NDArray[np.int64], weight: float) -> Noise:
+    """The same for a weighted update, beside its noise."""
+    marks = np.zeros(amplitudes.layout.size, np.int64)
+    marks[amplitudes.layout.carrying()] = _own_marks(amplitudes, key, weight)
+
+    def write(place: int, out: NDArray[np.int64]) -> bool:
+        if noise is None or not noise(place, out):
+            out[:] = 0
+        out += marks[place : place + out.size]
+        return True
+
+    return write
 
 
 def _own_marks(amplitudes: Amplitudes, key: NDArray[np.int64], weight: float) -> NDArray[np.int64]:

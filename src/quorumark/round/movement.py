@@ -14,18 +14,21 @@ from numpy.typing import NDArray
 from quorumark import codec, field
 from quorumark.errors import EncodingError, InputError
 from quorumark.field import Vector, kernels, parallel
-from quorumark.field.norms import PARTS, update_squares
+from quorumark.field.norms import PARTS
+from quorumark.field.norms import update_squares as kernel_squares
 from quorumark.model.layout import ModelLayout
 from quorumark.packing import Span
 
 __all__ = [
     "Axes",
     "Carrier",
+    "Squares",
     "Sums",
     "axis_sums",
     "carriers_of",
     "checked_model",
     "distance",
+    "distances",
     "ideal_norms",
     "learnt_axes",
     "least",
@@ -38,6 +41,7 @@ __all__ = [
     "signed_norm",
     "sum_squares",
     "update_norms",
+    "update_squares",
     "upload_norms",
 ]
 
@@ -46,6 +50,10 @@ _ALIKE = 64  # members moved alike where ‖Σ a_k·D_k‖² is all but a 64th o
 _LARGEST = 1 << 31  # elements of a tensor whose squares the kernels add up exactly
 Axes = tuple[tuple[int, ...], ...]  # for one tensor: a number per row, per column and, if it has them, per tap
 Sums = list[list[tuple[int, int, int]]]  # the same with three sums each
+Squares = list[list[NDArray[np.uint64]]]
+"""Sums of squares of each carrier's rows, columns and taps, as parts of integers."""
+
+_FLOATS_TELL = 2.0**-47  # floats of roots are off by less than that, of their size
 
 
 @dataclass(frozen=True)
@@ -247,31 +255,91 @@ def update_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     return upload_norms(layout, before, after, weight, ())
 
 
-def upload_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fraction, spans: Sequence[Span]) -> Vector:
+def upload_norms(
+    layout: ModelLayout,
+    before: Vector,
+    after: NDArray[Any],
+    weight: Fraction,
+    spans: Sequence[Span],
+    squares: Squares | None = None,
+) -> Vector:
     """The same, or that of the weighted update as it is rounded to the units of `spans`, whichever is smaller.
 
     Where members move alike and round alike, N would exceed ‖D‖ by what rounding took off, and the row would count as
-    learnt: the rounded norms do not. Where they round apart the other ones do not.
+    learnt: the rounded norms do not. Where they round apart the other ones do not. `after` may be the floats; `squares`
+    are the `update_squares` where they are known.
     """
-    before, after = checked_model("before", before, layout), checked_model("after", after, layout)
+    before, after = checked_model("before", before, layout), _result(after, layout)
     shifts = {place.start: shift for place, shift in spans if place.stop > place.start}
-    norms: list[int] = []
-    for carrier in carriers_of(layout):
+    known = update_squares(layout, before, after) if squares is None else squares
+    norms = [np.zeros(0, np.uint64)]
+    for carrier, axes in zip(carriers_of(layout), known, strict=True):
         if not carrier.has_norms:
             continue
+        own = np.concatenate(axes, axis=1)
+        _check_norms(own, carrier.place.start)
         shift = shifts.get(carrier.place.start, -1)  # none where spans are not given: then nothing is rounded
-        found = _summed(carrier, after, before, PARTS, update_squares, float(weight), shift)
-        squares = [square for parts in found for square in _whole(parts[:4])]
-        largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
-        if largest >= codec.LIMIT:
-            rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
-            raise EncodingError("this member's update", rule, f"{largest:g}", carrier.place.start)
-        own = [isqrt(weight.numerator**2 * square // weight.denominator**2) for square in squares]
-        if shift >= 0:
-            rounded = (isqrt(square) for parts in found for square in _whole(parts[4:]))
-            own = list(map(min, own, rounded))
-        norms += own
-    return np.array(norms, np.uint64)
+        if shift < 0:
+            norms.append(_roots([(own, weight)]))
+            continue
+        units = _update_squares(carrier, after, before, float(weight), 2.0**-shift)
+        norms.append(_roots([(own, weight), (np.concatenate(units, axis=1), Fraction(1 << shift))]))
+    return np.concatenate(norms)
+
+
+def update_squares(layout: ModelLayout, before: Vector, after: NDArray[Any]) -> Squares:
+    """‖D‖² of each carrier's rows, columns and taps, for the update D from E of a model to another one, floats or E of
+    them."""
+    return [_update_squares(carrier, after, before) for carrier in carriers_of(layout)]
+
+
+def distances(layout: ModelLayout, squares: Squares) -> dict[str, int]:
+    """‖D‖² of each carrier that is not empty, by name."""
+    named = [spec.name for spec, _ in layout.spans("carrier") if spec.size]
+    return {name: sum(_whole(axes[0])) for name, axes in zip(named, squares, strict=True)}
+
+
+def _update_squares(
+    carrier: Carrier, after: NDArray[Any], before: Vector, weight: float = 1.0, scale: float = 0.0
+) -> list[NDArray[np.uint64]]:
+    """Of an update, or of the weighted update in units of 1/scale."""
+    return _summed(carrier, after, before, PARTS, kernel_squares, weight, scale)
+
+
+def _check_norms(squares: NDArray[np.uint64], place: int) -> None:
+    """Whether all norms fit into fixed point."""
+    most, limit = squares[:, np.argmax(_floats(squares))], int(codec.LIMIT) << codec.FRACTION_BITS
+    largest = isqrt(_whole(most[:, None])[0])
+    if largest >= limit:
+        rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
+        raise EncodingError("this member's update", rule, f"{largest / 2**codec.FRACTION_BITS:g}", place)
+
+
+def _floats(parts: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Sums from their parts, to a few in 2^53."""
+    scales = np.array([2.0 ** (32 * k) for k in range(len(parts))])
+    total: NDArray[np.float64] = scales @ parts.astype(np.float64)
+    return total
+
+
+def _roots(sums: Sequence[tuple[NDArray[np.uint64], Fraction]]) -> Vector:
+    """⌊factor·√sum⌋ of each number, of several lists of sums the least. Floats tell all but what is next to an integer:
+    that is computed exactly."""
+    about = np.min([np.sqrt(_floats(parts)) * float(factor) for parts, factor in sums], axis=0)
+    near = np.flatnonzero(np.abs(about - np.rint(about)) <= about * _FLOATS_TELL)
+    found: Vector = about.astype(np.uint64)
+    exact = [
+        [isqrt(factor.numerator**2 * square // factor.denominator**2) for square in _whole(parts[:, near])]
+        for parts, factor in sums
+    ]
+    found[near] = np.array(list(map(min, *exact)) if len(exact) > 1 else exact[0], np.uint64)
+    return found
+
+
+def _result(after: NDArray[Any], layout: ModelLayout) -> NDArray[Any]:
+    if isinstance(after, np.ndarray) and after.dtype.kind == "f" and after.shape == (layout.size,):
+        return after
+    return checked_model("after", after, layout)
 
 
 def ideal_norms(

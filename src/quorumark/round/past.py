@@ -105,7 +105,7 @@ class Past:
         last = self.draw + 1 == group.draws
         if not last and len(free) >= group.closing and self._close(ask, group, self.manifest, self.draw):
             self.draw, self.short = self.draw + 1, False
-            self.halvings = self._asked_halvings()
+            self.halvings = self.asked_halvings
             return True
         if len(there) >= group.least:
             return False  # they may try once more
@@ -124,7 +124,9 @@ class Past:
         said = self.strong.get(level, {})
         return statements.signers(self.group, "strong", self.state, word(level), said, self.draw)
 
-    def _asked_halvings(self) -> int:
+    @property
+    def asked_halvings(self) -> int:
+        """How often the mark is to be halved, by all complaints."""
         level = 0
         while level < statements.HALVINGS and len(self.complaints(level)) >= self.group.blocking:
             level += 1

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,8 @@ class RoundServer:
         binding = self.history.binding(self.round_no, marks, self._turn.repeats)
         about = self.group, self.round_no, binding, self.length(purpose), purpose
         tensors = self.history.tensors if purpose == "model" else 0
-        self._sum = SecAggServer(*about, origin=self.history.state, draw=self._turn.draw, tensors=tensors)
+        drawn, unbacked = self._turn.draw, partial(self.history.mark.unbacked, backing=self.group.blocking)
+        self._sum = SecAggServer(*about, origin=self.history.state, draw=drawn, tensors=tensors, unbacked=unbacked)
 
     def length(self, purpose: str = "model") -> int:
         if purpose != "model":
@@ -308,20 +310,15 @@ class RoundServer:
         server.take_ready(point, message)
         self._said[point] = said
 
-    def take_strong(self, point: int, message: bytes) -> None:
-        """A member says that the mark of this round is too strong for its update: it does not take part."""
-        past, level = self._current_past(), self._turn.halvings
-        if statements.signers(self.group, "strong", past.state, word(level), {point: message}, past.draw):
-            past.strong.setdefault(level, {})[point] = message
+    def take_strong(self, point: int, said: Sequence[bytes]) -> None:
+        """A member says that the mark of this round is too strong for its update, and perhaps that it still is once it
+        is halved: it does not take part."""
+        past = self._current_past()
+        for level, message in enumerate(said[: statements.HALVINGS], self._turn.halvings):
+            if statements.signers(self.group, "strong", past.state, word(level), {point: message}, past.draw):
+                past.strong.setdefault(level, {})[point] = message
 
-    def take_answered(
-        self,
-        point: int,  # noqa: ARG002
-        round_no: int,
-        members: tuple[int, ...],
-        halvings: int = 0,
-        draw: int = 0,
-    ) -> None:
+    def take_answered(self, _: int, round_no: int, members: tuple[int, ...], halvings: int = 0, draw: int = 0) -> None:
         """A member does not take part because it has answered in an earlier round from this model, over these members,
         with a mark that was halved so many times, of a cohort that was drawn anew so many times.
 
@@ -368,7 +365,7 @@ class RoundServer:
             if len(complaints) < self.group.blocking or past.halvings != self._turn.halvings:
                 past.short = True
                 raise
-            past.halvings += 1
+            past.halvings = past.asked_halvings
             raise RoundError(
                 f"the mark of round {self.round_no} is too strong for {self.group.names(complaints)}: it is halved in "
                 "the next round",
@@ -476,6 +473,11 @@ class RoundServer:
         return {x: sum(map(bool, level)) for x, level in self._running().levels.items() if x in self.members}
 
     @property
+    def alone(self) -> tuple[int, ...]:
+        """Who is left out because too few need units as wide."""
+        return tuple(sorted(self._running().alone))
+
+    @property
     def settled(self) -> Settled:
         """What the sum that was finished led to."""
         if self._settled is None:
@@ -539,7 +541,7 @@ class RoundServer:
         self._last |= {"round": self._turn.round, "halvings": halvings, "under": under}
         self._last |= {"held": json.dumps(settled.held), "level": self.level.hex()}
         summed, before = (encoded, settled.embedded, settled.norms, under, self.level), history.state
-        history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken)
+        history.accept(history.round, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
         if self.chain is not None:
             self.chain.begin(Link(before, under, self._turn.draw, history.state, history.whole))
         self.like = dict(model)

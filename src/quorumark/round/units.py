@@ -13,6 +13,10 @@ needs, none unless it is larger than expected, and the round has the largest one
 larger than the units allow costs no training and no attempt. After it the lift is what the reach did not tell, at most
 5 bits; it falls by half a bit a round. (One false level then blurs one round, and not those after it.)
 
+Nobody can see whether a level is needed. So what fewer members need than could stop the round by staying away widens
+units, lift included, by 12, 9 or 8 bits at most for two, three or four numbers in an element, and whose update does not
+fit even then is left out of the round: a unit stays below a quarter of the reach, whatever these few say.
+
 A member's own numbers stay within R = 3·2^(h−3) − K/2 − 1 units, before they are weighted; rounding adds K/2 at most
 to a sum, and mark and dither together 2^(h−3) at most, since the mark is limited to that. So every sum is below
 2^(h−1).
@@ -20,15 +24,17 @@ to a sum, and mark and dither together 2^(h−3) at most, since the mark is limi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
+
+import numpy as np
 
 from quorumark.consortium.strength import KEY_BITS, ONE, Strength
 from quorumark.errors import MessageError, RoundError
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.packing import BITS, Span, elements, largest_move, largest_weight
+from quorumark.packing import BITS, Span, elements, largest_moves, largest_weight
 
 __all__ = ["LEVELS", "Packing", "are_possible", "first_reach", "follow_lift", "follow_reach", "is_level", "widest"]
 
@@ -40,6 +46,7 @@ _MARGIN = {2: 6, 3: 4, 4: 2}
 _STEP = {2: 4, 3: 3, 4: 2}
 _HALVES = 2  # a lift is in halves of a bit
 _HIGHEST_LIFT = 5 * _HALVES
+_ALONE = {2: 12, 3: 9, 4: 8}  # bits that a few members may widen units by
 _LEAST, _FIRST = 1 << 20, 1 << 34  # 2^-20 and 2^-6, in 2^-40
 _RANGE = 58  # bits of the largest number of 2^-40 that units are for: 2^18, a half of what weights may be
 _TAILS = 4  # bits: no value of a Gaussian key is above 16
@@ -101,14 +108,9 @@ class Packing:
         tails = _TAILS if KEY_BITS[key] else 0
         return (1 << (BITS[self.count] - 3)) // ((1 << tails) + noise)
 
-    def level(
-        self, layout: ModelLayout, after: Vector, before: Vector, spans_at: Callable[[bytes], list[Span]]
-    ) -> bytes:
-        """The least levels in whose units a member's own update fits; `spans_at` gives the spans at a level."""
-        return self.level_of([largest_move(after[place], before[place]) for _, place in layout.spans()], spans_at)
-
-    def level_of(self, moved: Sequence[int], spans_at: Callable[[bytes], list[Span]]) -> bytes:
-        """The same from the largest move of each tensor."""
+    def level(self, moved: Sequence[int], spans_at: Callable[[bytes], list[Span]]) -> bytes:
+        """The least levels in whose units a member's own update fits, from its largest move in each tensor; `spans_at`
+        gives the spans at a level."""
         needed: list[int | None] = [None] * len(moved)
         for number in range(LEVELS):
             level = bytes([number] * len(moved)) if number else b""
@@ -124,6 +126,23 @@ class Packing:
             code="round.does-not-fit",
         )
 
+    def unbacked(self, levels: Mapping[int, bytes], lift: Sequence[int], backing: int) -> set[int]:
+        """Of these members those whose level is more than fewer than `backing` of them may ask for."""
+        left = {x: np.frombuffer(level, np.uint8) for x, level in levels.items() if level}
+        if not self.packs or not left:
+            return set()
+        tensors = len(next(iter(left.values())))
+        lifted = np.array(lift or [0] * tensors) // _HALVES
+        alone = np.maximum(0, _ALONE[self.count] - lifted) // _STEP[self.count]
+        while left:
+            table = np.stack(list(left.values()))
+            backed = np.sort(table, axis=0)[-backing] if len(left) >= backing else np.zeros(tensors, np.uint8)
+            over = (table > np.maximum(alone, backed + 1)).any(axis=1)
+            if not over.any():
+                break
+            left = {x: level for (x, level), out in zip(left.items(), over, strict=True) if not out}
+        return {x for x, level in levels.items() if level and x not in left}
+
 
 def first_reach(layout: ModelLayout, model: Vector) -> tuple[int, ...]:
     """Before anything moved."""
@@ -132,10 +151,11 @@ def first_reach(layout: ModelLayout, model: Vector) -> tuple[int, ...]:
 
 def follow_reach(layout: ModelLayout, reach: Sequence[int], model: Vector, before: Vector) -> tuple[int, ...]:
     """After a round; `reach` is empty before the first one."""
-    found = []
-    for i, (_, place) in enumerate(layout.spans()):
+    places = [place for _, place in layout.spans()]
+    moved, found = largest_moves(model, before, places), []
+    for i, place in enumerate(places):
         least = max(_LEAST, largest_weight(model[place]) >> 14, reach[i] >> 2 if reach else 0)
-        found.append(max(least, largest_move(model[place], before[place])))
+        found.append(max(least, moved[i]))
     return tuple(found)
 
 

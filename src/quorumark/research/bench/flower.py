@@ -83,8 +83,8 @@ def deployed(summary: Path) -> FlowerRow:
     """The row of a deployment that was run with --compare."""
     try:
         measured = json.loads(summary.read_text())
-        plain, marked = measured["plain"], measured["marked"]
-        return _row("deployment on loopback, TLS, 5 nodes", measured["coordinates"], 5, marked, plain)
+        plain, marked, agreed = measured["plain"], measured["marked"], (int(measured["packing"]), str(measured["sums"]))
+        return _row("deployment on loopback, TLS, 5 nodes", measured["coordinates"], 5, marked, plain, *agreed)
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
             "--deployment", "must name the summary.json of examples/flower-hospitals/deploy --compare N", str(summary)

@@ -1,106 +1,110 @@
 """`quorumark bench secagg`: one member's and the server's computation, against Flower's SecAgg+ functions.
 
-Both sides start from the same float32 model and do what their protocol does between training and the sum. The other
-side's functions are called as its client and its server call them, in the same order, without serialisation. CPU time
-counts all threads; rows that say so are wall time. With `--packed`: several weights in an element against one, which
-needs no Flower.
+Both sides start from the same float32 model and do what their protocol does between training and the sum, with sums
+checked on ours. The other side's functions are called as its client and its server call them, in the same order,
+without serialisation. CPU time counts all threads; rows that say so are wall time. With `--packed`: several weights in
+an element against one, without the mark and with all that belongs to it, which needs no Flower.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark import codec, field, packing
-from quorumark.consortium.identity import Identity
+from quorumark import field
 from quorumark.errors import MissingDependencyError
-from quorumark.field import Stream, Vector
+from quorumark.field import Stream
 from quorumark.research.bench import Row, compare
+from quorumark.research.bench.member import OneRound, resnet18
 from quorumark.round import checked_sums
-from quorumark.round.group import Group
-from quorumark.round.memory import MemoryState
-from quorumark.round.secagg.masks import BOX
-from quorumark.round.secagg.member import SecAggMember
-from quorumark.round.secagg.messages import Upload, hear, say
-from quorumark.round.secagg.server import SecAggServer
 
-FULL_SIZE, QUICK_SIZE = 11_200_000, 1_000_000
-MEMBERS, THRESHOLD, DROPS = 8, 2, 3
-MANY = 32
+__all__ = ["MANY", "MEMBERS", "PACKINGS", "SecAggPlus", "packed_rows", "rows"]
+
+MEMBERS, MANY, DROPS = 8, 32, 3
+PACKINGS = (1, 2, 3, 4)
+QUICK = {"a.weight": (500, 1000), "b.weight": (500, 1000), "b.bias": (500,)}
 _TURNS = {MEMBERS: 15, MANY: 7}  # of rows that compare us with ourselves, where a tenth matters
-_BINDING = bytes(32)
 _CLOCKS = {"CPU time": time.process_time, "wall time": time.perf_counter}
 
 
 def rows(quick: bool = False) -> Iterator[Row]:
     """All comparisons, as they are made."""
-    size = QUICK_SIZE if quick else FULL_SIZE
-    model = np.random.default_rng(1).normal(0, 0.05, size).astype(np.float32)
+    shapes = QUICK if quick else resnet18()
+    size = sum(int(np.prod(shape)) for shape in shapes.values())
     yield _one_mask(size)
     yield _one_tag(size)
-    theirs, ours = _Flower(model), _Ours(model)
-    cases: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
-        (f"a client masks, K={MEMBERS}", ours.client, theirs.client),
-        (f"a client, {DROPS} of {MEMBERS} drop, retry included", ours.client_with_retry, theirs.client),
-        (f"the server unmasks, K={MEMBERS}", ours.server, theirs.server),
-    ]
-    for count in (2, 3, 4):
-        packed = _Packed(model, count)
-        cases += [
-            (f"a client masks, {count} weights in an element, K={MEMBERS}", packed.client, theirs.client),
-            (f"the server unmasks, {count} weights in an element, K={MEMBERS}", packed.unmasked_once, theirs.server),
-        ]
-    for name, mine, other in cases:
-        for label, clock in _CLOCKS.items():
-            yield compare(
-                mine,
-                other,
-                name=f"{name}, {label}",
-                against="SecAgg+ of flwr",
-                size=size,
-                threads=field.threads(),
-                repeats=5,
-                clock=clock,
-            )
+    theirs = SecAggPlus(np.random.default_rng(1).normal(0, 0.05, size).astype(np.float32))
+    for packing in PACKINGS:
+        for mark in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                yield from _beside_theirs(OneRound(shapes, packing, MEMBERS, mark, Path(folder)), theirs, size)
+        with tempfile.TemporaryDirectory() as folder:
+            ours = OneRound(shapes, packing, MEMBERS, False, Path(folder), drops=DROPS)
+            name = f"a client, {DROPS} of {MEMBERS} drop, retry included, {about(packing, MEMBERS, False)}"
+            yield from _timed(name, ours.uploaded_again, theirs.client, size)
+
+
+def _beside_theirs(ours: OneRound, theirs: SecAggPlus, size: int) -> Iterator[Row]:
+    what = about(ours.packing, MEMBERS, ours.mark)
+    yield from _timed(f"a client masks, {what}", ours.uploaded, theirs.client, size)
+    if not ours.mark:
+        yield from _timed(f"the server unmasks, {what}", ours.unmasked_once, theirs.server, size)
+
+
+def _timed(name: str, mine: Callable[[], object], other: Callable[[], object], size: int) -> Iterator[Row]:
+    for label, clock in _CLOCKS.items():
+        against, threads = "SecAgg+ of flwr", field.threads()
+        yield compare(
+            mine,
+            other,
+            name=f"{name}, {label}",
+            against=against,
+            size=size,
+            threads=threads,
+            repeats=5,
+            clock=clock,
+        )
 
 
 def packed_rows(quick: bool = False) -> Iterator[Row]:
     """Several weights in an element against one, with few members and with many."""
-    size = QUICK_SIZE if quick else FULL_SIZE
-    model = np.random.default_rng(1).normal(0, 0.05, size).astype(np.float32)
+    shapes = QUICK if quick else resnet18()
+    size = sum(int(np.prod(shape)) for shape in shapes.values())
     for members in (MEMBERS,) if quick else (MEMBERS, MANY):
-        alone = _Ours(model, members)
-        for count in (2, 3, 4):
-            yield from _beside(_Packed(model, count, members), alone, size)
+        for mark in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                alone = OneRound(shapes, 1, members, mark, Path(folder))
+                for packing in PACKINGS[1:]:
+                    yield from _beside(OneRound(shapes, packing, members, mark, Path(folder)), alone, size)
 
 
-def _beside(packed: _Packed, ours: _Ours, size: int) -> Iterator[Row]:
+def about(packing: int, members: int, mark: bool) -> str:
+    """What a row is about, in its name."""
+    return f"{packing} in an element, K={members}, {'with' if mark else 'without'} the mark"
+
+
+def _beside(packed: OneRound, one: OneRound, size: int) -> Iterator[Row]:
     """Several weights in an element against one."""
 
     def masked_again() -> None:
-        for side in (packed, ours):
+        for side in (packed, one):
             side.mask_again()
 
-    for name, mine, other in (
-        ("a client masks", packed.client, ours.client),
-        ("the server unmasks", packed.server, ours.server),
-    ):
-        yield compare(
-            mine,
-            other,
-            name=f"{name}, {packed.count} weights in an element, K={ours.count_of_members}, CPU time",
-            against="one weight in an element",
-            size=size,
-            threads=field.threads(),
-            repeats=_TURNS[ours.count_of_members],
-            clock=time.process_time,
-            between=masked_again,
-        )
+    count = len(one.members)
+    what = about(packed.packing, count, packed.mark)
+    told: dict[str, Any] = {"against": "one weight in an element", "size": size, "threads": field.threads()}
+    told |= {"repeats": _TURNS[count], "clock": time.process_time}
+    yield compare(packed.uploaded, one.uploaded, name=f"a member masks, {what}, CPU time", **told)
+    if not packed.mark:
+        name = f"the server unmasks, {what}, CPU time"
+        yield compare(packed.unmasked, one.unmasked, name=name, between=masked_again, **told)
 
 
 def _one_mask(size: int) -> Row:
@@ -131,112 +135,7 @@ def _one_tag(size: int) -> Row:
     )
 
 
-class _Ours:
-    """A group whose first member is timed, at full size; before each call its memory is set back."""
-
-    def __init__(self, model: NDArray[np.float32], members: int = MEMBERS) -> None:
-        self.model, self.count_of_members = model, members
-        people = [Identity.generate(f"member {x}") for x in range(1, members + 1)]
-        self.group = Group.of_cards([person.card() for person in people], THRESHOLD)
-        states = [MemoryState(self.group) for _ in people]
-        made = [SecAggMember(person, self.group, state) for person, state in zip(people, states, strict=True)]
-        self.members = {member.point: member for member in made}
-        self.me, self.state = self.members[1], states[[m.point for m in made].index(1)]
-        # an attempt that fails, and one that succeeds without those who dropped
-        server = self._ready(1)
-        self.first = server.announce()
-        stayed = range(1, members - DROPS + 1) if members == MEMBERS else ()
-        self.before = self.state._load()
-        if stayed:
-            for x in stayed:
-                server.take_upload(x, self._upload(x, self.first))
-            self.second = server.retry()
-            for x in stayed:
-                server.take_upload(x, self._upload(x, self.second))
-            self.asked = server.request(1)
-        # a round in which all stay, for the server; the masks of pairs, which cancel, are left out
-        self.full = self._ready(2)
-        for member in self.members.values():
-            member.together = frozenset(self.members)
-        announced = self.full.announce()
-        for x in self.members:
-            self.full.take_upload(x, self._upload(x, announced))
-        for x, member in self.members.items():
-            self.full.take_answer(x, member.unmask(self.full.request(x)))
-        self.me.together = frozenset()
-        self.masked = self.full._sum.copy()
-        self.vector = np.empty(self.length, np.uint64)
-
-    def _ready(self, number: int) -> SecAggServer:
-        server = SecAggServer(self.group, number, _BINDING, self.length)
-        for x, member in self.members.items():
-            server.take_ready(x, member.ready(number, _BINDING, self.length))
-        return server
-
-    def _upload(self, point: int, announced: bytes) -> Upload:
-        member = self.members[point]
-        return member.upload(member.plan(announced), self.encoded(self.count_of_members))
-
-    @property
-    def length(self) -> int:
-        return self.model.size
-
-    def encoded(self, members: int, out: Vector | None = None) -> Vector:
-        return codec.encode(self.model, 1 / members, out)
-
-    def client(self) -> Upload:
-        self.state._save(self.before)
-        plan = self.me.plan(self.first)
-        return self.me.upload(plan, self.encoded(self.count_of_members, self.vector))
-
-    def client_with_retry(self) -> bytes:
-        self.client()
-        plan = self.me.plan(self.second)
-        upload = self.me.upload(plan, self.encoded(len(plan.members), self.vector))
-        return self.me.unmask(self._request(upload))
-
-    def _request(self, upload: Upload) -> bytes:
-        """The server's request, with this upload in place of an earlier one."""
-        head, parts = hear("request", self.asked)
-        stop = 4 + int.from_bytes(upload.head[:4], "big")
-        parts[:2] = upload.head[4:stop], upload.head[stop : stop + BOX]
-        return say("request", {name: head[name] for name in ("round", "purpose", "attempt")}, parts)
-
-    def mask_again(self) -> None:
-        """The server's sum as it was before it was unmasked."""
-        self.full._sum[:] = self.masked
-
-    def server(self) -> object:
-        self.full._stage = "unmask"
-        return codec.decode(self.full.finish())  # with its check of the range, as in a round (`History.settle`)
-
-    def unmasked_once(self) -> object:
-        self.mask_again()
-        return self.server()
-
-
-class _Packed(_Ours):
-    """The same with several weights in an element: an update in units of 2^-24, from the float32 model."""
-
-    def __init__(self, model: NDArray[np.float32], count: int, members: int = MEMBERS) -> None:
-        self.count, self.start = count, codec.encode(model * np.float32(0.99))
-        shift = {2: 16, 3: 22, 4: 27}[count]
-        self.spans: list[packing.Span] = [(slice(0, model.size), shift)]
-        super().__init__(model, members)
-
-    @property
-    def length(self) -> int:
-        return packing.elements(self.model.size, self.count)
-
-    def encoded(self, members: int, out: Vector | None = None) -> Vector:
-        return packing.pack_update(self.model, self.start, 1 / members, self.spans, self.count, out)
-
-    def server(self) -> object:
-        self.full._stage = "unmask"
-        return packing.unpack_onto(self.start, self.full.finish(), self.spans, self.count)
-
-
-class _Flower:
+class SecAggPlus:
     """The same work by Flower's own functions, with its default ranges: 22 bits a weight, 32 bits a masked word."""
 
     CLIP, TARGET, MODULUS = 8.0, 1 << 22, 1 << 32

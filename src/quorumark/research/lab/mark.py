@@ -32,8 +32,9 @@ from quorumark.model.layout import ModelLayout
 from quorumark.research.known import SeededKey
 from quorumark.research.lab.dither import Dither, raised
 from quorumark.research.lab.packed import PackedSum, Units, largest_moves
-from quorumark.round.amplitudes import NOT_PACKED, Amplitudes, MarkState, PaperScale, paper_amplitudes
+from quorumark.round.amplitudes import NOT_PACKED, Amplitudes, MarkState
 from quorumark.round.forecast import expected_z
+from quorumark.round.paper import PaperScale, paper_amplitudes
 from quorumark.round.units import Packing
 
 __all__ = ["Mark", "decoded", "encoded", "square_sum", "weighted_sum"]
@@ -213,7 +214,7 @@ class Mark:
         """
         self._wait()
         moved = largest_moves(self.layout, before, model, len(weights))
-        level = self.packing.level_of(moved, self.state.spans)
+        level = self.packing.level(moved, self.state.spans)
         units = Units(self.layout, self.state.spans(level), before)
         squares = None
         if self._needs_norms:

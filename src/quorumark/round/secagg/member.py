@@ -317,7 +317,8 @@ class SecAggMember:
             levels.append(level)
         if keys[members.index(self.point)] != private_key(entry).public_key().public_bytes_raw().hex():
             raise RoundError(f"the announced key of {self.name} is not its own", code="round.wrong-key")
-        plan = replace(self._planned(entry, round_no, purpose, attempt, members, keys), level=widest(levels))
+        planned = self._planned(entry, round_no, purpose, attempt, members, keys)
+        plan = replace(planned, level=widest(levels), levels=tuple(levels))
         self._admit(entry, plan)
         return plan
 

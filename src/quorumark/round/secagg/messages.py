@@ -40,10 +40,11 @@ class Plan:
     members: tuple[int, ...]
     keys: tuple[str, ...]
     level: bytes = b""
+    levels: tuple[bytes, ...] = ()  # what each of the members needs: `level` is the widest of them
 
     @cached_property
     def ctx(self) -> bytes:
-        """The digest of all of it, which enters every key. No level is not written."""
+        """The digest of all of it, which enters every key. No level is not written, nor are the members' own ones."""
         numbers = (self.quorum, self.round, self.attempt, self.length)
         level = [self.level] if self.level else []
         everyone = b"".join(word(x) + bytes.fromhex(key) for x, key in zip(self.members, self.keys, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,12 +68,15 @@ class SecAggServer:
         origin: bytes | None = None,
         draw: int = 0,
         tensors: int = 0,
+        unbacked: Callable[[Mapping[int, bytes]], set[int]] = lambda _: set(),
     ) -> None:
         """`origin` is the state that the round starts from, and `draw` how often its cohort was drawn anew. `tensors`:
-        for how many of them a member may say that it needs wider units."""
+        for how many of them a member may say that it needs wider units; `unbacked` tells from a set's levels who is to
+        be left out of it for what it needs (`Packing.unbacked`)."""
         check_arguments(binding, length, purpose)
-        self.group, self.draw, self._tensors = group, draw, tensors
+        self.group, self.draw, self._tensors, self._unbacked = group, draw, tensors, unbacked
         self.excluded: dict[int, str] = {}
+        self.alone: set[int] = set()  # left out for what they need
         self.disputed: dict[int, tuple[int, ...]] = {}
         self._stage = "ready"
         self._plan = Plan(group.id, group.quorum, check_round_number(round_no), purpose, 0, length, binding, (), ())
@@ -115,8 +118,9 @@ class SecAggServer:
             )
         return self._announce(self._readies)
 
-    def _announce(self, members: Iterable[int]) -> bytes:
-        chosen = tuple(sorted(members))
+    def _announce(self, members: Collection[int]) -> bytes:
+        self.alone |= self._unbacked({x: self._levels.get(x, b"") for x in members})
+        chosen = tuple(sorted(set(members) - self.alone))
         if len(chosen) < self.group.least:
             raise self._give_up(
                 f"{len(chosen)} members are left, and at least {self.group.least} must take part", "round.too-few"
