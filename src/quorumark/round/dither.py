@@ -27,12 +27,11 @@ from quorumark import field
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.strength import KEY_BITS, ONE
 from quorumark.field import Stream, Vector
+from quorumark.field.noise import FINE, shape_noise
 from quorumark.round.amplitudes import Amplitudes
 
 __all__ = ["add_dither", "dither_at", "dither_moves", "dither_stream"]
 
-_FINE, _COARSE = 34, 15  # bits of u_1, and of u_2 and u_3: 64 in all
-_HALF = 3 << (_FINE - 1)  # 3/2 in 2^-34
 _PIECE = 1 << 16  # coordinates at a time: what is computed of them stays in the cache
 
 
@@ -87,7 +86,7 @@ def _pieces(
     """The noise of coordinates start … stop−1, where there is a mark: of all of them, or in spans of up to 2^16."""
     scales = amplitudes.vector
     # σ of g in units of 2^-34 is 2^33. Products of float64 are the same everywhere
-    factor = kappa / ONE * sqrt(weight) * 2.0 ** (KEY_BITS[amplitudes.key] - _FINE + 1)
+    factor = kappa / ONE * sqrt(weight) * 2.0 ** (KEY_BITS[amplitudes.key] - FINE + 1)
     words = np.empty(min(_PIECE, scales.size), np.uint64)
     if spans is None:
         spans = ((start, min(start + _PIECE, scales.size)) for start in range(0, scales.size, _PIECE))
@@ -95,15 +94,7 @@ def _pieces(
         scale = scales[start:stop]
         if not scale.any():
             continue
-        part = words[: scale.size]
+        part, noise = words[: scale.size], np.empty(scale.size, np.int64)
         stream.words(part, start)
-        yield start, stop, np.rint(_normal(part) * (scale.astype(np.float64) * factor)).astype(np.int64)
-
-
-def _normal(words: Vector) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """g in 2^-34, without its factor 2."""
-    low, rest = np.uint64((1 << _COARSE) - 1), np.uint64(_FINE - _COARSE)
-    total = words >> np.uint64(2 * _COARSE)
-    total += (words & low) << rest
-    total += ((words >> np.uint64(_COARSE)) & low) << rest
-    return total.view(np.int64).astype(np.float64) - _HALF
+        shape_noise(part, scale, factor, noise)
+        yield start, stop, noise

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,12 +115,30 @@ def _signed_scales(amplitudes: Amplitudes, genesis: Genesis | None, factor: int)
     """A function: factor·times·σ·S for coordinates start … stop−1."""
 
     def piece(start: int, stop: int, times: int = 1) -> Vector:
-        part: Vector = field.scale(factor * times % P, amplitudes.vector[start:stop], checked=False)
-        if genesis is None:
-            return part
-        return np.where(genesis.whitening(start, stop - start), field.neg(part, checked=False), part)
+        part: Vector = field.scale(factor * times % P, _signed(amplitudes, genesis, start, stop), checked=False)
+        return part
 
     return piece
+
+
+_SIGNED: WeakKeyDictionary[Amplitudes, tuple[Genesis, Vector]] = WeakKeyDictionary()
+_LARGEST = 1 << 22  # coordinates: 32 MiB for the mark of a round
+
+
+def _signed(amplitudes: Amplitudes, genesis: Genesis | None, start: int, stop: int) -> Vector:
+    """σ·S, which is public. All members of a simulation need the same."""
+    if genesis is None:
+        return amplitudes.vector[start:stop]
+    if amplitudes.vector.size > _LARGEST:
+        return _whitened(amplitudes.vector[start:stop], genesis, start)
+    known = _SIGNED.get(amplitudes)
+    if known is None or known[0] != genesis:
+        known = _SIGNED[amplitudes] = genesis, _whitened(amplitudes.vector, genesis, 0)
+    return known[1][start:stop]
+
+
+def _whitened(scales: Vector, genesis: Genesis, start: int) -> Vector:
+    return np.where(genesis.whitening(start, scales.size), field.neg(scales, checked=False), scales)
 
 
 def _add_mark(

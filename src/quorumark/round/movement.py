@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import isqrt, prod
 from typing import Any
 
@@ -169,21 +170,23 @@ def residual_rms(now: int, before: int, update: int, count: int, quiet: int) -> 
     return isqrt(left // (4 * before * count))
 
 
+@lru_cache(maxsize=64)
 def least(tensor: Axes) -> tuple[int, int]:
     """Σ and Σ of squares, over all weights of a tensor, of the least of the weight's axes' numbers.
 
-    Σ min = Σ over the values v_1 < v_2 < … of (v_i − v_{i−1}) · (how many weights have all of their numbers ≥ v_i).
+    Σ min = Σ over the values v_1 ≤ v_2 ≤ … of (v_i − v_{i−1}) · (how many weights have all of their numbers ≥ v_i).
     """
-    ladders = [sorted(values, reverse=True) for values in tensor]
-    counts = [len(values) for values in ladders]
+    counts = [len(values) for values in tensor]
     total = squares = last = 0
-    for value in sorted({v for values in ladders for v in values if v > 0}):
-        for i, values in enumerate(ladders):
-            while counts[i] and values[counts[i] - 1] < value:
-                counts[i] -= 1
-        total += (value - last) * prod(counts)
-        squares += (value * value - last * last) * prod(counts)
+    left = prod(counts)
+    for value, axis in sorted((value, axis) for axis, values in enumerate(tensor) for value in values):
+        total += (value - last) * left
+        squares += (value * value - last * last) * left
         last = value
+        left = left // counts[axis] * (counts[axis] - 1)
+        counts[axis] -= 1
+        if not left:
+            break
     return total, squares
 
 
@@ -255,23 +258,46 @@ def upload_norms(layout: ModelLayout, before: Vector, after: Vector, weight: Fra
     """
     before, after = checked_model("before", before, layout), checked_model("after", after, layout)
     shifts = {place.start: shift for place, shift in spans if place.stop > place.start}
-    norms: list[int] = []
+    norms: list[Vector] = []
     for carrier in carriers_of(layout):
         if not carrier.has_norms:
             continue
         shift = shifts.get(carrier.place.start, -1)  # none where spans are not given: then nothing is rounded
-        found = _summed(carrier, after, before, PARTS, update_squares, float(weight), shift)
-        squares = [square for parts in found for square in _whole(parts[:4])]
-        largest = isqrt(max(squares)) / 2**codec.FRACTION_BITS
+        found = np.concatenate(_summed(carrier, after, before, PARTS, update_squares, float(weight), shift), axis=1)
+        most = int(_sizes(found[:4]).argmax())
+        largest = isqrt(*_whole(found[:4, most : most + 1])) / 2**codec.FRACTION_BITS
         if largest >= codec.LIMIT:
             rule = f"must have norms below {codec.LIMIT:g} in each row, column and tap to fit into fixed point"
             raise EncodingError("this member's update", rule, f"{largest:g}", carrier.place.start)
-        own = [isqrt(weight.numerator**2 * square // weight.denominator**2) for square in squares]
-        if shift >= 0:
-            rounded = (isqrt(square) for parts in found for square in _whole(parts[4:]))
-            own = list(map(min, own, rounded))
-        norms += own
-    return np.array(norms, np.uint64)
+        own = _roots(found[:4], weight)
+        norms.append(np.minimum(own, _roots(found[4:])) if shift >= 0 else own)
+    return np.concatenate(norms) if norms else np.empty(0, np.uint64)
+
+
+def _sizes(parts: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Integers in their parts (`_whole`), as floats."""
+    scales = 2.0 ** (32 * np.arange(len(parts)))
+    sizes: NDArray[np.float64] = (parts.astype(np.float64) * scales[:, None]).sum(axis=0)
+    return sizes
+
+
+def _roots(parts: NDArray[np.uint64], times: Fraction = Fraction(1)) -> Vector:
+    """⌊times·√n⌋ for integers n in their parts (`_whole`), exactly.
+
+    r = ⌊a·√n/b⌋ is off by at most 1 as float64 if it is below 2^48. What it is off by says a²·n − r²·b², which is then
+    small enough to be known from its last 64 bits. Larger ones are computed one by one.
+    """
+    a, b = times.numerator, times.denominator
+    roots = np.floor(float(a) * np.sqrt(_sizes(parts)) / b)
+    fits = (roots < 2.0**48) & ((4 * roots + 8) * float(b) ** 2 < 2.0**62)
+    r: Vector = np.where(fits, roots, 0).astype(np.uint64)
+    low, bb = parts[0] + (parts[1] << np.uint64(32)), np.uint64(b * b % (1 << 64))
+    left = (np.uint64(a * a % (1 << 64)) * low - r * r * bb).view(np.int64)
+    step = ((2 * r + np.uint64(1)) * bb).view(np.int64)
+    r = r + (left >= step) - (left < 0)
+    large = np.flatnonzero(~fits)
+    r[large] = np.array([isqrt(a * a * n // (b * b)) for n in _whole(parts[:, large])], np.uint64)
+    return r
 
 
 def ideal_norms(
