@@ -14,7 +14,6 @@ A simulation and the engines are thin around this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from fractions import Fraction
 from typing import Any
 
@@ -43,7 +42,7 @@ from quorumark.round.mark import (
     marked_vector,
     weight_of,
 )
-from quorumark.round.memory import MemoryState, State, answers_from
+from quorumark.round.memory import MemoryState, State, answers_from, apart
 from quorumark.round.movement import norm_count, upload_norms
 from quorumark.round.optimiser import Taken
 from quorumark.round.secagg.member import SecAggMember
@@ -93,6 +92,7 @@ class RoundMember:
         self._share, self._own_key = share, own_key
         self._scale = PaperScale(self.strength, layout) if self.strength.rule == "paper" else None
         self._result: NDArray[Any] | None = None
+        self._encoded: Vector | None = None  # E of it, while it is asked for again and again
         self._closed: frozenset[tuple[str, int]] = frozenset()  # under earlier manifests: groups and draws
         self._joined: dict[str, tuple[int, Amplitudes | None]] = {}
         self._scaled: tuple[int, Vector, Any] | None = None
@@ -129,7 +129,7 @@ class RoundMember:
             self._check_moved(memory, history)
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
             if joined.get("origin") != history.state.hex():  # who has joined a round can answer in no earlier one
-                self.secagg.check_free(deepcopy(memory), history.state, "model", turn, closed)
+                self.secagg.check_free(apart(memory, history.state), history.state, "model", turn, closed)
             if self.has_links and not self._is_free(memory, history.state):
                 links.take_part_under(memory, self.manifest)
         self.turn, self._closed = turn, closed
@@ -206,7 +206,7 @@ class RoundMember:
 
     def take(self, result: Mapping[str, Any]) -> None:
         """What training made of the global model; it is kept until the round is over."""
-        self._result = None
+        self._result = self._encoded = None
         if self.turn is not None and self.turn.repeats:
             raise RoundError(
                 f"round {self.turn.repeats} is made again from what member {self.point} trained for it",
@@ -217,7 +217,7 @@ class RoundMember:
 
     def take_again(self, result: NDArray[Any]) -> None:
         """The same as one vector, as it was kept."""
-        self._result = result
+        self._result, self._encoded = result, None
 
     @property
     def result(self) -> NDArray[Any]:
@@ -228,7 +228,7 @@ class RoundMember:
         turn, amplitudes = self._begun(), self._amplitudes("model")
         if amplitudes is None or not amplitudes.marks or turn.repeats:
             return None
-        before, after = self._known().mark.model, codec.encode(self._trained(), name="model")
+        before, after = self._known().mark.model, self._after()
         try:
             check_size(self.strength, amplitudes, before, after)
         except TooStrongError:
@@ -236,10 +236,13 @@ class RoundMember:
             return statements.sign(self._identity, self.group, "strong", state, word(turn.halvings))
         return None
 
-    def ready(self, purpose: str = "model") -> bytes:
-        """Joins the round, bound to what this member itself knows of the history and the strength."""
+    def ready(self, purpose: str = "model", *, uploads: bool = False) -> bytes:
+        """Joins the round, bound to what this member itself knows of the history and the strength. `uploads`: that
+        follows at once, and what was computed of its result is kept for it."""
         turn, amplitudes = self._begun(), self._amplitudes(purpose)
         self._joined[purpose] = turn.round, amplitudes
+        level = self._level() if purpose == "model" and self.packing.packs else b""
+        self._encoded = self._encoded if uploads else None
         return self.secagg.ready(
             turn.round,
             self._known().binding(turn.round, amplitudes, turn.repeats),
@@ -248,12 +251,12 @@ class RoundMember:
             origin=self._known().state,
             turn=turn,
             closed=self._closed,
-            level=self._level() if purpose == "model" and self.packing.packs else b"",
+            level=level,
         )
 
     def _level(self) -> bytes:
         """Of the units that its own update needs."""
-        return self._known().level(codec.encode(self._trained(), name="model"))
+        return self._known().level(self._after())
 
     def _amplitudes(self, purpose: str) -> Amplitudes | None:
         """The mark of the round that has begun."""
@@ -303,14 +306,13 @@ class RoundMember:
         Where sums are checked, `boxes` and `vouches` are what the members of the announced set said (`said`): their
         boxes for this member, and their vouchers, in the set's order.
         """
-        plan = self.secagg.plan(announcement)
-        result = self._trained()
+        plan, after = self.secagg.plan(announcement), self._after()
         joined, amplitudes = self._joined.get(plan.purpose, (0, None))
         if joined != plan.round:
             raise RoundError(
                 f"member {self.point} has not joined round {plan.round} ({plan.purpose!r})", code="round.not-joined"
             )
-        before, after = self._known().mark.model, codec.encode(result, name="model")
+        before, self._encoded = self._known().mark.model, None
         if plan.purpose == "scale":
             return self.secagg.upload(plan, self._own_scale(plan.round, before, after))
         if len(plan.level) not in (0, self._known().tensors):
@@ -318,7 +320,7 @@ class RoundMember:
         check_weights(self.manifest, plan.members)
         exact = weight_of(self.manifest, plan.members, self.point)
         if amplitudes is not None:
-            amplitudes = self._known().mark.in_units(amplitudes, plan.level)
+            amplitudes = self._known().in_units(amplitudes, plan.level)
         marks = amplitudes is not None and check_round(
             self.strength, self.manifest, amplitudes, plan.members, before, after
         )
@@ -326,9 +328,8 @@ class RoundMember:
         y = whole[: self.packing.length(self.layout)]
         norms = whole[y.size : whole.size - self.checks]
         self._fill(y, norms, plan, before, after, exact, amplitudes if marks else None)
-        if self.checks:
-            self._add_tag(whole, plan, boxes, vouches)
-        return self.secagg.upload(plan, whole, marked=marks)
+        known = self._add_tag(whole, plan, boxes, vouches) if self.checks else None
+        return self.secagg.upload(plan, whole, marked=marks, known=known)
 
     def _fill(
         self,
@@ -365,8 +366,8 @@ class RoundMember:
         if amplitudes is not None and self._own_key is None:
             self._add_mark(y, amplitudes, plan.members, float(exact), packed)
 
-    def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
-        """After the vector. The key is kept for the sum of this round."""
+    def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> dict[str, Any]:
+        """After the vector. What is to be kept for the sum of this round: its key."""
         if len(vouches) != len(plan.members):
             raise MessageError(
                 "the server must hand on what every member of the announced set vouches for", code="message.incomplete"
@@ -375,7 +376,7 @@ class RoundMember:
         self.history_checked = True
         key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = checked_sums.tag(key, whole[:-1], first=self.point == plan.members[0])
-        checked_sums.keep(self.secagg, self._known().state, self._begun(), key, plan.level)
+        return checked_sums.kept(self.group, self._known().state, self._begun(), key, plan.level)
 
     def noise(self, members: Sequence[int]) -> tuple[Fraction, Stream]:
         """Its weight among these members and what its dither in their sum from the present state is made from. Secret:
@@ -403,13 +404,13 @@ class RoundMember:
     ) -> None:
         """The round's sum is the global model now, or what the server optimiser made of it."""
         self._known().accept(round_no, encoded, embedded, norms, level=level, stood=stood, taken=taken)
-        self._scaled, self._result = None, None
+        self._scaled = self._result = self._encoded = None
 
     def give_up(self) -> None:
         """The round led to nothing: what belongs to it is forgotten, and the paper's average is as it was."""
         if self._scaled is not None and self._scale is not None:
             self._scale._ema = self._scaled[2]
-        self._scaled, self._result = None, None
+        self._scaled = self._result = self._encoded = None
 
     # --- the paper's rule: a sum of scales first ---
 
@@ -481,6 +482,12 @@ class RoundMember:
         if self._result is None:
             raise RoundError(f"member {self.point} has not trained in this round", code="round.not-trained")
         return self._result
+
+    def _after(self) -> Vector:
+        """E of what training made."""
+        if self._encoded is None:
+            self._encoded = codec.encode(self._trained(), name="model")
+        return self._encoded
 
 
 def _check_share(share: ShareFile | Vector, manifest: Manifest, point: int) -> None:

@@ -6,7 +6,7 @@ from quorumark.consortium.memory import FolderState, Memory, MemoryState, State
 from quorumark.errors import RoundError
 from quorumark.round.group import Group
 
-__all__ = ["FolderState", "Memory", "MemoryState", "State", "adopt", "answers_from", "follow", "is_newer"]
+__all__ = ["FolderState", "Memory", "MemoryState", "State", "adopt", "answers_from", "apart", "follow", "is_newer"]
 
 
 def adopt(memory: Memory, group: Group) -> None:
@@ -31,6 +31,12 @@ def answers_from(memory: Memory, state: bytes, purpose: str) -> list[tuple[int, 
     made again, or the operator consented."""
     given = memory["answered"].get(state.hex(), {}).get(purpose, [])
     return [(int(last), str(group), int(draw)) for last, group, draw in given]
+
+
+def apart(memory: Memory, state: bytes) -> Memory:
+    """The same, to find out what `SecAggMember.check_free` would say of a state: what it changes is a copy."""
+    given = dict(memory["answered"].get(state.hex(), {}))
+    return {**memory, "known": [*memory["known"]], "answered": {**memory["answered"], state.hex(): given}}
 
 
 def is_newer(memory: Memory, state: bytes) -> bool:
