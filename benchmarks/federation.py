@@ -5,7 +5,8 @@
 
 Each case runs in a process of its own, once for each tree: three rounds, of which the third is the first marked one.
 Making the members, a round without the mark and one with it are compared. Training moves every weight a little. With
---members only that case is run, and takes the place of its row in the JSON.
+--members only that case is run, and takes the place of its row in the JSON, which says of which commits it is, on which
+processor, and how long it took. The JSON is written after each case.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,23 @@ def measured(count: int, threshold: int, rows: int, columns: int) -> dict[str, f
     return {"make": times[0], "unmarked": times[2], "marked": times[3]}
 
 
+def commit_of(source: Path) -> str:
+    """Of the tree that a source folder is in; "+" behind it if there are changes that are not committed."""
+    git = ["git", "-C", str(source)]
+    name, changes = (
+        subprocess.run([*git, *what], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()  # noqa: S603
+        for what in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
+    return name + ("+" if changes else "")
+
+
+def processor() -> str:
+    """Its name and how many cores there are."""
+    about = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in about.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("before", nargs="?", help="the other tree's src")
@@ -76,7 +96,7 @@ def main() -> None:
     for case in CASES:
         if given.members not in (None, case[0]):
             continue
-        found = []
+        found, began = [], time.monotonic()
         for source in (HERE, Path(given.before)):
             command = [sys.executable, __file__, "--case", json.dumps(case)]
             environment = {**os.environ, "PYTHONPATH": str(source)}
@@ -84,12 +104,14 @@ def main() -> None:
             found.append(json.loads(done.stdout))
         now, before = found
         rows = [row for row in rows if row["members"] != case[0]]
-        rows.append({"members": case[0], "weights": case[2] * case[3], "now": now, "before": before})
+        about = {"commit": commit_of(HERE), "before_commit": commit_of(Path(given.before)), "hardware": processor()}
+        about["seconds"] = round(time.monotonic() - began)
+        rows.append({"members": case[0], "weights": case[2] * case[3], "now": now, "before": before, **about})
         for name in now:
             times = f"{now[name]:.1f} s, before {before[name]:.1f} s: {before[name] / now[name]:.1f} times as fast"
             sys.stdout.write(f"{case[0]} members, {name}: {times}\n")
-    if given.json:
-        given.json.write_text(json.dumps(sorted(rows, key=lambda row: row["members"]), indent=1) + "\n")
+        if given.json:
+            given.json.write_text(json.dumps(sorted(rows, key=lambda row: row["members"]), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ __all__ = [
     "move",
     "only_one",
     "replacing",
+    "same_file",
     "syncs",
     "unsynced",
     "write_exchanged",
@@ -169,6 +170,19 @@ def move(source: Path, target: Path) -> None:
     """Gives a whole, synced file its name; what had that name before is gone. Both are on one file system."""
     os.replace(source, target)
     _sync_folder(target.parent, None)
+
+
+def same_file(source: Path, target: Path) -> bool:
+    """Makes a whole file known under another name as well, in place of what had that name; files are replaced, never
+    written to. False if the file system cannot: then nothing has changed. For simulations: nothing is synced."""
+    partial = target.with_name(f".{target.name}.{os.urandom(6).hex()}.partial")
+    try:
+        os.link(source, partial)
+    except OSError:
+        return False
+    target.unlink(missing_ok=True)  # a file cannot take the place of one that it is
+    os.replace(partial, target)
+    return True
 
 
 def _sync_folder(folder: Path, opened: int | None) -> None:

@@ -43,6 +43,23 @@ def test_content_comes_back(tmp_path: Path, unlock: Unlock, size: int) -> None:
         assert content[:50] not in path.read_bytes()
 
 
+@pytest.mark.parametrize("pieces", [[1, CHUNK, CHUNK - 1], [CHUNK], [2 * CHUNK], [5, 0, 3 * CHUNK - 5, 7]])
+def test_it_does_not_matter_in_which_pieces_content_is_written(
+    tmp_path: Path, unlock: Unlock, pieces: list[int]
+) -> None:
+    """Chunks are whole but for the last one, which is never empty: a reader that begins in the middle relies on it."""
+    content, at = os.urandom(sum(pieces)), 0
+    with SealedWriter(tmp_path / "file", unlock, "test") as file:
+        for size in pieces:
+            file.write(memoryview(content)[at : at + size])
+            at += size
+    read = SealedReader(tmp_path / "file", unlock, "test")
+    sizes = [len(chunk) for chunk in read.chunks()]
+    assert b"".join(read.chunks()) == content
+    assert set(sizes[:-1]) <= {CHUNK}
+    assert 0 < sizes[-1] <= CHUNK
+
+
 def test_a_passphrase_opens_and_another_does_not(tmp_path: Path, unlock: Unlock) -> None:
     path = tmp_path / "file"
     write_sealed(path, Unlock.passphrase("correct horse"), "test", b"content")

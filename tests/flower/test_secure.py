@@ -20,6 +20,7 @@ from quorumark.consortium.records import Manifest, Terms, anchor_of
 from quorumark.errors import InputError, KeystoreError, QuorumarkError, RecordError
 from quorumark.flower import make_key, secure, watermarked
 from quorumark.node.journal import Journal
+from quorumark.node.marked import MarkedModels
 from quorumark.node.member import MemberNode
 from quorumark.round.server import RoundServer
 from quorumark.setup.amend import propose, sign
@@ -337,7 +338,7 @@ def test_without_the_refusal_two_sums_show_the_key(
     with stopped("round.none-finished"):
         run(plain, grid_of(world, which, 9, Repeated()), 1)
     assert len(opened) == 3
-    monkeypatch.setattr(Journal, "check_unmarked", lambda *_: None)
+    monkeypatch.setattr(MarkedModels, "check_unmarked", lambda *_: None)
     run(plain, grid_of(world, which, 10, Repeated()), 1)
     difference = (marked - opened[-1])[world.layout.carrying()]
     shares = {x: _share(world, x) for x in (1, 2, 3)}

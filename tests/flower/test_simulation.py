@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
-from quorumark.errors import InputError
+from quorumark.errors import InputError, KeystoreError, RecordError
 from quorumark.flower.simulation import HOME
+from quorumark.node.homes import Words, simulated_member
 from quorumark.node.journal import allow_repeats
 from quorumark.node.member import MemberNode
 from quorumark.simulation import Losses
 from tests.kit.flower_runs import SEED, run
 from tests.kit.flowers import Consortium, LocalGrid, app_for, same
+from tests.kit.refusals import stopped
+from tests.kit.rounds import Run
+from tests.kit.states import amend, small
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -109,6 +115,116 @@ def test_homes_that_were_not_made_for_a_simulation_are_served_by_messages(tmp_pa
         _, model = run(found, grid, 2)
         assert same(model, expected)
         assert (grid.stages["upload"], grid.stages["unmask"]) == (10, 10)
+
+
+def rounds_of(world: Consortium, x: int) -> Path:
+    return world.home(x)[0].only_consortium().path / "rounds"
+
+
+def test_members_of_a_simulation_keep_one_file_of_the_same_model(tmp_path: Path) -> None:
+    """All have the model and the sum that they checked it by. Who is not there keeps what it had, and catches up."""
+    world, seen = made_for_simulation(Consortium.make(tmp_path, policy={"sums": "checked"})), {}
+    losing = _losing(world, {4: 3})
+
+    def files() -> dict[int, list[tuple[int, bytes]]]:
+        names = ("model.safetensors", "sum.npz")
+        paths = {x: [rounds_of(world, x) / name for name in names] for x in range(1, 6)}
+        return {x: [(path.stat().st_ino, path.read_bytes()) for path in found] for x, found in paths.items()}
+
+    class App:
+        def __call__(self, message: Any, context: Any) -> Any:
+            number = int(message.content.config_records["quorumark"].get("round", 0))
+            if number not in seen and number > 2:
+                seen[number] = files()
+            return losing(message, context)
+
+    _, model = run(world, Simulation(App(), 5), 5)
+    assert same(model, world.in_process(5, SEED, Losses({(4, "train"): [3]})).model)
+    before, after = seen[4], seen[5]  # of rounds 3 and 4, as they were when the next one began
+    assert all(before[x] == before[1] for x in range(2, 6))
+    assert all(after[x] == after[1] for x in (2, 4, 5))
+    assert after[3] == before[3]
+    assert all(one[1] != two[1] for one, two in zip(after[1], before[1], strict=True))
+    last = files()
+    assert all(last[x] == last[1] for x in range(2, 6))
+
+
+@pytest.mark.parametrize("told", ["first", "second"])
+def test_a_simulation_s_members_check_each_announced_sum(tmp_path: Path, told: str) -> None:
+    """One process computes once what follows from a sum, for all members: another sum is refused by the one that is
+    told of it, whether the true one is known there already or not."""
+    world = made_for_simulation(Consortium.make(tmp_path, policy={"sums": "checked"}))
+    one, liar = Run(world), 1 if told == "first" else 2
+    one.node = Kept(world).node  # type: ignore[method-assign]
+    one.round()
+    offer, arrays = one.offer()
+    changed = {**arrays, "sum": arrays["sum"].copy()}
+    changed["sum"][0] ^= np.uint64(1)
+    for x in range(1, 6):
+        one.join_one(x, offer, changed if x == liar else arrays)
+    assert one.refused == {liar: "round.wrong-tag"}
+    one.server.announce()
+    one.upload()
+    one.unmask()
+    assert len(one.server.members) == 4
+
+
+class Kept:
+    """Members whose nodes are kept for all messages, as a simulation's are."""
+
+    def __init__(self, world: Consortium) -> None:
+        self.nodes = {x: MemberNode(*world.home(x), seeds=True, together=True) for x in range(1, world.count + 1)}
+
+    def node(self, x: int) -> MemberNode:
+        return self.nodes[x]
+
+
+def test_a_node_that_is_kept_notices_what_changes_between_two_messages(tmp_path: Path) -> None:
+    """Another manifest, another consortium in the home, another process that served the member, a lost memory."""
+    world = made_for_simulation(small(tmp_path / "world", 5, 3))
+    nodes = Kept(world)
+    one = Run(world)
+    one.node = nodes.node  # type: ignore[method-assign]
+    one.round()
+    offer, arrays = one.offer()
+    for x in range(1, 6):
+        one.join_one(x, offer, arrays)
+    about = {"state": one.server.history.state.hex(), "of-round": one.server.round_no, "run": "1", "node": "1"}
+    about["of-manifest"] = one.server.manifest.digest().hex()
+    MemberNode(*world.home(1)).handle("never", about, {})  # another process serves it: it has left the round
+    one.server.announce()
+    with stopped("round.over"):
+        nodes.node(1).handle("upload", one.server.asked(1), {})
+    place = world.home(2)[0].only_consortium()
+    place.memory_path.rename(tmp_path / "memory")
+    with pytest.raises(KeystoreError, match="has lost its memory of rounds"):
+        nodes.node(2).handle("upload", one.server.asked(2), {})
+    (tmp_path / "memory").rename(place.memory_path)
+    nodes.node(2).handle("upload", one.server.asked(2), {})
+    shutil.copytree(place.path, place.path.with_name("0" * 16))
+    with pytest.raises(RecordError, match="several consortia"):
+        nodes.node(2).handle("state", {"of-state": "00" * 32, "run": "1", "node": "1"}, {})
+    shutil.rmtree(place.path.with_name("0" * 16))
+    amend(world, tmp_path / "amended", examples={1: 111})
+    with stopped("round.other-manifest"):
+        nodes.node(3).handle("join", offer, arrays)
+
+
+def test_a_simulation_finds_its_members_again_as_long_as_they_are_there(tmp_path: Path) -> None:
+    world = made_for_simulation(small(tmp_path / "world", 5, 3))
+    words = Words("here", "quorumark-", "homes", "so", "nodes", "so")
+    found = {x: simulated_member(world.folder, x, {}, words) for x in range(1, 6)}
+    assert all(simulated_member(world.folder, x, {}, words) is found[x] for x in range(1, 6))
+    assert simulated_member(world.folder, 1, {}, words, setup=True) is not found[1]
+    one, two = (world.folder / f"member-{x}" for x in (1, 2))
+    for place, name in ((one, "x"), (two, "member-1"), (world.folder / "x", "member-2")):  # they change places
+        place.rename(world.folder / name)
+        (world.folder / f"{place.name}.key").rename(world.folder / f"{name}.key")
+    again = simulated_member(world.folder, 1, {}, words)
+    assert again is not found[1]
+    assert again.simulated_home() == (str(two), "")
+    plain = small(tmp_path / "plain", 5, 3)  # homes of a deployment are opened for each message
+    assert simulated_member(plain.folder, 1, {}, words) is not simulated_member(plain.folder, 1, {}, words)
 
 
 def test_a_server_on_another_machine_is_told_of_homes_in_vain(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from quorumark.errors import RoundError
 from quorumark.node.journal import MODEL, Journal
+from quorumark.node.marked import MarkedModels
 from quorumark.node.member import RESULT, with_prefix
 from quorumark.round.member import RoundMember
 from tests.kit.flowers import Consortium, Model
@@ -29,7 +30,7 @@ STEPS: dict[str, tuple[type, str]] = {
     "before the result is written": (Journal, "keep_result"),
     "between the result and *ready*": (RoundMember, "ready"),
     "after *ready*": (Journal, "drop_results"),
-    "after older results are removed": (Journal, "note_marked"),
+    "after older results are removed": (MarkedModels, "note"),
     "before it is noted": (Journal, "note"),
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from quorumark.errors import MessageError, RoundError
+from quorumark.node.consent import give_consent
 from quorumark.node.journal import allow_repeats
 from quorumark.round import links, statements
 from quorumark.round.applied import OPTIMISER
@@ -119,7 +120,7 @@ def test_a_second_run_begins_anew(world: Consortium, allowed: str) -> None:
         with stopped("round.too-few"):
             Drawn(world, run="2", after=first.server.round_no).round()
         for x in range(1, 9):
-            journal(world, x).give_consent()
+            give_consent(journal(world, x))
         first.server.round_no += 1
     second = Drawn(world, run="2", after=first.server.round_no, seed=12)
     for _ in range(5):

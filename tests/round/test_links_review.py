@@ -17,6 +17,7 @@ from quorumark.consortium.identity import Identity
 from quorumark.consortium.strength import KEY_BITS
 from quorumark.errors import KeystoreError, RoundError
 from quorumark.field import P
+from quorumark.node.consent import give_consent
 from quorumark.packing import pack
 from quorumark.round import chain as chain_module
 from quorumark.round import links, statements
@@ -207,7 +208,7 @@ def test_who_only_seconded_in_the_first_run_signs_in_the_second(world: Consortiu
     run.server.prepare(run.ask, run.model)
     assert set(whole_links(run)[0].seconded) == {cohort[0]}
     for x in cohort:
-        journal(world, x).give_consent()
+        give_consent(journal(world, x))
     second = Drawn(world, run="2", after=run.server.round_no + 1, seed=12)
     second.round()
     assert second.refused == {}
@@ -225,7 +226,7 @@ def test_who_is_not_drawn_in_a_second_run_stays_where_it_is(world: Consortium) -
     resting = others(world, run.server.group.cohort(run.server.history.begun))
     at = {x: links.reached(memory_of(world, x)) for x in resting}
     for x in resting:
-        journal(world, x).give_consent()
+        give_consent(journal(world, x))
     second = Run(world, run="2", after=run.server.round_no)
     offer, told = second.offer()
     second.join(offer, told, others(world, resting))

@@ -48,15 +48,15 @@ def second_sum(run: Run, start: Model, first: Any, **how: Any) -> Any:
 
 
 def halved_when_made_again(run: Tuned) -> Any:
-    """A server sets a learning rate of 0, and all members say that the mark is too strong, three times. Then it opens a
-    sum with the whole mark, and lets it be made again from the same results with none."""
+    """A server sets a learning rate of 0, and all members say that the mark is too strong, however often it is halved.
+    Then it opens a sum with the whole mark, and lets it be made again from the same results with none."""
     start = begun(run)
     run.rate = 0.0
-    for _ in range(statements.HALVINGS):
-        with stopped("round.too-strong"):
-            run.round()
-        forget(run, start)
+    with stopped("round.too-strong"):
+        run.round()
+    forget(run, start)
     past = run.server._current_past()
+    assert past.halvings == statements.HALVINGS
     run.rate, past.halvings = 1.0, 0
     first = opened_at(run, start)
     past.halvings = statements.HALVINGS

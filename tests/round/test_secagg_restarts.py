@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quorumark import field
 from quorumark.consortium.home import _KEPT
-from quorumark.errors import KeystoreError
-from quorumark.round.memory import FolderState, MemoryState
+from quorumark.errors import BusyError, KeystoreError
+from quorumark.round.memory import FolderState, MemoryState, State, apart
 from quorumark.round.secagg.member import SecAggMember
 from tests.kit.refusals import stopped
 from tests.kit.secure_sums import BINDING, LENGTH, PEOPLE, Net, make_group
@@ -158,6 +160,75 @@ def test_what_is_remembered_is_sealed_whole_and_never_restored(tmp_path: Path) -
         member.ready(5, BINDING, LENGTH)
     with pytest.raises(KeystoreError, match="create it"):
         SecAggMember(PEOPLE[0], group, FolderState(tmp_path / "nowhere", PEOPLE[0]))
+
+
+def test_a_memory_that_is_open_is_read_once_and_written_at_every_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several edits in a row: nobody else edits in between, each change is on disk when its edit has ended, an error in
+    one undoes that one only, and after a write that failed there are no more."""
+    folder = tmp_path / "rounds"
+    state = FolderState.create(folder, PEOPLE[0], make_group(4, 2), after=3)
+
+    def written() -> int:
+        copied = shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
+        with FolderState(copied, PEOPLE[0]).edit() as memory:
+            return int(memory["round"])
+
+    with state.opened() as same:
+        assert same is state
+        for number in (5, 6):
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "read_bytes", crash)
+                with state.edit() as memory:
+                    memory["round"] = number
+            assert written() == number
+            with pytest.raises(BusyError), FolderState(folder, PEOPLE[0]).edit():
+                pass
+        _fail_after(state, lambda memory: memory["answered"].update(x={}))
+        with state.edit() as memory:
+            assert (memory["round"], memory["answered"]) == (6, {})
+            with pytest.raises(BusyError), state.edit():  # what it wrote would be undone
+                pass
+        with monkeypatch.context() as patch:
+            patch.setattr("quorumark.consortium.memory.write_private", crash)
+            with pytest.raises(CrashError), state.edit() as memory:
+                memory["round"] = 7
+        with pytest.raises(BusyError), state.edit():
+            pass
+    with FolderState(folder, PEOPLE[0]).edit() as memory:
+        assert memory["round"] == 6
+
+
+def crash(*_: object) -> None:
+    raise CrashError
+
+
+def _fail_after(state: State, change: Callable[[dict[str, Any]], None]) -> None:
+    """An edit that changes the memory, and ends with an error."""
+
+    def edit() -> None:
+        with state.edit() as memory:
+            change(memory)
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        edit()
+
+
+def test_what_two_edits_read_belongs_to_each_alone() -> None:
+    """What a block did to the dict and took back by an error, or kept of it, is in no later one."""
+    state = MemoryState(make_group(3, 2))
+    with state.edit() as memory:
+        memory["answered"] = {"a": {"model": [[1, "g", 0]]}}
+    _fail_after(state, lambda memory: memory["answered"]["a"]["model"].append([2, "g", 0]))
+    with state.edit() as memory:
+        assert memory["answered"] == {"a": {"model": [[1, "g", 0]]}}
+        looked = apart(memory, b"\n")
+        looked["answered"]["0a"] = {"model": []}
+        looked["known"].append("x")
+    with state.edit() as memory:
+        assert (memory["answered"], memory["known"]) == ({"a": {"model": [[1, "g", 0]]}}, [])
 
 
 def test_keys_are_erased_once_they_are_not_needed() -> None:

@@ -17,6 +17,7 @@ import pytest
 from quorumark import field
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
+from quorumark.node.consent import consent_text, give_consent
 from quorumark.node.journal import Journal
 from quorumark.round import checked_sums, statements
 from quorumark.round.group import group_of
@@ -133,7 +134,7 @@ def consent(world: Consortium, *, here: bool = False) -> None:
     """All operators consent to another run from the anchor, or to another sum from the last model."""
     for x in range(1, world.count + 1):
         home, unlock = world.home(x)
-        Journal(home.only_consortium(), home.identity(unlock)).give_consent(here=here)
+        give_consent(Journal(home.only_consortium(), home.identity(unlock)), here=here)
 
 
 def pairs_of_runs(world: Consortium, pairs: int, rng: np.random.Generator | None) -> Any:
@@ -489,10 +490,10 @@ def test_another_key_for_a_marked_model_is_refused(world: Consortium) -> None:
     (home.only_consortium("f" * 8).path / "rounds" / "marked.txt").unlink()
     journal = Journal(home.only_consortium("f" * 8), home.identity(unlock))
     start = world.layout.encode(world.model)
-    journal.check_other_keys(start)  # the anchor has no mark
+    journal.marked.check_other_keys(start)  # the anchor has no mark
     layout = world.layout
     with stopped("round.other-consortium"):
-        journal.check_other_keys(journal.history(layout).mark.model)
+        journal.marked.check_other_keys(journal.history(layout).mark.model)
 
 
 def test_integers_at_the_start_are_those_that_were_agreed_on(tmp_path: Path) -> None:
@@ -764,7 +765,7 @@ def test_no_state_is_used_under_two_manifests(tmp_path: Path) -> None:
     # the operators' consent goes on, and says what it means
     for x in range(1, 6):
         home, unlock = later.home(x)
-        assert "can show the key" in Journal(home.only_consortium(), home.identity(unlock)).consent_text(here=True)
+        assert "can show the key" in consent_text(Journal(home.only_consortium(), home.identity(unlock)), here=True)
     consent(later, here=True)
     again = under(later, world, again)
     again.server._past.answered.clear()
@@ -777,10 +778,10 @@ def test_a_second_run_takes_consent_once(world: Consortium) -> None:
     home, unlock = world.home(1)
     run.round()
     journal = Journal(home.only_consortium(), home.identity(unlock))
-    assert "Nothing was marked yet" in journal.consent_text(here=False)
+    assert "Nothing was marked yet" in consent_text(journal, here=False)
     begun(run)
     assert run.server.marked
-    assert "this can show the key" in journal.consent_text(here=False)
+    assert "this can show the key" in consent_text(journal, here=False)
     second = Run(world, run="2", after=run.server.round_no)
     with stopped("round.too-few"):
         second.round()

@@ -118,15 +118,16 @@ def consent(
     another sum from the last one, where the first can never be opened. With --unmarked: let it sum models without a
     key that another of its consortia marks."""
     from quorumark.errors import InputError
+    from quorumark.node.consent import consent_text, give_consent
     from quorumark.node.journal import Journal
 
     if from_last and unmarked:
         raise InputError("--unmarked", "must not come with --here: they are two consents")
     journal = Journal(here.folder, here.member.identity(keys.unlock(here.home)))
-    typer.echo(journal.consent_text(here=from_last, unmarked=unmarked))
+    typer.echo(consent_text(journal, here=from_last, unmarked=unmarked))
     if not yes and not typer.confirm("Consent?"):
         raise typer.Exit(1)
-    journal.give_consent(here=from_last, unmarked=unmarked)
+    give_consent(journal, here=from_last, unmarked=unmarked)
     typer.echo("noted")
 
 

@@ -177,14 +177,15 @@ class SealedWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends content; full chunks go out at once."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), CHUNK):
-            self._buffer += view[start : start + CHUNK]
-            while len(self._buffer) > CHUNK:  # the last chunk stays until it is known to be the last
-                self._emit(bytes(self._buffer[:CHUNK]), last=False)
-                del self._buffer[:CHUNK]
+        view, start = memoryview(data).cast("B"), 0
+        while len(self._buffer) + len(view) - start > CHUNK:  # the last chunk stays until it is known to be the last
+            stop = start + CHUNK - len(self._buffer)
+            self._emit(bytes(self._buffer) + view[start:stop] if self._buffer else view[start:stop], last=False)
+            self._buffer.clear()
+            start = stop
+        self._buffer += view[start:]
 
-    def _emit(self, content: bytes, *, last: bool) -> None:
+    def _emit(self, content: bytes | memoryview, *, last: bool) -> None:
         self._file.write(self._cipher.encrypt(_nonce(self._index, last), content, self._header))
         self._index += 1
 

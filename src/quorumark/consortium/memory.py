@@ -31,7 +31,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -40,7 +40,7 @@ from quorumark.canonical import canonical
 from quorumark.checks import is_count
 from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.identity import Identity
-from quorumark.errors import InputError, KeystoreError
+from quorumark.errors import BusyError, InputError, KeystoreError
 from quorumark.field import derive_key
 from quorumark.files import only_one, write_private
 
@@ -60,17 +60,26 @@ class State(ABC):
     """A member's memory: what it must not do twice, and the keys that it needs to go on.
 
     `edit` gives it as a dict, and writes what was changed when the block ends without an error. Nobody else edits
-    meanwhile.
+    meanwhile. What is in the dict belongs to the block.
     """
+
+    _parsed: tuple[bytes, Memory, Memory] | None = None
+    """What was read last, as it was read and as it is given to blocks: most of them look only."""
 
     @contextmanager
     def edit(self) -> Iterator[Memory]:
         with self._alone():
-            before = self._load()
-            memory: Memory = {"signed": {}, "reached": {}, **json.loads(before)}  # not in memories of release 0
+            content = self._load()
+            parsed, self._parsed = self._parsed, None  # an error in the block leaves the memory as it was
+            if parsed is None or parsed[0] is not content:
+                # without these fields in memories of release 0
+                parsed = content, json.loads(content), {"signed": {}, "reached": {}, **json.loads(content)}
+            _, before, memory = parsed
             yield memory
-            if memory != json.loads(before):  # most look only: this costs less than the canonical form
+            if memory != before:
                 self._save(canonical(memory))
+            else:
+                self._parsed = parsed
 
     def _alone(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -136,6 +145,8 @@ class FolderState(State):
         self._folder = Path(folder)
         self._path = self._folder / "rounds.sealed"
         self._cipher = AESGCM(derive_key(identity.to_secret_bytes(), "secagg state"))
+        self._held: bytes | None = None  # what is in the file, while this object alone may write it
+        self._editing = False
 
     @classmethod
     def create(
@@ -158,12 +169,38 @@ class FolderState(State):
         state._save(cls._empty(group, after, lost=lost, simulation=simulation))
         return state
 
+    @contextmanager
+    def opened(self) -> Iterator[Self]:
+        """For several edits in a row: nobody else edits in between, and the file is read once. Each change is written
+        when its edit ends, as always."""
+        with self._alone():
+            self._held = self._load()
+            try:
+                yield self
+            finally:
+                self._held = self._parsed = None
+
     def _alone(self) -> AbstractContextManager[None]:
+        if self._held is not None:
+            return self._once()
         if not self._folder.is_dir():
             raise KeystoreError(f"there is no memory of rounds in {str(self._folder)!r}: create it")
         return only_one(self._folder)
 
+    @contextmanager
+    def _once(self) -> Iterator[None]:
+        """An edit inside another one would be undone by that."""
+        if self._editing:
+            raise BusyError(f"the memory of rounds in {str(self._folder)!r} is being edited")
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+
     def _load(self) -> bytes:
+        if self._held is not None:
+            return self._held
         try:
             if self._path.exists() and not self._path.is_file():  # a pipe would be waited for
                 raise ValueError
@@ -178,8 +215,10 @@ class FolderState(State):
             ) from None
 
     def _save(self, content: bytes) -> None:
-        nonce = os.urandom(12)
+        nonce, held = os.urandom(12), self._held is not None
+        self._held = None  # after an error nobody knows what is in the file, and nothing more is edited
         write_private(self._path, nonce + self._cipher.encrypt(nonce, content, _FORMAT))
+        self._held = content if held else None
 
 
 _FORMAT = b"quorumark-rounds/v3"

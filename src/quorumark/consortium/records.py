@@ -107,6 +107,9 @@ class Member:
         _check_keys(self.ed25519, self.x25519)
         require(is_count(self.examples, 1), "a member's number of examples", "must be an integer, at least 1")
 
+    def __hash__(self) -> int:
+        return hash((self.point, self.ed25519))  # all of it would be as right, and slower: rosters are looked up often
+
     def as_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 

@@ -137,6 +137,7 @@ class ShareFile:
         self.salt = words[:SALT_ELEMENTS]
         self.others_salts = words[SALT_ELEMENTS:].reshape(self.info.members, SALT_ELEMENTS)
         self._seed = head[self._head_size() - 32 : self._head_size()]
+        self._held: Vector | None = None
 
     def __repr__(self) -> str:
         return f"ShareFile({self._path!r}, point {self.info.point}, values hidden)"
@@ -146,7 +147,14 @@ class ShareFile:
 
     def pieces(self) -> Iterator[Vector]:
         """The share's elements in order, in pieces of any size up to some 65,536."""
+        if self._held is not None:
+            return iter([self._held])
         return (values for _, values in self._pieces())
+
+    def hold(self) -> None:
+        """Keeps them in memory, for a simulation, which reads them again and again."""
+        if self._held is None:
+            self._held = self.vector()
 
     def _pieces(self) -> Iterator[tuple[bool, Vector]]:
         """The same, and whether a piece is generated: blocks that are stored are read together, not one by one, and as

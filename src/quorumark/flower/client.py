@@ -38,7 +38,7 @@ from quorumark.node.homes import Stages, Words, named_member, pins_of, simulated
 from quorumark.node.journal import MODEL
 from quorumark.node.member import RESULT, Config, MemberNode, refusal, refused, with_prefix
 
-__all__ = ["QUERY", "quorumark_mod", "serve_queries", "watermark_mod"]
+__all__ = ["QUERY", "member_in", "quorumark_mod", "serve_queries", "watermark_mod"]
 
 QUERY = "quorumark"
 """The action of this project's queries: messages of type `query.quorumark`."""
@@ -254,13 +254,19 @@ def member_of(context: Any, *, setup: bool = False) -> Stages:
             "node config",
             "must name this member's folder (quorumark-home) and key file (quorumark-key-file)",
         )
-    homes, pins = str(context.run_config.get("quorumark-homes", "")), pins_of(settings, _WORDS)
+    homes = str(context.run_config.get("quorumark-homes", ""))
     if not homes:
         raise InputError(
             "quorumark-homes",
             f"must be set in a simulation, {_WORDS.set_homes}; a node on its own machine has quorumark-home and "
             "quorumark-key-file in its node config instead",
         )
+    return member_in(Path(homes), context, setup=setup)
+
+
+def member_in(homes: Path, context: Any, *, setup: bool = False) -> Stages:
+    """The member that a node of a simulation is, by its partition, among the homes in a folder."""
+    settings, pins = context.node_config, pins_of(context.node_config, _WORDS)
     if "quorumark-terms" in context.run_config:
         pins.setdefault("terms", str(context.run_config["quorumark-terms"]))
-    return simulated_member(Path(homes), int(settings["partition-id"]) + 1, pins, _WORDS, setup=setup)
+    return simulated_member(homes, int(settings["partition-id"]) + 1, pins, _WORDS, setup=setup)

@@ -111,11 +111,13 @@ class FlowerWire:
         doubtful: Container[int] = (),
         patience: float | None = None,
     ) -> dict[int, Reply]:
-        flwr = flwr_app()
-        made = []
+        flwr, made = flwr_app(), []
+        same: dict[tuple[int, int], dict[str, Any]] = {}  # what all nodes are told is encoded once
         for node, message in sent.items():
-            content = flwr.RecordDict({**(message.beside or {}), **records(message.config, message.arrays)})
-            made.append(flwr.Message(content, node, self.kind))
+            name = id(message.config), id(message.arrays)
+            if name not in same:
+                same[name] = records(message.config, message.arrays)
+            made.append(flwr.Message(flwr.RecordDict({**(message.beside or {}), **same[name]}), node, self.kind))
         replies = exchange(self._grid, made, timeout, doubtful, patience)
         self.down += sum(size_of(message.content) for message in made)
         self.up += sum(size_of(reply.content) for reply in replies.values() if reply.has_content())

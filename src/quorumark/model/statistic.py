@@ -49,6 +49,8 @@ SIZES = 129
 _MOST_PRODUCTS = 1 << 22  # of the inner product, that are added up before they are reduced
 
 Blocks = Callable[[], Iterator[tuple[int, NDArray[Any]]]]
+Scales = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""Of a tensor's rows and columns (`scales_of`)."""
 
 
 class Model(Protocol):
@@ -142,6 +144,7 @@ class _Tensor:
     chosen: NDArray[np.int64] | None
     exponent: int
     memory: NDArray[np.uint32]
+    known: dict[str, Scales]
 
     @property
     def width(self) -> int:
@@ -158,11 +161,12 @@ def canonical_form(
     *,
     omit: NDArray[np.bool_] | None = None,
     progress: Callable[[str], None] | None = None,
+    known: dict[str, Scales] | None = None,
 ) -> Canonical:
     """x of a suspect. `names` maps carriers to the suspect's names for them; a carrier that is not there gets zeros.
 
     `omit` marks coordinates of the key to leave out (those that audits opened); `progress` is told what is being worked
-    on, in words.
+    on, in words. `known` keeps the anchor's scales by tensor, for a caller with several suspects of one anchor.
 
     Nothing that enters x may be chosen by somebody who has seen a marked model, except by rules that the terms fix:
     such a model shows a part of the key's signs, and any choice (of a statistic, an anchor, an alignment, a part of the
@@ -190,7 +194,10 @@ def canonical_form(
             begin, end = np.searchsorted(carrying, (place.start, place.stop))
             target, chosen = x[begin:end], carrying[begin:end] - place.start
         if target.size:
-            one(_Tensor(spec, suspect, names[spec.name], anchor, chosen, exponent, memory), target)
+            tensor = _Tensor(
+                spec, suspect, names[spec.name], anchor, chosen, exponent, memory, {} if known is None else known
+            )
+            one(tensor, target)
     omitted = 0
     if omit is not None:
         omitted = norms(x[omit])[1] if omit.any() else 0
@@ -232,7 +239,9 @@ def _balanced_anchor(tensor: _Tensor, out: NDArray[Any]) -> None:
         raise InputError(f"tensor {spec.name!r}", f"must have rows of fewer than {_WIDEST} weights", width)
     models = ((tensor.suspect, tensor.name, tensor.memory[0]), (tensor.anchor, spec.name, tensor.memory[1]))
     ours, theirs = parallel.each(lambda of: _reader(of[0], of[1], spec, of[2]), models)
-    scales = [scales_of(blocks, spec.shape) for blocks in (ours, theirs)]
+    if spec.name not in tensor.known:
+        tensor.known[spec.name] = scales_of(theirs, spec.shape)
+    scales = scales_of(ours, spec.shape), tensor.known[spec.name]
 
     space = np.empty(0, np.int32)
 
@@ -286,7 +295,7 @@ def _emit(values: NDArray[np.int32], numerator: int, denominator: int, out: NDAr
         parallel.spread(part, values.size)
 
 
-def scales_of(blocks: Blocks, shape: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def scales_of(blocks: Blocks, shape: Sequence[int]) -> Scales:
     """How large each row and each column is, as mean logarithms in 1/256 octave: log|w| ≈ row + column.
 
     Rows and columns in turns, so that a scaled channel is seen as such whatever the others are. A weight's own

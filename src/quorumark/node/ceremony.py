@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from quorumark.consortium.identity import Header, open_message
 from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import CeremonyError, MessageError
-from quorumark.node.member import MESSAGE, Config, introduction
+from quorumark.node.outside import MESSAGE, Config
+from quorumark.node.wire import introduction
 
 __all__ = ["CeremonyServer", "check_introduction"]
 

@@ -16,9 +16,61 @@ from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
 from quorumark.round.units import is_level
 
-__all__ = ["read_content", "read_count", "read_digest", "read_elements", "read_held", "read_level", "read_text"]
+__all__ = [
+    "Fields",
+    "read_by_point",
+    "read_content",
+    "read_count",
+    "read_digest",
+    "read_elements",
+    "read_held",
+    "read_level",
+    "read_names",
+    "read_text",
+    "with_prefix",
+]
 
 Config = dict[str, Any]
+_TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read by `read_count`
+    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn", "approval", "asked"},
+    str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
+    | {"before", "after", "whole", "link"}
+    | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
+    bool: {"with-model", "with-share", "check-only", "measure"},
+}
+
+
+class Fields(dict[str, Any]):
+    """The fields of a server's message: a missing one is the server's fault, not a KeyError of ours."""
+
+    def __init__(self, stage: str, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._stage = stage
+
+    def __missing__(self, name: str) -> Any:
+        raise MessageError(
+            f"the server's message for the stage {self._stage!r} lacks {name!r}", code="message.incomplete"
+        )
+
+    def check_types(self) -> None:
+        for kind, names in _TYPES.items():
+            for name in names & self.keys():
+                if not isinstance(self[name], kind):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
+                        f"not {type(self[name]).__name__}",
+                        code="message.malformed",
+                    )
+                if kind is str and any("\ud800" <= letter <= "\udfff" for letter in self[name]):
+                    raise MessageError(
+                        f"the server's message for the stage {self._stage!r} must give {name!r} as a string in UTF-8",
+                        code="message.malformed",
+                    )
+
+
+def with_prefix(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """The arrays whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def read_count(config: Mapping[str, Any], name: str) -> int:
@@ -77,3 +129,26 @@ def read_level(config: Mapping[str, Any], layout: ModelLayout) -> bytes:
     if not is_level(level) or len(level) not in (0, sum(1 for _ in layout.spans())):
         raise MessageError("the server's message must give 'sum-level' as a level of units", code="message.malformed")
     return level
+
+
+def read_by_point(config: Config, name: str) -> dict[int, bytes]:
+    """Bytes for members, in JSON: {point: hex}."""
+    try:
+        return {int(x): bytes.fromhex(text) for x, text in json.loads(config[name]).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise MessageError(
+            f"the server's message must give {name!r} as bytes by point, in JSON", code="message.malformed"
+        ) from None
+
+
+def read_names(config: Config, name: str) -> list[str]:
+    """A list of names in JSON; empty if there is none."""
+    try:
+        found = json.loads(config.get(name, "[]"))
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise MessageError(
+            f"the server's message must give {name!r} as a list of names in JSON", code="message.malformed"
+        )
+    return found

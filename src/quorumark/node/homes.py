@@ -14,6 +14,7 @@ from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
 from quorumark.consortium.records import Member
 from quorumark.errors import InputError
+from quorumark.node import remembered
 from quorumark.node.member import Config, MemberNode
 from quorumark.node.signer import SignerClient
 
@@ -76,7 +77,15 @@ def simulated_member(
     folder: Path, point: int, pins: Mapping[str, str], words: Words, *, setup: bool = False
 ) -> MemberNode:
     """The member at a point in a simulation. While the key is made (`setup`) some members have the manifest and others
-    do not: a node must stay the same member."""
+    do not: a node must stay the same member.
+
+    One whose home was made for a simulation is kept for the messages that follow, as long as its files and the folder
+    are those that were looked at.
+    """
+    name = folder, point, tuple(sorted(pins.items()))
+    known, files, about = (None, (), ()) if setup else _SERVED.get(name, (None, (), ()))
+    if known is not None and remembered.as_seen(files) == about:
+        return known
     home = find_home(folder, point, words, pins.get("consortium"), setup=setup)
     key_file = home.path.with_name(f"{home.path.name}.key")
     if not key_file.is_file():
@@ -86,7 +95,20 @@ def simulated_member(
             "put it there under this name",
         )
     named: dict[str, Any] = dict(pins)
-    return MemberNode(home, Unlock.key_file(key_file), **named)
+    made = MemberNode(home, Unlock.key_file(key_file), **named)
+    places = [place for place in home.consortia() if place.manifest_path.exists()]
+    if not setup and places and any(made.simulated_home()):
+        files = (folder, home.path / "member.json", home.path / "identity.sealed", key_file)
+        files += tuple(path for place in places for path in (place.path.parent, place.manifest_path))
+        if len(_SERVED) >= _MOST_SERVED:
+            _SERVED.clear()
+        _SERVED[name] = made, files, remembered.as_seen(files)
+    return made
+
+
+_Name = tuple[Path, int, tuple[tuple[str, str], ...]]
+_SERVED: dict[_Name, tuple[MemberNode, tuple[Path, ...], tuple[object, ...]]] = {}
+_MOST_SERVED = 1 << 12
 
 
 def find_home(

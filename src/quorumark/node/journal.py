@@ -24,8 +24,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,14 @@ from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
 from quorumark.consortium.records import Manifest, anchor_digest
-from quorumark.consortium.shares import ShareInfo
-from quorumark.errors import InputError, KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
+from quorumark.consortium.shares import ShareFile, ShareInfo
+from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
-from quorumark.files import append_private, replacing, syncs, write_private
+from quorumark.files import replacing, syncs, write_private
 from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
 from quorumark.node import remembered
 from quorumark.node.fields import read_content, read_count, read_digest, read_elements, read_held, read_level, read_text
+from quorumark.node.marked import MarkedModels
 from quorumark.node.noise import OwnNoise
 from quorumark.node.notes import Notes
 from quorumark.round import checked_sums, links
@@ -64,9 +66,8 @@ Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
 MODEL = "model:"
 _RESULT = "a round's result"
-_MARKED = "marked.txt"
+_MOST_HELD = 1 << 25  # elements of all members' shares: 256 MiB
 _LINKS = 64  # are kept: a server that loses its folder has those from its members, and no earlier ones
-_UNMARKED = "unmarked"  # among the consents, which are by state: one for all sums without a key
 
 
 def create_lost_memory(consortium: ConsortiumFolder, identity: Identity) -> None:
@@ -81,6 +82,12 @@ def allow_repeats(consortium: ConsortiumFolder, identity: Identity) -> None:
         memory["simulation"] = True
 
 
+def is_simulation(consortium: ConsortiumFolder, identity: Identity) -> bool:
+    """Whether a home was made for a simulation (`allow_repeats`)."""
+    with FolderState(consortium.memory_path.parent, identity).edit() as memory:
+        return bool(memory["simulation"])
+
+
 def rounds_folder(consortium: ConsortiumFolder) -> Path:
     folder = consortium.path / "rounds"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -88,10 +95,16 @@ def rounds_folder(consortium: ConsortiumFolder) -> Path:
 
 
 class Journal:
-    """What a member keeps on disk for the rounds of one consortium."""
+    """What a member keeps on disk for the rounds of one consortium.
 
-    def __init__(self, consortium: ConsortiumFolder, identity: Identity) -> None:
-        self.consortium, self.identity = consortium, identity
+    `memory`: what it must not do twice, if that is open already; `simulated`: whether all of it is a simulation.
+    """
+
+    def __init__(self, consortium: ConsortiumFolder, identity: Identity, memory: FolderState | None = None) -> None:
+        self.consortium, self.identity, self._memory = consortium, identity, memory
+        self.simulated = False
+        self._made_of = self._files()
+        self._known_share: tuple[tuple[object, ...], ShareFile] | None = None  # in a simulation
         self.chain = consortium.chain()
         self.manifest = self.chain[-1]
         self.group = group_of(self.manifest)
@@ -102,19 +115,41 @@ class Journal:
         self._sum_path, self._links_path = self._folder / "sum.npz", self._folder / "links.json"
         self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
-        self._marked_path, self._vectors_path = self._folder / _MARKED, self._folder / "optimiser.npz"
-        self.noise = OwnNoise(self._folder / "noise.sealed", identity, self.manifest)
-        self.notes = Notes()
-        if self._notes_path.exists():
-            self.notes = Notes.from_bytes(read_file(self._notes_path, "a member's notes of rounds"))
+        self._vectors_path = self._folder / "optimiser.npz"
+        self.marked = MarkedModels(consortium, self.manifest, self.name)
+        self.notes, self._written_notes = Notes(), b""
+        self.read_again()
+
+    def read_again(self) -> None:
+        """What other processes of a simulation may have written, where this one is kept for several messages."""
+        if self._memory is not None:
+            with self._memory.edit() as known:
+                self.simulated = bool(known["simulation"])
+        self.noise = OwnNoise(self._folder / "noise.sealed", self.identity, self.manifest)
+        there = self._notes_path.exists()
+        written = read_file(self._notes_path, "a member's notes of rounds") if there else b""
+        if written != self._written_notes:
+            self.notes = Notes.from_bytes(written) if there else Notes()
+            self._written_notes = written
+
+    def _files(self) -> tuple[object, ...]:
+        place = self.consortium.path
+        return remembered.as_seen((place.parent, place / "terms.json", self.consortium.manifest_path))
+
+    def is_current(self) -> bool:
+        """Whether there is no other manifest and no other consortium since it was made, and the memory is there."""
+        return self._files() == self._made_of and self.consortium.memory_path.exists()
 
     def note(self, **entries: Any) -> None:
         self.notes = replace(self.notes, **entries)
-        write_private(self._notes_path, self.notes.to_bytes())
+        self._written_notes = self.notes.to_bytes()
+        write_private(self._notes_path, self._written_notes)
 
     # --- what it must not do twice ---
 
     def memory(self) -> FolderState:
+        if self._memory is not None:
+            return self._memory
         path = self.consortium.memory_path
         if not path.exists():
             raise KeystoreError(
@@ -150,20 +185,33 @@ class Journal:
                 f"{self.name} has no share of epoch {self.manifest.epoch}: without it the sum would be garbage; bring "
                 "it back from a backup, or let the others recover it (quorumark share recover)"
             )
-        share = self.consortium.share(unlock)
+        share = self._share(unlock)
         if share.info != ShareInfo.under(self.manifest, self.point, share.info.block):
             raise KeystoreError(
                 f"the share of {self.name} belongs to another consortium, member or epoch: bring the right one "
                 "back from a backup, or let the others recover it (quorumark share recover)"
             )
 
+    def _share(self, unlock: Unlock) -> ShareFile:
+        if not self.simulated:
+            return self.consortium.share(unlock)
+        files = remembered.as_seen([self.consortium.share_path()])
+        if self._known_share is None or self._known_share[0] != files:
+            self._known_share = files, self.consortium.share(unlock)
+        return self._known_share[1]
+
+    def hold_share(self) -> None:
+        """In memory, where one process serves all members of a simulation, if all of theirs are small enough."""
+        if self._known_share is not None and self.manifest.share_length * len(self.group.roster) <= _MOST_HELD:
+            self._known_share[1].hold()
+
     # --- this member in a round ---
 
     def side(self, unlock: Unlock | None = None) -> RoundMember:
         """This member with its history, as it was when it joined the round. Without `unlock` it has no share: it can
         say whether it takes part, but not upload."""
-        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
-        share = None if unlock is None or not self.manifest.terms.has_key else self.consortium.share(unlock)
+        layout = remembered.read_layout(self._layout_path)
+        share = None if unlock is None or not self.manifest.terms.has_key else self._share(unlock)
         side = RoundMember(self.identity, self.manifest, layout, share, mark=share is not None, memory=self.memory())
         side.history, side.history_checked = self.history(layout), self.notes.verified
         side.begin(Turn.from_bytes(self.notes.turn.encode()))
@@ -172,7 +220,7 @@ class Journal:
     def _check_back(self, layout: ModelLayout, history: History, turn: Turn, chain: Sequence[links.Link] = ()) -> None:
         """Before this member goes back to an earlier model, as for another run: may it take part from there? Else it
         stays where it is, and can still say which model is the last one."""
-        reached = json.loads(self.notes.mark)["round"] if self.notes.mark else 0
+        reached = _round_of(self.notes.mark) if self.notes.mark else 0
         if history.mark.round < reached:
             if self.has_links:
                 links.check_way(self.memory(), history, chain)
@@ -207,109 +255,24 @@ class Journal:
         """Removes the results of all other rounds. A member that says that it is ready for a round has left the earlier
         ones for good; until then one of them may be made again, and so nothing is removed before."""
         kept = {self._result_path(round_no) for round_no in needed}
-        for path in self._folder.glob("result-*.sealed"):
-            if path not in kept:
-                path.unlink(missing_ok=True)
+        for name in os.listdir(self._folder):
+            if name.startswith("result-") and name.endswith(".sealed") and self._folder / name not in kept:
+                (self._folder / name).unlink(missing_ok=True)
 
     def _result_path(self, round_no: int) -> Path:
         return self._folder / f"result-{round_no}.sealed"
 
-    # --- models with a mark ---
-
-    def note_marked(self, side: RoundMember) -> None:
-        """Before it uploads: from a model with a mark no other key may be summed, nor a key where a sum had none."""
-        if side.history is not None and (side.is_marked or not self.manifest.terms.has_key):
-            name = side.history.mark.model_digest.hex()
-            known = self._marked_path.read_text().split() if self._marked_path.exists() else []
-            if name not in known:
-                append_private(self._marked_path, name.encode())
-
-    def check_other_keys(self, encoded: Vector) -> None:
-        """Two keys in sums from one model show where they differ: half of the signs of both. A sum with a key and one
-        without show all of them."""
-        if not self.manifest.terms.has_key:
-            return  # which `check_unmarked` has looked at
-        others = [path for path in self.consortium.path.parent.glob(f"*/rounds/{_MARKED}") if path != self._marked_path]
-        name = model_digest(encoded).hex() if others else ""
-        for path in others:
-            if name in path.read_text().split():
-                raise RoundError(
-                    f"{self.name} has trained this model in another consortium ({path.parts[-3][:16]}…), with its mark "
-                    "or without any: sums from it with another key would show the keys. Go on with that consortium, or "
-                    "start from another model",
-                    code="round.other-consortium",
-                )
-
-    def check_unmarked(self, layout: ModelLayout) -> None:
-        """Before it sums without a key: a marked and an unmarked sum from one model differ by the mark, and show every
-        sign of the key. So no model of the kind that another consortium of this home marks, unless the operator
-        consents."""
-        if self.manifest.terms.has_key:
-            return
-        with self.memory().edit() as memory:
-            if memory["consents"].get(_UNMARKED):
-                return
-        for place in map(ConsortiumFolder, sorted(self.consortium.path.parent.iterdir())):
-            if place.path != self.consortium.path and place.manifest_path.exists() and _marks_such(place, layout):
-                raise RoundError(
-                    f"{self.name} marks such models in the consortium {place.terms().name!r} "
-                    f"({place.path.name[:16]}…), and this run would sum them without a mark: a marked and an unmarked "
-                    "sum from one model show the key. Train it there, or, if the two never train the same weights, let "
-                    "this member's operator consent (quorumark member consent --unmarked)",
-                    code="round.marked-elsewhere",
-                )
-
-    # --- consent ---
+    # --- the history ---
 
     def state_of_anchor(self) -> bytes:
         """What a run begins from."""
-        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        layout = remembered.read_layout(self._layout_path)
         anchor = read_array(self._anchor_path, "an anchor")
         return History(self.manifest, layout, anchor, self.chain[:-1]).state
 
-    def consent_text(self, *, here: bool = False, unmarked: bool = False) -> str:
-        """What an operator would consent to, in words: another sum from the anchor, or from the last model (`here`); or
-        sums without a key of models that another consortium of this home marks (`unmarked`)."""
-        if unmarked:
-            self._check_keyless()
-            return (
-                f"{self.name} also belongs to a consortium that marks models of this kind. If both ever train the same "
-                "weights, a server that sees both sums reads that consortium's whole key from their difference: "
-                "consent only if they never do."
-            )
-        with self.memory().edit() as memory:
-            marked = bool(memory["marked"])
-        if here:
-            return (
-                f"{self.name} has answered for a sum from the last model. Another sum from it can show the key to a "
-                "server that holds both, above all if a member helps it: consent only if a member or the server's "
-                "files are lost for ever."
-            )
-        text = f"{self.name} has taken part in a run from the initial model. A second run shows more of the members' "
-        if not marked:
-            return text + "updates: two sums from one model differ by what training did. Nothing was marked yet."
-        return text + (
-            "updates, and each run with marked rounds tells a server more about the key: this can show the key, above "
-            "all where training repeats itself."
-        )
-
-    def _check_keyless(self) -> None:
-        if self.manifest.terms.has_key:
-            raise InputError("--unmarked", "must be for a consortium without a key", repr(self.manifest.terms.name))
-
-    def give_consent(self, *, here: bool = False, unmarked: bool = False) -> None:
-        """The operator's: this member may answer once more from a state; or take part in `unmarked` sums."""
-        if unmarked:
-            self._check_keyless()
-            with self.memory().edit() as memory:
-                memory["consents"][_UNMARKED] = True
-            return
-        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
-        state = self.history(layout).state if here else self.state_of_anchor()
-        with self.memory().edit() as memory:
-            memory["consents"][state.hex()] = True
-
-    # --- the history ---
+    def last_state(self) -> bytes:
+        """That of the last model which this member accepted."""
+        return self.history(remembered.read_layout(self._layout_path)).state
 
     def layout(self, data: bytes) -> ModelLayout:
         layout = ModelLayout.from_bytes(data)
@@ -369,7 +332,7 @@ class Journal:
             raise MessageError(
                 "the server's message names one round in 'round' and another in 'turn'", code="message.malformed"
             )
-        self.check_unmarked(layout)
+        self.marked.check_unmarked(layout, self.memory())
         derived = self._derived(config, arrays, layout, given)
         if derived is None:
             anchor = self._anchor(arrays)
@@ -378,7 +341,7 @@ class Journal:
             if not given or "state" not in arrays:
                 return "model", {}
             encoded, buffers = layout.encode(given), self._buffers(layout, given)
-            self.check_other_keys(encoded)
+            self.marked.check_other_keys(encoded)
             model, verified, state = given, False, read_content(arrays["state"])
             own = self._restored(layout, anchor, encoded, state, buffers, optimiser_vectors(arrays))
             if self.has_links and own.is_begun:
@@ -416,20 +379,37 @@ class Journal:
             self._keep_links(chain)
         else:
             self._check_back(layout, own, turn)
-        self._save(own, model, config, arrays)
-        self.note(verified=verified, joined=os.urandom(16).hex(), turn=turn.to_bytes().decode())
+        joined = {"verified": verified, "joined": os.urandom(16).hex(), "turn": turn.to_bytes().decode()}
+        self._save(own, model, config, arrays, **joined)
         return "", model
 
-    def _save(self, own: History, model: Mapping[str, Any], config: Config, arrays: Arrays) -> None:
-        """The state that this member is at now. It has joined nothing from there yet."""
-        write_safetensors(dict(model), self._model_path)
+    def _save(self, own: History, model: Mapping[str, Any], config: Config, arrays: Arrays, **joined: Any) -> None:
+        """The state that this member is at now. It is ready for nothing from there yet; `joined` is noted with it."""
+        buffers = self._buffers(own.layout, model).hex()
+        notes = {"mark": own.mark.to_bytes().decode(), "buffers": buffers}
+        name = (*self._named()[:1], *notes.values(), own.mark.model_digest)
+        kept = {n: np.asarray(tensor) for n, tensor in model.items()}
+        self._write("model", name, kept, self._model_path, lambda: write_safetensors(kept, self._model_path))
         if own.optimiser is not None:
             write_vectors(self._vectors_path, own.mark.vectors())
-        self._keep_sum(config, arrays)
+        self._keep_sum(name, config, arrays)
         self.noise.save(own.mark)
-        buffers = self._buffers(own.layout, model).hex()
-        self.note(mark=own.mark.to_bytes().decode(), buffers=buffers, verified=False, joined="", turn="", ready=0)
+        self.note(**{"verified": False, "joined": "", "turn": "", "ready": 0, **notes, **joined})
         remembered.keep(self._named(), (self._anchor_path, self._model_path), own)
+
+    def _write(
+        self,
+        what: str,
+        name: tuple[object, ...],
+        arrays: Mapping[str, NDArray[Any]],
+        path: Path,
+        write: Callable[[], None],
+    ) -> None:
+        """A public file: in a simulation all members have the same one."""
+        if self.simulated:
+            remembered.write_once(what, name, arrays, path, write)
+        else:
+            write()
 
     # --- links, where cohorts are drawn and sums are checked (`round.links`) ---
 
@@ -443,10 +423,10 @@ class Journal:
         that, with its point under the manifest of that round. The model is on disk before anybody may follow it."""
         link = links.Link.told(config)
         member = self._under(link)
-        own = self.history(ModelLayout.from_bytes(read_file(self._layout_path, "a layout")))
+        own = self.history(remembered.read_layout(self._layout_path))
         if own.state == link.before:
             links.check_summed(member, link)
-            model, checked = self._accept(config, arrays, own, {})
+            own, model, checked = self._accept(config, arrays, own, {})
             _check_history(own, config, self.name)
             if not checked or (own.state, own.whole) != (link.after, link.whole):
                 raise RoundError(
@@ -484,7 +464,7 @@ class Journal:
     def _kept_links(self) -> str:
         """Those, and what this member signed itself."""
         found = self._links_here()
-        layout = ModelLayout.from_bytes(read_file(self._layout_path, "a layout"))
+        layout = remembered.read_layout(self._layout_path)
         link = links.signed_into(self.memory(), self.history(layout).state, self.chain)
         if link is not None:
             member = self._under(link)
@@ -502,7 +482,7 @@ class Journal:
             if not given:
                 return None
             encoded = layout.encode(given)
-            self.check_other_keys(encoded)
+            self.marked.check_other_keys(encoded)
             begun = History(self.manifest, layout, encoded, self.chain[:-1])  # it is the manifest's anchor, or refused
             begun.buffers = self._buffers(layout, given)
             if begun.mark.digest() != read_digest(config, "history"):
@@ -523,10 +503,10 @@ class Journal:
         if not self.checks:
             if not given:
                 return None
-            self.check_other_keys(layout.encode(given))
+            self.marked.check_other_keys(layout.encode(given))
         if own.mark.round == accepted - 1:
             before = own.state
-            model, checked = self._accept(config, arrays, own, given)
+            own, model, checked = self._accept(config, arrays, own, given)
             verified = checked and verified
             if not self.has_links:  # where there are links, they say what follows
                 with self.memory().edit() as memory:
@@ -537,7 +517,7 @@ class Journal:
             return None  # it checked another sum than the one that T of the cohort signed
         _check_history(own, config, self.name)
         if self.checks:
-            self.check_other_keys(own.mark.model)
+            self.marked.check_other_keys(own.mark.model)
             if given and model_digest(layout.encode(given)) != own.mark.model_digest:
                 raise RoundError(
                     "the model that the server announces is not what follows from the sum that it announces with it: "
@@ -572,18 +552,19 @@ class Journal:
 
     def _accept(
         self, config: Config, arrays: Arrays, own: History, given: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], bool]:
-        """Accepts the successor of this member's own model: what follows from the announced sum or, where sums are not
-        checked, the model that is `given`. Returns it, and whether this member could check that it is the sum.
+    ) -> tuple[History, Mapping[str, Any], bool]:
+        """The history with the successor of this member's own model: what follows from the announced sum or, where sums
+        are not checked, the model that is `given`. Also that model, and whether this member could check that it is the
+        sum.
 
         If it is not, this raises.
         """
         under = self.manifest_of(str(read_text(config, "sum-under", str)))
         halvings, level = read_count(config, "sum-halvings"), read_level(config, own.layout)
-        amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
         number, name = own.round, under.digest().hex()
         before, step, last = own.state, Step(own.mark), read_count(config, "sum-round")
         if not self.checks:
+            amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
             embedded = None if amplitudes is None else own.widened(amplitudes, level, under).without(read_held(config))
             embedded_or_none = embedded if embedded is not None and embedded.marks else None
             told = own.layout.encode(given), embedded_or_none, arrays.get("norms"), name, level
@@ -592,7 +573,7 @@ class Journal:
                 answered = last in [given for given, *_ in answers_from(memory, before, "model")]
                 members = sent_with(memory, before, last) if answered else ()
             self.noise.follow(before, step, own.mark, embedded_or_none, under, members)
-            return given, False
+            return own, given, False
         length = packing_of(under).length(own.layout) + own.norms + 1
         opened = read_elements(arrays["sum"], length, "the sum")
         # under another manifest than it says, nobody would ask whether the state is closed under the true one
@@ -604,14 +585,24 @@ class Journal:
                 "from it could show the key. Find out who it was, and let the operators decide",
                 code="round.wrong-tag",
             )
-        like, norms = read_safetensors(self._model_path), own.norms > 0
-        settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
-        summed = settled.encoded, settled.embedded, settled.norms, name, level
-        own.accept(number, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
+        follows_from = *self._named(), name, halvings, level
+        known = remembered.find_next(follows_from, opened) if self.simulated else None
+        if known is not None:
+            own, weights, embedded = known
+        else:
+            amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
+            like, norms = read_safetensors(self._model_path), own.norms > 0
+            settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
+            weights, embedded = settled.weights, settled.embedded
+            summed = settled.encoded, embedded, settled.norms, name, level
+            own.accept(number, *summed, stood=settled.stood, taken=settled.taken, halvings=halvings)
+            if self.simulated:
+                own.mark.digest()  # which its copies then know
+                remembered.keep_next(follows_from, opened, own, weights, embedded)
         with self.memory().edit() as memory:
             members = sent_with(memory, before, last) if found else ()
-        self.noise.follow(before, step, own.mark, settled.embedded, under, members)
-        return settled.weights, found is True
+        self.noise.follow(before, step, own.mark, embedded, under, members)
+        return own, weights, found is True
 
     def _anchor(self, arrays: Arrays) -> Vector | None:
         """From what the server sent, or from disk, if it is the manifest's."""
@@ -632,15 +623,19 @@ class Journal:
 
     # --- handing it out ---
 
-    def _keep_sum(self, config: Config, arrays: Arrays) -> None:
+    def _keep_sum(self, name: tuple[object, ...], config: Config, arrays: Arrays) -> None:
         """What came with the model, so that a server which lost its folder can go on from it."""
         if "sum-under" not in config:
             self._sum_path.unlink(missing_ok=True)
             return
-        about = {name: config[f"sum-{name}"] for name in HANDED_OUT}
-        found: dict[str, Any] = {name: arrays[name] for name in SUMMED if name in arrays}
-        with replacing(self._sum_path) as file:
-            np.savez(file, about=np.frombuffer(canonical(about), np.uint8), **found)
+        about = canonical({name: config[f"sum-{name}"] for name in HANDED_OUT})
+        found = {name: arrays[name] for name in SUMMED if name in arrays}
+
+        def write() -> None:
+            with replacing(self._sum_path) as file:
+                np.savez(file, about=np.frombuffer(about, np.uint8), **found)  # type: ignore[arg-type]
+
+        self._write("sum", (*name, about), found, self._sum_path, write)
 
     def where(self, state: bytes) -> Config:
         """Where this member is: how many rounds it has accepted, the last number that it joined, and in which round,
@@ -651,7 +646,7 @@ class Journal:
         answered, draw = (given[-1][0], given[-1][2]) if given else (0, 0)
         kept = kept if answered and kept.get("round") == answered else {}
         over, halvings = kept.get("members", []), kept.get("halvings", 0)
-        accepted = json.loads(self.notes.mark)["round"] if self.notes.mark and self._sum_path.exists() else 0
+        accepted = _round_of(self.notes.mark) if self.notes.mark and self._sum_path.exists() else 0
         reached = {"accepted": accepted, "round": last, "answered": answered}
         return {**reached, "over": json.dumps(over), "halvings": halvings, "of-draw": draw}
 
@@ -681,16 +676,10 @@ def _check_history(own: History, config: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _marks_such(place: ConsortiumFolder, layout: ModelLayout) -> bool:
-    """Whether a consortium has a key for models with these tensors, whichever of them carry."""
-    terms = place.terms()
-    if not terms.has_key or terms.layout == layout.digest():
-        return terms.has_key
-    for path in (place.path / "layout.json", place.path / "rounds" / "layout.json"):
-        if path.is_file():
-            known = ModelLayout.from_bytes(read_file(path, "a layout"))
-            return {(s.name, s.shape) for s in known.tensors} == {(s.name, s.shape) for s in layout.tensors}
-    return False
+@lru_cache(maxsize=4)
+def _round_of(mark: str) -> int:
+    """How many rounds were accepted at a state, by its record."""
+    return int(json.loads(mark)["round"])
 
 
 def _keep(path: Path, vector: Vector) -> None:

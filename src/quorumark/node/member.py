@@ -25,26 +25,20 @@ anything that only this member may know.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.canonical import digest
-from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import Header, Identity
 from quorumark.consortium.keystore import Unlock
-from quorumark.consortium.records import Terms
 from quorumark.errors import (
     AnsweredError,
-    CeremonyError,
     EncodingError,
     InputError,
     MessageError,
@@ -53,10 +47,20 @@ from quorumark.errors import (
     RoundError,
     code_of,
 )
-from quorumark.files import only_one, unsynced, write_private
+from quorumark.files import only_one, unsynced
 from quorumark.model.layout import ModelLayout
-from quorumark.node.fields import read_content, read_count, read_digest
-from quorumark.node.journal import MODEL, Journal, rounds_folder
+from quorumark.node.fields import (
+    Fields,
+    read_by_point,
+    read_content,
+    read_count,
+    read_digest,
+    read_names,
+    with_prefix,
+)
+from quorumark.node.journal import MODEL, Journal, is_simulation, rounds_folder
+from quorumark.node.outside import OutsideRounds
+from quorumark.node.wire import introduction
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import History, research_seed
 from quorumark.round.memory import FolderState
@@ -64,31 +68,17 @@ from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import pack, unpack
 from quorumark.round.statements import Turn
 
-__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "introduction", "refusal", "refused", "with_prefix"]
+__all__ = ["MODEL", "RESULT", "Config", "MemberNode", "refusal", "refused", "with_prefix"]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
 Reply = tuple[Config, dict[str, NDArray[Any]]]
 
-RESULT, MESSAGE = "result:", "message:"
-"""What the names of a result's tensors (as `MODEL` for a model's) and of a ceremony's messages begin with."""
+RESULT = "result:"
+"""What the names of a result's tensors begin with, as `MODEL` for a model's."""
 
-_ROUND = ("join", "ready", "upload", "unmask", "again", "never", "vouch", "second", "state")
-_TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read by `read_count`
-    bytes: {"announcement", "boxes", "vouches", "request", "query", "certificate", "turn", "approval", "asked"},
-    str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
-    | {"before", "after", "whole", "link"}
-    | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
-    bool: {"with-model", "with-share", "check-only", "measure"},
-}
 _BESIDE = 1 << 26  # bytes of what is not weights: the layout, integers, a state
 _FOLDERS = re.compile(r"(?<=')/[^']*/|(?<![\w.:/'])/(?:[^\s'/]+/)+")  # of a path, in quotes or without
-_MESSAGE_NAME = re.compile(r"(\d{1,2}-[a-z]{1,20})/(\d{1,6})(?:-to-(\d{1,6}))?\.msg")
-
-
-def with_prefix(arrays: Arrays, prefix: str) -> dict[str, NDArray[Any]]:
-    """The arrays whose names begin with a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def refused(error: QuorumarkError) -> Config:
@@ -100,39 +90,6 @@ def refusal(error: QuorumarkError) -> str:
     """What others may read of a refusal: not the member's weight that caused it, nor the paths of its files."""
     text = f"{error.argument} {error.rule}" if isinstance(error, EncodingError) else str(error)
     return _FOLDERS.sub("…/", text)
-
-
-class Fields(dict[str, Any]):
-    """The fields of a server's message: a missing one is the server's fault, not a KeyError of ours."""
-
-    def __init__(self, stage: str, content: Mapping[str, Any]) -> None:
-        super().__init__(content)
-        self._stage = stage
-
-    def __missing__(self, name: str) -> Any:
-        raise MessageError(
-            f"the server's message for the stage {self._stage!r} lacks {name!r}", code="message.incomplete"
-        )
-
-    def check_types(self) -> None:
-        for kind, names in _TYPES.items():
-            for name in names & self.keys():
-                if not isinstance(self[name], kind):
-                    raise MessageError(
-                        f"the server's message for the stage {self._stage!r} must give {name!r} as {kind.__name__}, "
-                        f"not {type(self[name]).__name__}",
-                        code="message.malformed",
-                    )
-                if kind is str and any("\ud800" <= letter <= "\udfff" for letter in self[name]):
-                    raise MessageError(
-                        f"the server's message for the stage {self._stage!r} must give {name!r} as a string in UTF-8",
-                        code="message.malformed",
-                    )
-
-
-def introduction(about: bytes, run: str) -> tuple[str, str, str]:
-    """Consortium, session and step of the message in which a member says which node of a run is its own."""
-    return about.hex(), digest("engine run", run.encode()).hex(), "engine/node"
 
 
 class MemberNode:
@@ -157,8 +114,12 @@ class MemberNode:
     ) -> None:
         self._home, self._unlock, self._seeds, self._together = home, unlock, seeds, together
         self._known: Identity | None = None
-        self._terms, self._manifest, self._which = terms, manifest, consortium
-        self._stages: dict[str, Callable[[Config, Arrays], Reply]] = {
+        # of a simulation, whose members are served again and again
+        self._kept: Journal | None = None
+        self._uploaded: SecAggMember | None = None
+        self._manifest, self._which = manifest, consortium
+        self._outside = OutsideRounds(home, unlock, terms, self._journal)
+        self._stages: dict[str, Callable[[Journal, Config, Arrays], Reply]] = {
             "join": self._join,
             "ready": self._ready,
             "upload": self._upload,
@@ -168,10 +129,6 @@ class MemberNode:
             "vouch": self._vouch,
             "second": self._second,
             "state": self._state,
-            "setup": self._setup,
-            "answer": self._answer,
-            "sign": self._sign,
-            "ledger": self._ledger,
         }
 
     def __repr__(self) -> str:
@@ -179,21 +136,26 @@ class MemberNode:
 
     def handle(self, stage: str, config: Mapping[str, Any], arrays: Arrays) -> Reply:
         """One stage. What a server sends is checked by type first: it may send anything."""
-        if stage not in self._stages:
+        outside = self._outside.stages
+        if stage not in self._stages and stage not in outside:
             raise MessageError(
                 f"there is no stage {stage[:40]!r}: server and member run different releases", code="message.no-stage"
             )
         fields, vectors = Fields(stage, config), Fields(stage, arrays)
         fields.check_types()
-        if stage not in _ROUND:
-            return self._stages[stage](fields, vectors)
-        with self._alone(), unsynced() if self._is_simulation() else contextlib.nullcontext():
-            return self._stages[stage](fields, vectors)
+        if stage in outside:
+            return outside[stage](fields, vectors)
+        with self._alone() as journal, unsynced() if journal.simulated else contextlib.nullcontext():
+            return self._stages[stage](journal, fields, vectors)
 
     def simulated_home(self) -> tuple[str, str]:
         """Where its home is, and which consortium it serves there, if that was made for a simulation; otherwise
         nothing."""
-        return (str(self._home.path.absolute()), self._which or "") if self._is_simulation() else ("", "")
+        if self._kept is None:  # it has not served a message of a simulation
+            consortium = self._home.only_consortium(self._which)
+            if not consortium.memory_path.exists() or not is_simulation(consortium, self._identity()):
+                return "", ""
+        return str(self._home.path.absolute()), self._which or ""
 
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.
@@ -211,9 +173,8 @@ class MemberNode:
 
     # --- a round ---
 
-    def _join(self, config: Config, arrays: Arrays) -> Reply:
+    def _join(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:
         """Before training: may this member go on with this run, model and round?"""
-        journal = self._journal()
         if config["manifest"] != journal.manifest.digest().hex():
             raise RoundError(
                 f"the server runs under the manifest {str(config['manifest'])[:16]}…, and at {journal.name} "
@@ -276,9 +237,9 @@ class MemberNode:
             journal.note(settings=now)
         return bool(before) and now != before
 
-    def _ready(self, config: Config, arrays: Arrays) -> Reply:
+    def _ready(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:
         """After training: keeps the result, and joins the round."""
-        journal, round_no = self._journal(), read_count(config, "round")
+        round_no = read_count(config, "round")
         member = journal.manifest.terms.member(journal.point)
         side = journal.side(self._unlock)
         turn = Turn.from_bytes(journal.notes.turn.encode())
@@ -318,11 +279,11 @@ class MemberNode:
             reply |= self._measured(journal, side.history)
         reply["ready"] = side.ready()
         journal.drop_results(round_no, side.secagg.first_round())
-        journal.note_marked(side)
+        journal.marked.note(side)
         journal.note(ready=round_no)
         if side.checks:
             reply["boxes"], reply["vouch"] = side.said()
-        nonces = _by_point(config, "nonces") if "nonces" in config else {}
+        nonces = read_by_point(config, "nonces") if "nonces" in config else {}
         newer = side.secagg.newer(side.state, {x: n.hex() for x, n in nonces.items() if len(n) == 32})
         reply["newer"] = json.dumps({str(x): message.hex() for x, message in newer.items()})
         return reply, {}
@@ -335,8 +296,8 @@ class MemberNode:
         journal.note(survival=f"{found.part} {found.error}")
         return {"survival": found.part, "survival-error": found.error}
 
-    def _upload(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
-        journal, round_no = self._journal(), read_count(config, "round")
+    def _upload(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002 - all stages take the same
+        round_no = read_count(config, "round")
         if journal.notes.ready != round_no:
             raise RoundError(f"{journal.name} has not trained in round {round_no}", code="round.not-trained")
         side = journal.side(self._unlock)
@@ -345,21 +306,24 @@ class MemberNode:
         side.take_again(journal.kept_result(side.layout, side.state, trained_for))
         side.ready()  # as it was: a member that would join with anything else now is refused
         side.secagg.together = self._others_here(journal)
+        if side.secagg.together:
+            journal.hold_share()
         if side.checks:
             boxes, vouches = (unpack(config[name], f"list of {name}") for name in ("boxes", "vouches"))
             upload = side.upload(config["announcement"], boxes, vouches)
-            journal.note(verified=side.history_checked)
+            if journal.notes.verified != side.history_checked:
+                journal.note(verified=side.history_checked)
         else:
             upload = side.upload(config["announcement"])
+        self._uploaded = side.secagg if journal.simulated else None
         return {"head": upload.head}, {"vector": upload.vector}
 
-    def _unmask(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
-        return {"answer": self._summing(self._journal()).unmask(config["request"])}, {}
+    def _unmask(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+        return {"answer": self._summing(journal).unmask(config["request"])}, {}
 
-    def _again(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+    def _again(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The answer for a sum that is still open, whose server asks everybody at once."""
-        journal = self._journal()
-        side, requests = self._summing(journal), _by_point(config, "requests")
+        side, requests = self._summing(journal), read_by_point(config, "requests")
         reply = {**self._introduced(journal, config), "point-there": side.point}
         if side.point not in requests:
             raise RoundError(
@@ -367,9 +331,8 @@ class MemberNode:
             )
         return {**reply, "answer": side.unmask(requests[side.point])}, {}
 
-    def _never(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+    def _never(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """Signed: this member has answered nothing from a state in a round, and never will."""
-        journal = self._journal()
         group = group_of(journal.manifest_of(str(config["of-manifest"])))
         side = SecAggMember(journal.identity, group, journal.memory(), leaving=True)
         with side.state.edit() as memory:
@@ -380,21 +343,18 @@ class MemberNode:
         said = side.never(read_digest(config, "state"), read_count(config, "of-round"), draw)
         return {**self._introduced(journal, config), "never": said, "point-there": side.point}, {}
 
-    def _vouch(self, config: Config, arrays: Arrays) -> Reply:
+    def _vouch(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:
         """Signed: what the sum led to in which this member answered last, once it is written down."""
-        journal = self._journal()
         said, point = journal.vouch(config, arrays)
         return {**self._introduced(journal, config), "summed": said, "point-there": point}, {}
 
-    def _second(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+    def _second(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """Signed: this member signs no other successor of a state than the one that others have checked."""
-        journal = self._journal()
         said, point = journal.second(config)
         return {**self._introduced(journal, config), "seconded": said, "point-there": point}, {}
 
-    def _state(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
+    def _state(self, journal: Journal, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
         """The last model that this member accepted, for a server that lost its own copy."""
-        journal = self._journal()
         reply, found = journal.hand_out() if config.get("with-model") is True else ({}, {})
         reply |= journal.where(read_digest(config, "of-state"))
         return {**reply, **self._introduced(journal, config)}, found
@@ -403,6 +363,9 @@ class MemberNode:
         """This member in the group in which it last took part: a sum may be open under an earlier manifest."""
         with journal.memory().edit() as memory:
             name = str(memory["group"])
+        if self._uploaded is not None and self._uploaded.group.id.hex() == name:
+            self._uploaded.state = journal.memory()
+            return self._uploaded
         groups = (group_of(manifest) for manifest in reversed(journal.chain))
         group = next((group for group in groups if group.id.hex() == name), journal.group)
         side = SecAggMember(journal.identity, group, journal.memory())
@@ -415,23 +378,29 @@ class MemberNode:
         node = journal.identity.write(header, str(config["node"]).encode())
         return {"point": journal.point, "introduction": node}
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """One message of a round at a time: of two that are served at once, each would undo what the other notes."""
-        return only_one(rounds_folder(self._home.only_consortium(self._which)))
-
-    def _is_simulation(self) -> bool:
-        """Whether this home was made for a simulation (`allow_repeats`)."""
-        consortium = self._home.only_consortium(self._which)
-        if not consortium.memory_path.exists():
-            return False
-        with FolderState(consortium.memory_path.parent, self._identity()).edit() as memory:
-            return bool(memory["simulation"])
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[Journal]:
+        """One message of a round at a time: of two that are served at once, each would undo what the other notes. What
+        must not be done twice is read once, and nobody else writes it meanwhile."""
+        kept = self._kept if self._kept is not None and self._kept.is_current() else None
+        consortium = self._home.only_consortium(self._which) if kept is None else kept.consortium
+        with only_one(rounds_folder(consortium)), contextlib.ExitStack() as held:
+            if kept is not None:
+                held.enter_context(kept.memory().opened())
+                kept.read_again()
+            else:
+                memory = None
+                if consortium.memory_path.exists():
+                    memory = held.enter_context(FolderState(consortium.memory_path.parent, self._identity()).opened())
+                kept = self._journal(consortium, memory)
+            self._kept = kept if kept.simulated else None
+            yield kept
 
     def _others_here(self, journal: Journal) -> frozenset[int]:
         """With whom it shares this process, and no masks."""
         if not self._together:
             return frozenset()
-        if not self._is_simulation():
+        if not journal.simulated:
             raise InputError("together", "must be for homes that were made for a simulation", str(self._home.path))
         return frozenset(member.point for member in journal.group.roster)
 
@@ -441,14 +410,14 @@ class MemberNode:
             self._known = self._home.identity(self._unlock)
         return self._known
 
-    def _journal(self) -> Journal:
-        consortium = self._home.only_consortium(self._which)
+    def _journal(self, consortium: ConsortiumFolder | None = None, memory: FolderState | None = None) -> Journal:
+        consortium = consortium or self._home.only_consortium(self._which)
         if not consortium.manifest_path.exists():
             raise RecordError(
                 f"{self._home.card().name!r} has no manifest yet: make a key first (make_key, or quorumark "
                 "setup dkg), or agree on sums alone (quorumark setup sums)"
             )
-        journal = Journal(consortium, self._identity())
+        journal = Journal(consortium, self._identity(), memory)
         manifest = journal.manifest
         if self._manifest is not None and manifest.digest().hex() != self._manifest:
             raise RecordError(
@@ -456,145 +425,6 @@ class MemberNode:
                 f"{self._manifest[:16]}…: compare them, and change the pin if the new one is right"
             )
         return journal
-
-    # --- setup ---
-
-    def _setup(self, config: Config, arrays: Arrays) -> Reply:
-        """A turn in the dealer-free ceremony: takes the others' messages, does what can be done, gives its own."""
-        from quorumark.setup.exchange import expected_messages, set_up  # here: a round, often a new process, needs none
-
-        terms = Terms.from_bytes(read_content(arrays["terms"]))
-        self._check_pinned(terms)
-        session = str(config["session"])
-        if not re.fullmatch("[0-9a-f]{32}", session):
-            raise MessageError(
-                "the server's message must give 'session' as 32 hexadecimal digits", code="message.malformed"
-            )
-        identity = self._home.identity(self._unlock)
-        point = terms.point_of(identity.ed25519)
-        allowed = expected_messages(terms, point)
-        sent = {name: read_content(message) for name, message in with_prefix(arrays, MESSAGE).items()}
-        for name, content in sent.items():  # before any is kept: a server must not fill this disk
-            if name not in allowed:
-                raise MessageError(
-                    f"the server sends {name[:60]!r}, which is not a message for this member", code="message.unexpected"
-                )
-            if len(content) > allowed[name]:
-                raise MessageError(
-                    f"the server sends {name!r} with {len(content)} bytes, and a message of this step has at most "
-                    f"{allowed[name]}",
-                    code="message.too-large",
-                )
-        spool = self._spool(terms, session)
-        for name, content in sent.items():
-            (spool / name).parent.mkdir(mode=0o700, exist_ok=True)
-            write_private(spool / name, content)
-        progress = set_up(self._home, self._unlock, terms, spool)
-        have = set(_listed(config, "have"))
-        own = [path for path in sorted(spool.glob("*/*.msg")) if _sender(path) == point]
-        fresh = {path.relative_to(spool).as_posix(): path for path in own}
-        messages = {MESSAGE + name: _array(path.read_bytes()) for name, path in fresh.items() if name not in have}
-        header = Header(*introduction(terms.digest(), str(config["run"])), point)
-        reply: Config = {
-            "point": point,
-            "step": progress.step,
-            "waiting": ", ".join(progress.waiting),
-            "introduction": identity.write(header, str(config["node"]).encode()),
-        }
-        if progress.manifest is not None:
-            reply["manifest"] = progress.manifest.to_bytes()
-            if not messages:  # all of its own are on their way
-                shutil.rmtree(spool, ignore_errors=True)
-        return reply, messages
-
-    def _spool(self, terms: Terms, session: str) -> Path:
-        """Where this ceremony's messages are kept. Another session takes the place of the one before: there is one
-        ceremony for one set of terms, which goes on from what this member remembers of it."""
-        folder, mine = self._home.path / "ceremonies", terms.digest().hex()[:16]
-        folder.mkdir(mode=0o700, exist_ok=True)
-        spool = folder / f"{mine}-{session}"
-        for old in folder.glob(f"{mine}-*"):
-            if old != spool:
-                shutil.rmtree(old, ignore_errors=True)
-        spool.mkdir(mode=0o700, exist_ok=True)
-        return spool
-
-    def _check_pinned(self, terms: Terms) -> None:
-        name = self._home.card().name
-        if self._terms is None:
-            raise CeremonyError(
-                f"{name!r} has pinned no terms, and makes a key for none that a server brings: read the terms, and pin "
-                f"their digest if they are right ({terms.digest().hex()})",
-                code="ceremony.not-pinned",
-            )
-        if terms.digest().hex() != self._terms:
-            raise CeremonyError(
-                f"the server brings the terms {terms.digest().hex()[:16]}…, and {name!r} has pinned "
-                f"{self._terms[:16]}…: compare them, and pin the right ones",
-                code="ceremony.not-pinned",
-            )
-
-    # --- verification ---
-
-    def _answer(self, config: Config, arrays: Arrays) -> Reply:
-        """This member's partial about a suspect, if its own rules approve, or if a person did, as the member's own
-        identity signed. `check-only`: whether there would be one."""
-        from quorumark.node.queries import unpack_query  # here, as in `_setup`
-        from quorumark.verify.answer import answer, check_answerable
-        from quorumark.verify.approval import check_approval
-        from quorumark.verify.evidence import Query
-        from quorumark.verify.query import prepare_again
-
-        journal = self._journal()
-        consortium, query = journal.consortium, Query.from_bytes(config["query"])
-        approved = "approval" in config
-        if approved:
-            check_approval(config["approval"], journal.manifest, journal.point, query)
-        with unpack_query(consortium, arrays) as asked:
-            if config.get("check-only") is True:
-                prepared = prepare_again(asked.reference, asked.suspect, query)
-                check_answerable(self._home, asked.reference, prepared, after=asked.after, consortium=consortium)
-                return {}, {}
-            partial = answer(
-                self._home,
-                self._unlock,
-                asked.reference,
-                asked.suspect,
-                query,
-                approved=approved,
-                audits=asked.audits,
-                after=asked.after,
-                consortium=consortium,
-            )
-        return {"partial": partial.to_bytes()}, {}
-
-    def _sign(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
-        from quorumark.verify.certificate import Certificate
-        from quorumark.verify.check import sign
-
-        certificate = Certificate.from_bytes(config["certificate"])
-        signed = sign(self._home, self._unlock, certificate, consortium=self._journal().consortium)
-        return {"certificate": signed.to_bytes()}, {}
-
-    def _ledger(self, config: Config, arrays: Arrays) -> Reply:  # noqa: ARG002
-        """For this member's own agent, which has the identity and not the share: the ledger from a place on."""
-        from quorumark.verify.approval import check_asked
-        from quorumark.verify.ledger import Ledger
-
-        journal = self._journal()
-        check_asked(config["asked"], journal.manifest, journal.point)
-        ours, have = journal.consortium, read_count(config, "have-bytes")
-        ledger = Ledger.open(ours, journal.manifest)
-        with ledger.exclusive():
-            content = ours.ledger_path.read_bytes() if ours.ledger_path.exists() else b""
-        reply: Config = {"before": hashlib.sha256(content[:have]).hexdigest() if have <= len(content) else ""}
-        if config.get("with-share") is True:
-            try:
-                ours.verify_share(self._unlock)
-                reply["share"] = "sound"
-            except QuorumarkError:
-                reply["share"] = "unsound"
-        return reply, {"ledger": _array(content[have:])}
 
 
 def _check_near(round_no: int, last: int) -> None:
@@ -609,39 +439,7 @@ def _check_near(round_no: int, last: int) -> None:
 
 def _in_order(config: Config, model: Mapping[str, Any]) -> list[str]:
     """The model's names, in the server's order if it says one: training may depend on it."""
-    names = _listed(config, "names") or list(model)
+    names = read_names(config, "names") or list(model)
     if sorted(names) != sorted(model):
         raise MessageError("the server's message names other tensors than the model has", code="message.malformed")
     return names
-
-
-def _by_point(config: Config, name: str) -> dict[int, bytes]:
-    """Bytes for members, in JSON: {point: hex}."""
-    try:
-        return {int(x): bytes.fromhex(text) for x, text in json.loads(config[name]).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise MessageError(
-            f"the server's message must give {name!r} as bytes by point, in JSON", code="message.malformed"
-        ) from None
-
-
-def _listed(config: Config, name: str) -> list[str]:
-    """A list of names in JSON; empty if there is none."""
-    try:
-        found = json.loads(config.get(name, "[]"))
-    except (ValueError, TypeError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        raise MessageError(
-            f"the server's message must give {name!r} as a list of names in JSON", code="message.malformed"
-        )
-    return found
-
-
-def _array(content: bytes) -> NDArray[np.uint8]:
-    return np.frombuffer(content, np.uint8)
-
-
-def _sender(path: Path) -> int:
-    found = _MESSAGE_NAME.fullmatch(f"{path.parent.name}/{path.name}")
-    return int(found[2]) if found else 0

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from quorumark.canonical import digest
 from quorumark.errors import RoundError
 from quorumark.refusals import Refusal, listed
 
-__all__ = ["Deadline", "Reply", "Sent", "Wire"]
+__all__ = ["Deadline", "Reply", "Sent", "Wire", "introduction"]
 
 Config = dict[str, Any]
 _GRACE = 2.0  # seconds
@@ -82,6 +83,11 @@ class Wire(Protocol):
         """Sends to nodes and collects the replies, until all came or the time is over. For `doubtful` nodes, which were
         silent before, nobody waits much longer than for the others. With `patience`, once more than half have replied,
         the others get that many times as long as those took."""
+
+
+def introduction(about: bytes, run: str) -> tuple[str, str, str]:
+    """Consortium, session and step of the message in which a member says which node of a run is its own."""
+    return about.hex(), digest("engine run", run.encode()).hex(), "engine/node"
 
 
 class Deadline:

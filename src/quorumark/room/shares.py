@@ -21,7 +21,7 @@ from quorumark.consortium.records import Manifest, Terms
 from quorumark.errors import QuorumarkError, RoomError, RoundError
 from quorumark.files import write_exchanged
 from quorumark.model.suspect import read_suspect
-from quorumark.node.member import MESSAGE
+from quorumark.node.outside import MESSAGE
 from quorumark.node.queries import pack_query
 from quorumark.node.signer import SignerClient
 from quorumark.room.question import Asked

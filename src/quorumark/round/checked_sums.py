@@ -17,6 +17,8 @@ the sum which its round starts from says so, signed (it *vouches*); the others t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -28,7 +30,6 @@ from quorumark.errors import MessageError, RoundError
 from quorumark.field import P, Stream, Vector, derive_key
 from quorumark.round.group import Group, word
 from quorumark.round.memory import State, answers_from
-from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import opened as opened_message
 from quorumark.round.statements import Turn
 
@@ -38,7 +39,7 @@ __all__ = [
     "check_said",
     "check_vouchers",
     "holds",
-    "keep",
+    "kept",
     "round_key",
     "seal_keys",
     "tag",
@@ -126,12 +127,10 @@ def holds(key: bytes, opened: Vector) -> bool:
     return bool(opened[-1] == tag(key, opened[:-1], first=True))
 
 
-def keep(member: SecAggMember, origin: bytes, turn: Turn, key: bytes, level: bytes = b"") -> None:
-    """For the sum of the round that this member uploads in, until it uploads in another one."""
-    about = {"origin": origin.hex(), "group": member.group.id.hex(), "round": turn.round, "halvings": turn.halvings}
-    about["level"] = level.hex()
-    with member.state.edit() as memory:
-        memory["sum"] = {**about, "key": key.hex()}
+def kept(group: Group, origin: bytes, turn: Turn, key: bytes, level: bytes = b"") -> dict[str, Any]:
+    """What a member remembers of the sum that it uploads for, until it uploads for another one."""
+    about = {"origin": origin.hex(), "group": group.id.hex(), "round": turn.round, "halvings": turn.halvings}
+    return {**about, "level": level.hex(), "key": key.hex()}
 
 
 def check(
@@ -164,8 +163,14 @@ def vouch(identity: Identity, group: Group, round_no: int, binding: bytes) -> by
 
 def vouchers(group: Group, round_no: int, binding: bytes, said: Mapping[int, bytes]) -> tuple[int, ...]:
     """Who vouches. An empty message is of a member that could not check; any other must be right."""
+    return _vouchers(group, round_no, binding, tuple(said.items()))
+
+
+@lru_cache(maxsize=4)
+def _vouchers(group: Group, round_no: int, binding: bytes, said: tuple[tuple[int, bytes], ...]) -> tuple[int, ...]:
+    """All members of a simulation are told the same."""
     found = []
-    for point, message in said.items():
+    for point, message in said:
         if message:
             header = group.header("vouch", group.session(round_no, "model"), point)
             if opened_message(group.member(point), header, message) != binding:

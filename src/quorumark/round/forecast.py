@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, prod
 from typing import Any
 
@@ -29,7 +30,7 @@ from quorumark.consortium.plan import SPARED, Plan, growth
 from quorumark.consortium.strength import ONE, Strength
 from quorumark.field import Vector
 from quorumark.model.layout import ModelLayout
-from quorumark.model.statistic import BLOCK, canonical_form
+from quorumark.model.statistic import BLOCK, Scales, canonical_form
 from quorumark.round.amplitudes import MarkState
 
 __all__ = ["SPARE", "Course", "course", "expected_z", "rises"]
@@ -62,17 +63,15 @@ def expected_z(state: MarkState, statistic: str) -> float:
     embedded = state.embedded()
     if not embedded.any():
         return 0.0
-    size = float(np.linalg.norm(_Forms(state, statistic).of(np.zeros(embedded.size))))
-    return float(rises(state, statistic, embedded).sum()) / size if size else 0.0
+    forms = _Forms(state, statistic)
+    size = float(np.linalg.norm(forms.of(np.zeros(embedded.size))))
+    return float(forms.rises(embedded).sum()) / size if size else 0.0
 
 
 def rises(state: MarkState, statistic: str, steps: NDArray[np.float64]) -> NDArray[np.float64]:
     """(∂x_j/∂θ_j)·steps_j, weight by weight: ½·ε_j·(x(θ + ε⊙steps) − x(θ − ε⊙steps))_j. Only sums over many are of use:
     x is rounded, and each entry has a part in it of what the other steps do."""
-    forms = _Forms(state, statistic)
-    signs = np.where(np.random.default_rng(_SIGNS).integers(0, 2, steps.size, np.int8), 1, -1).astype(np.int8)
-    risen: NDArray[np.float64] = signs * (forms.of(signs * steps) - forms.of(-signs * steps)) / 2
-    return risen
+    return _Forms(state, statistic).rises(steps)
 
 
 class _Forms:
@@ -83,12 +82,30 @@ class _Forms:
         self._layout, self._statistic = state.layout, statistic
         self._model = _decoded(state.model[:end])
         self._anchor = _Carriers(state.layout, _decoded(state.anchor[:end]))
+        self._scales = _of_anchor(state.anchor_digest, state.layout.digest())
 
     def of(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         weights = self._model.copy()
         weights[self._layout.carrying()] += steps
         moved = _Carriers(self._layout, weights)
-        return canonical_form(self._statistic, self._layout, moved, self._anchor).x.astype(np.float64)
+        form = canonical_form(self._statistic, self._layout, moved, self._anchor, known=self._scales)
+        return form.x.astype(np.float64)
+
+    def rises(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        signs = _signs(steps.size)
+        risen: NDArray[np.float64] = signs * (self.of(signs * steps) - self.of(-signs * steps)) / 2
+        return risen
+
+
+@lru_cache(maxsize=2)
+def _of_anchor(anchor: bytes, layout: str) -> dict[str, Scales]:  # noqa: ARG001 - what the scales depend on
+    """The scales of an anchor's tensors, once they are known: the same in every round of a run."""
+    return {}
+
+
+@lru_cache(maxsize=1)
+def _signs(count: int) -> NDArray[np.int8]:
+    return np.where(np.random.default_rng(_SIGNS).integers(0, 2, count, np.int8), 1, -1).astype(np.int8)
 
 
 @dataclass(frozen=True)

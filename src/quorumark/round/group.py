@@ -65,6 +65,9 @@ class Group:
         if not is_count(self.attempts, 1):
             raise InputError("attempts", "must be an integer, at least 1", self.attempts)
 
+    def __hash__(self) -> int:
+        return hash(self.id)
+
     @classmethod
     def of_cards(cls, cards: Iterable[Card], threshold: int, context: bytes = b"", **settings: Any) -> Group:
         """A group of members who know each other's cards. Points follow the keys, so that the order does not matter."""

@@ -96,6 +96,8 @@ class History:
             b""  # a digest of what models have besides E(θ), where sums are checked (`ModelLayout.buffers_digest`)
         )
         self._known: dict[int, Amplitudes] = {}  # by halvings, from the present state; copies share it
+        self._rounded: dict[tuple[Amplitudes, bytes], Amplitudes] = {}  # in units of a level, likewise
+        self._genesis = digest("genesis", canonical(manifest.genesis.as_dict()))
         self.begun = self.state  # what a run begins from, and all that is known there
         self._begun_mark = self.mark.digest() if terms.policy.has_links else b""
 
@@ -112,8 +114,7 @@ class History:
 
     @property
     def state(self) -> bytes:
-        genesis = digest("genesis", canonical(self.manifest.genesis.as_dict()))
-        return digest("round state", genesis, self.mark.chain, self.mark.model_digest)
+        return digest("round state", self._genesis, self.mark.chain, self.mark.model_digest)
 
     @property
     def norms(self) -> int:
@@ -137,6 +138,12 @@ class History:
             return self.amplitudes(halvings)
         with self._under(manifest):
             return self.mark.amplitudes(self.round, halvings)
+
+    def in_units(self, amplitudes: Amplitudes, level: bytes) -> Amplitudes:
+        """The mark of the next round as it fits into units of this level."""
+        if (amplitudes, level) not in self._rounded:
+            self._rounded[amplitudes, level] = self.mark.in_units(amplitudes, level)
+        return self._rounded[amplitudes, level]
 
     def widened(self, amplitudes: Amplitudes, level: bytes, under: Manifest) -> Amplitudes:
         """The mark of a round whose units are of this level."""
@@ -198,7 +205,7 @@ class History:
             with self._under(self.summed_under(summed)):  # whose rate and decay the members trained with
                 told = encoded, embedded, norms, summed, level, stood, taken, halvings
                 self.mark = _advanced(self.mark, round_no, *told)
-            self._known = {}
+            self._known, self._rounded = {}, {}
 
     def copy(self) -> History:
         """For another member: what one of them accepts is not accepted by the other."""
@@ -319,7 +326,7 @@ class History:
 
     def restored(self, mark: MarkState, buffers: bytes = b"") -> History:
         """The same consortium's history at another state."""
-        self.mark, self.buffers, self._known = mark, buffers, {}
+        self.mark, self.buffers, self._known, self._rounded = mark, buffers, {}, {}
         return self
 
 

@@ -14,7 +14,6 @@ A simulation and the engines are thin around this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from fractions import Fraction
 from typing import Any
 
@@ -43,7 +42,7 @@ from quorumark.round.mark import (
     may_mark,
     weight_of,
 )
-from quorumark.round.memory import MemoryState, State, answers_from
+from quorumark.round.memory import MemoryState, State, answers_from, apart
 from quorumark.round.movement import norm_count, upload_norms
 from quorumark.round.optimiser import Taken
 from quorumark.round.paper import PaperScale, paper_amplitudes
@@ -132,7 +131,7 @@ class RoundMember:
             self._check_moved(memory, history)
             joined = memory["purposes"].get("model", {}) if memory["round"] == turn.round else {}
             if joined.get("origin") != history.state.hex():  # who has joined a round can answer in no earlier one
-                self.secagg.check_free(deepcopy(memory), history.state, "model", turn, closed)
+                self.secagg.check_free(apart(memory, history.state), history.state, "model", turn, closed)
             if self.has_links and not self._is_free(memory, history.state):
                 links.take_part_under(memory, self.manifest)
         self.turn, self._closed = turn, closed
@@ -330,7 +329,7 @@ class RoundMember:
         check_weights(self.manifest, plan.members)
         exact = weight_of(self.manifest, plan.members, self.point)
         if amplitudes is not None:
-            amplitudes = self._known().mark.in_units(amplitudes, plan.level)
+            amplitudes = self._known().in_units(amplitudes, plan.level)
         marks = amplitudes is not None and may_mark(self.strength, self.manifest, amplitudes, plan.members)
         if amplitudes is not None and marks:
             check_size(self.strength, amplitudes, update.before, update.after, update.distances)
@@ -338,9 +337,8 @@ class RoundMember:
         y = whole[: self.packing.length(self.layout)]
         norms = whole[y.size : whole.size - self.checks]
         self._fill(y, norms, plan, update, exact, amplitudes if marks else None)
-        if self.checks:
-            self._add_tag(whole, plan, boxes, vouches)
-        return self.secagg.upload(plan, whole, marked=marks)
+        known = self._add_tag(whole, plan, boxes, vouches) if self.checks else None
+        return self.secagg.upload(plan, whole, marked=marks, known=known)
 
     def _fill(
         self, y: Vector, norms: Vector, plan: Plan, update: Update, exact: Fraction, amplitudes: Amplitudes | None
@@ -371,8 +369,8 @@ class RoundMember:
         elif packed is None:
             _own_mark(y, amplitudes, self._own_key, float(exact))
 
-    def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> None:
-        """After the vector. The key is kept for the sum of this round."""
+    def _add_tag(self, whole: Vector, plan: Plan, boxes: Sequence[bytes], vouches: Sequence[bytes]) -> dict[str, Any]:
+        """After the vector. What is to be kept for the sum of this round: its key."""
         if len(vouches) != len(plan.members):
             raise MessageError(
                 "the server must hand on what every member of the announced set vouches for", code="message.incomplete"
@@ -381,7 +379,7 @@ class RoundMember:
         self.history_checked = True
         key = checked_sums.round_key(self._identity, self.group, plan.round, plan.binding, plan.members, boxes)
         whole[-1] = checked_sums.tag(key, whole[:-1], first=self.point == plan.members[0])
-        checked_sums.keep(self.secagg, self._known().state, self._begun(), key, plan.level)
+        return checked_sums.kept(self.group, self._known().state, self._begun(), key, plan.level)
 
     def noise(self, members: Sequence[int]) -> tuple[Fraction, Stream]:
         """Its weight among these members and what its dither in their sum from the present state is made from. Secret:

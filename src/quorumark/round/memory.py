@@ -6,7 +6,18 @@ from quorumark.consortium.memory import FolderState, Memory, MemoryState, State
 from quorumark.errors import RoundError
 from quorumark.round.group import Group
 
-__all__ = ["FolderState", "Memory", "MemoryState", "State", "adopt", "answers_from", "follow", "is_newer", "sent_with"]
+__all__ = [
+    "FolderState",
+    "Memory",
+    "MemoryState",
+    "State",
+    "adopt",
+    "answers_from",
+    "apart",
+    "follow",
+    "is_newer",
+    "sent_with",
+]
 
 
 def adopt(memory: Memory, group: Group) -> None:
@@ -38,6 +49,12 @@ def sent_with(memory: Memory, state: bytes, round_no: int) -> tuple[int, ...]:
     sent = memory["sent"].get("model", {})
     right = sent.get("origin") == state.hex() and round_no in sent["rounds"]
     return tuple(int(x) for x in sent["members"]) if right else ()
+
+
+def apart(memory: Memory, state: bytes) -> Memory:
+    """The same, to find out what `SecAggMember.check_free` would say of a state: what it changes is a copy."""
+    given = dict(memory["answered"].get(state.hex(), {}))
+    return {**memory, "known": [*memory["known"]], "answered": {**memory["answered"], state.hex(): given}}
 
 
 def is_newer(memory: Memory, state: bytes) -> bool:

@@ -2,9 +2,10 @@
 
 One simulation runs plain FedAvg, then the wrapped strategy, then plain FedAvg again, with the same nodes. Training
 moves every weight a little and takes no time worth mentioning, so the ratio is the worst there is; with real training
-both sides take that much longer. A round is timed from one model to the next. Messages and bytes are counted where the
-strategy meets Flower, and with the mark as its report counts them: what a deployment sends, though in a simulation the
-stages of a sum are served without messages (`quorumark.flower.simulation`).
+both sides take that much longer. Sums are checked, and the mark has its dither, as terms have by default. A round is
+timed from one model to the next. Messages and bytes are counted where the strategy meets Flower, and with the mark as
+its report counts them: what a deployment sends, though in a simulation the stages of a sum are served without messages
+(`quorumark.flower.simulation`).
 
 The same comparison in a deployment is made by `examples/flower-hospitals/deploy --compare N`, whose summary.json
 `deployed` reads.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,16 +62,15 @@ class FlowerRow(Row):
     bytes_up: float
     plain_bytes_up: float
     packing: int = 2  # weights in an element
-    sums: str = "unchecked"  # what the terms say of sums
+    sums: str = "checked"  # what the terms say of sums
 
 
 def packed_rows(quick: bool = False) -> Iterator[FlowerRow]:
-    """One to four weights in an element, with sums checked as they are by default: then the sum goes to the nodes, and
-    no model."""
+    """One to four weights in an element."""
     count, threshold, thousands = QUICK[0] if quick else PACKED
     for packing in PACKINGS:
         with tempfile.TemporaryDirectory() as folder:
-            yield _simulated(Path(folder), count, threshold, thousands, packing, "checked")
+            yield _simulated(Path(folder), count, threshold, thousands, packing)
 
 
 def rows(quick: bool = False) -> Iterator[FlowerRow]:
@@ -98,7 +99,7 @@ def _row(
     marked: dict[str, float],
     plain: dict[str, float],
     packing: int = 2,
-    sums: str = "unchecked",
+    sums: str = "checked",
 ) -> FlowerRow:
     return FlowerRow(
         name, "plain FedAvg", size, field.threads(), marked["seconds"] / plain["seconds"], marked["seconds"],
@@ -107,9 +108,7 @@ def _row(
     )  # fmt: skip
 
 
-def _simulated(
-    folder: Path, count: int, threshold: int, thousands: int, packing: int = 2, sums: str = "unchecked"
-) -> FlowerRow:
+def _simulated(folder: Path, count: int, threshold: int, thousands: int, packing: int = 2) -> FlowerRow:
     try:
         import ray  # noqa: F401
         from flwr.clientapp import ClientApp
@@ -123,7 +122,7 @@ def _simulated(
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     model = {"w": np.random.default_rng(0).standard_normal((thousands, 1000), np.float32)}
-    _consortium(folder, count, threshold, model, packing, sums)
+    _consortium(folder, count, threshold, model, packing)
     found: dict[str, list[dict[str, float]]] = {"plain": [], "marked": []}
     server = ServerApp()
 
@@ -166,7 +165,7 @@ def _simulated(
         {name: _typical(name, [row[name] for row in found[kind]]) for name in found[kind][0]}
         for kind in ("marked", "plain")
     )
-    return _row(f"simulation on Ray, {count} nodes", model["w"].size, count, marked, plain, packing, sums)
+    return _row(f"simulation on Ray, {count} nodes", model["w"].size, count, marked, plain, packing)
 
 
 def _typical(name: str, values: list[float]) -> float:
@@ -228,17 +227,11 @@ def _app(folder: Path, marked: bool) -> Any:
     from flwr.app import Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
-    from quorumark.consortium.home import HomeFolder
-    from quorumark.consortium.keystore import Unlock
     from quorumark.flower import watermark_mod
+    from quorumark.flower.client import member_in
     from quorumark.flower.wire import tensors, to_record
-    from quorumark.node.member import MemberNode
 
-    def member(context: Any) -> MemberNode:
-        name = f"member-{int(context.node_config['partition-id']) + 1}"
-        return MemberNode(HomeFolder(folder / name), Unlock.key_file(folder / f"{name}.key"))
-
-    app = ClientApp(mods=[watermark_mod(member)] if marked else [])
+    app = ClientApp(mods=[watermark_mod(partial(member_in, folder))] if marked else [])
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
@@ -255,9 +248,7 @@ def _app(folder: Path, marked: bool) -> Any:
     return app
 
 
-def _consortium(
-    folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]], packing: int, sums: str
-) -> None:
+def _consortium(folder: Path, count: int, threshold: int, model: dict[str, NDArray[np.float32]], packing: int) -> None:
     """Homes for all members, with shares from a dealer."""
     from quorumark.consortium.home import HomeFolder
     from quorumark.consortium.keystore import Unlock
@@ -281,8 +272,8 @@ def _consortium(
     terms = Terms(
         "bench", threshold, roster, layout.digest(), layout.coordinates,
         anchor_of(layout, model), created="2026-01-31T12:00:00Z",
-        setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03", "dither": "0"}, layout.coordinates),
-        policy=Policy(sums=sums, packing=packing),
+        setup="dealer", strength=Strength.of({"rule": "relative", "c": "0.03"}, layout.coordinates),
+        policy=Policy(packing=packing),
     )  # fmt: skip
     deal(terms, folder / "dealing")
     for _ in range(2):  # all sign, then all take the manifest

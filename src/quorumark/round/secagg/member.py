@@ -39,7 +39,7 @@ from quorumark.round.secagg.masks import (
     private_key,
     self_mask,
 )
-from quorumark.round.secagg.messages import Plan, Upload, check_arguments, hear, own_origin, read_ready, read_upload
+from quorumark.round.secagg.messages import Plan, Upload, check_arguments, hear, own_origin, read_readies, read_uploads
 from quorumark.round.statements import Turn
 from quorumark.round.units import widest
 
@@ -56,6 +56,7 @@ class SecAggMember:
         self._identity = identity
         self.state = state
         self._shared: dict[tuple[str, str], bytes] = {}  # of this round, to spare exchanges; erased with its keys
+        self._derived: dict[tuple[str, bytes], dict[int, bytes]] = {}  # of the last attempt, likewise
         # members of a simulation, who hide nothing from each other in one process (`simulation.Federation`): the masks
         # that two of them would share cancel in the sum, and are not made
         self.together: frozenset[int] = frozenset()
@@ -110,7 +111,7 @@ class SecAggMember:
                     memory["sent"].pop(purpose, None)
                 if round_no > memory["round"]:
                     memory.update(round=round_no, open=True, purposes={})
-                    self._shared.clear()
+                    self._forget()
                 if memory["open"]:
                     if "repeats" in about:
                         about["repeated-level"] = memory["sent"][purpose]["level"]
@@ -257,7 +258,7 @@ class SecAggMember:
                     memory.update(open=False, purposes={})
             elif memory["round"] <= check_round_number(round_no):
                 memory.update(round=round_no, open=False, purposes={})
-            self._shared.clear()
+            self._forget()
         return statements.sign(self._identity, self.group, "never", origin, about)
 
     def sign(self, what: str, state: bytes, about: bytes) -> bytes:
@@ -306,8 +307,8 @@ class SecAggMember:
                 code="round.too-few",
             )
         keys, levels = [], []
-        for point, data in zip(members, readies, strict=True):
-            key, binding, length, level = read_ready(group, round_no, purpose, point, data, entry["draw"])
+        said = read_readies(group, round_no, purpose, entry["draw"], tuple(members), tuple(readies))
+        for point, (key, binding, length, level) in zip(members, said, strict=True):
             if (binding.hex(), length) != (entry["binding"], entry["length"]):
                 raise RoundError(
                     f"{group.name(point)} was told of another model, other weights or another length than this member",
@@ -322,11 +323,13 @@ class SecAggMember:
         self._admit(entry, plan)
         return plan
 
-    def upload(self, plan: Plan, vector: Vector, *, marked: bool = False) -> Upload:
+    def upload(
+        self, plan: Plan, vector: Vector, *, marked: bool = False, known: Mapping[str, Any] | None = None
+    ) -> Upload:
         """Masks the vector, in place. This member will then answer for this attempt or a later one, no earlier one.
 
         Once per attempt: two vectors under the same masks would show their difference. `marked` is remembered for what
-        an operator may be asked to consent to.
+        an operator may be asked to consent to, `known` for the check of the sum (`checked_sums.kept`).
         """
         point, ctx = self.point, plan.ctx
         if not isinstance(vector, np.ndarray) or vector.dtype != np.uint64 or vector.shape != (plan.length,):
@@ -368,6 +371,8 @@ class SecAggMember:
                 "draw": entry["draw"],
                 "level": plan.level.hex(),
             }
+            if known is not None:
+                memory["sum"] = dict(known)
         return Upload(len(message).to_bytes(4, "big") + message + boxes, vector)
 
     def unmask(self, request: bytes) -> bytes:
@@ -398,10 +403,9 @@ class SecAggMember:
                     "the server's request must show one upload of every member of the announced set",
                     code="message.incomplete",
                 )
-            pairs = self._pairs(entry, plan)
-            shares = b""
-            for dealer, message, box in zip(plan.members, parts[::2], parts[1::2], strict=True):
-                _, _, commitment = read_upload(self.group, plan, dealer, message)
+            pairs, shares = self._pairs(entry, plan), b""
+            said = read_uploads(self.group, plan, tuple(parts[::2]))
+            for dealer, (_, _, commitment), box in zip(plan.members, said, parts[1::2], strict=True):
                 try:
                     share = cipher_of(pairs[dealer], dealer, self.point, commitment).decrypt(NONCE, box, None)
                     shares += bytes_of(elements_of(share, SEED))
@@ -421,14 +425,14 @@ class SecAggMember:
             if entry.get("consented"):
                 memory["consents"].pop(entry["origin"], None)
                 memory["signed"].pop(entry["origin"], None)  # the operator lets another sum follow from here
-            self._shared.clear()
+            self._forget()
         return message
 
     def close(self) -> None:
         """Ends the current round for this member: it erases the round's keys, and answers no more."""
         with self.state.edit() as memory:
             memory.update(open=False, purposes={})
-            self._shared.clear()
+            self._forget()
 
     # --- rules and keys ---
 
@@ -490,27 +494,36 @@ class SecAggMember:
 
     def _pairs(self, entry: dict[str, Any], plan: Plan) -> dict[int, bytes]:
         """A secret with every member of U, bound to ctx; the one with itself seals its own box."""
+        known = (entry["secret"], plan.ctx)
+        if known in self._derived:
+            return self._derived[known]
         private, pairs = private_key(entry), {}
         own = plan.keys[plan.members.index(self.point)]
         for point, key in zip(plan.members, plan.keys, strict=True):
             if point == self.point:
                 secret = bytes.fromhex(entry["secret"])
             else:
-                known = (entry["secret"], key)
+                pair = (entry["secret"], key)
                 try:
                     lasting = self._identity.exchange_lasting(self.group.member(point).x25519)
-                    if known not in self._shared:
+                    if pair not in self._shared:
                         here = point in self.together
-                        self._shared[known] = _exchanged_once(private, own, key) if here else exchange(private, key)
+                        self._shared[pair] = _exchanged_once(private, own, key) if here else exchange(private, key)
                 except MessageError:
                     raise MessageError(
                         f"{self.group.name(point)} sent an invalid public key (step 'secagg/ready')",
                         code="message.invalid-key",
                     ) from None
                 # both the round's keys and the lasting ones: the first can be forgotten, the second say who
-                secret = self._shared[known] + lasting
+                secret = self._shared[pair] + lasting
             pairs[point] = derive_key(secret, "secagg pair", plan.ctx)
+        self._derived = {known: pairs}
         return pairs
+
+    def _forget(self) -> None:
+        """What follows from keys that are gone."""
+        self._shared.clear()
+        self._derived.clear()
 
     @property
     def name(self) -> str:

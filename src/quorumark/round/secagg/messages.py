@@ -107,6 +107,21 @@ def read_ready(
     return body[:32].hex(), body[32:64], int.from_bytes(body[64:72], "big"), body[72:]
 
 
+@lru_cache(maxsize=4)
+def read_readies(
+    group: Group, round_no: int, purpose: str, draw: int, members: tuple[int, ...], readies: tuple[bytes, ...]
+) -> tuple[tuple[str, bytes, int, bytes], ...]:
+    """The same of all members of a set: what everybody reads in an announcement."""
+    each = zip(members, readies, strict=True)
+    return tuple(read_ready(group, round_no, purpose, point, data, draw) for point, data in each)
+
+
+@lru_cache(maxsize=4)
+def read_uploads(group: Group, plan: Plan, messages: tuple[bytes, ...]) -> tuple[tuple[bytes, bytes, bytes], ...]:
+    """What everybody reads in a request."""
+    return tuple(read_upload(group, plan, point, data) for point, data in zip(plan.members, messages, strict=True))
+
+
 def read_upload(group: Group, plan: Plan, point: int, data: bytes) -> tuple[bytes, bytes, bytes]:
     """Digests of a member's vector and of its boxes, and the commitment to its seed."""
     body = opened(group.member(point), group.header("upload", plan.ctx, point, plan.attempt), data)
