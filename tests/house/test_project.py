@@ -139,6 +139,22 @@ def test_the_planned_runs_are_the_measured_ones(root: Path) -> None:
     assert f"has a cosine of {max(first['seen']):.2f} with the key in runs" in (root / "README.md").read_text()
 
 
+def test_what_public_models_tell_of_the_mark_is_what_was_measured(root: Path) -> None:
+    """The rows that the page shows, and for how many architectures each of the two misses z."""
+    pytest.importorskip("torch")
+    from benchmarks.public_forecast import KINDS, off
+
+    page = (root / "docs/strength.md").read_text()
+    page = page[page.index("**From public models alone**") :].split("**What it tells others**")[0]
+    rows = json.loads((root / "benchmarks/results/public-forecast.json").read_text())
+    assert len(rows) == 24
+    cells = [[row["name"], *(f"{sum(row[kind]) / len(row[kind]):.1f}" for kind in KINDS)] for row in rows]
+    assert sum(f"| {' | '.join(each)} |" in page for each in cells) == 6 == page.count("\n| ") - 1
+    missed = [sum(off(row, kind) for row in rows) for kind in KINDS[:-1]]
+    told = "for {} of the 24, with *radial* for {}, with *reversal* for {}, with both for {}".format(*missed)
+    assert f"misses z by max(10 %, 2) or more {told}" in page
+
+
 def test_the_survival_that_the_noise_finds_is_the_measured_one(root: Path) -> None:
     """Each row of the table; with it the forecast is within max(10 %, 2) of z in the mean, without it not always; so it
     is by the median of what five members tell."""
