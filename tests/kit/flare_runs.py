@@ -22,6 +22,11 @@ SCRIPT = Path(__file__).with_name("flare_script.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+ADAM = {"path": "torch.optim.Adam", "args": {"lr": 0.01}}
+FEDADAM = "fedadam:eta=0.01,beta_1=0.9,beta_2=0.999,tau=0.00000001"
+"""The same, as members agree on it."""
+
+
 def training_job(name: str = "training", die: str = "") -> Any:
     """A job as a user has it: a script, and the controller that is replaced."""
     from nvflare.job_config.api import FedJob
@@ -33,14 +38,31 @@ def training_job(name: str = "training", die: str = "") -> Any:
     return job
 
 
+def stepping_job() -> Any:
+    """The same with what FLARE's FedOpt recipe has at the server: a controller, an average and torch's Adam."""
+    from nvflare.apis.dxo import DataKind
+    from nvflare.app_common.aggregators import InTimeAccumulateWeightedAggregator
+    from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
+    from nvflare.app_opt.pt.fedopt import PTFedOptModelShareableGenerator
+
+    job = training_job()
+    average = InTimeAccumulateWeightedAggregator(expected_data_kind=DataKind.WEIGHT_DIFF)
+    parts = {"aggregator": average, "shareable_generator": PTFedOptModelShareableGenerator(optimizer_args=ADAM)}
+    for name, part in parts.items():
+        job.to_server(part, id=name)
+    job.to_server(ScatterAndGather(min_clients=5, num_rounds=2, **{f"{name}_id": name for name in parts}))
+    return job
+
+
 def simulate(
-    world: Consortium, rounds: int, plan: list[Any] | None = None, die: str = "", **options: Any
+    world: Consortium, rounds: int, plan: list[Any] | None = None, die: str = "", steps: bool = False, **options: Any
 ) -> tuple[dict[str, Any], Model]:
-    """A run of the world's members in the simulator, watermarked if they have a key: its summary and the last model."""
+    """A run of the world's members in the simulator, watermarked if they have a key: its summary and the last model.
+    `steps`: the job has an optimiser of FLARE's."""
     for x in range(1, world.count + 1):
         home, unlock = world.home(x)
         allow_repeats(home.only_consortium(), home.identity(unlock))
-    asked = {"kind": "train", "rounds": rounds, "plan": plan or [], "die": die, "options": options}
+    asked = {"kind": "train", "rounds": rounds, "plan": plan or [], "die": die, "steps": steps, "options": options}
     run_apart(world, asked)
     out = world.folder / "out"
     model = {name: np.array(tensor) for name, tensor in read_safetensors(out / "model.safetensors").items()}
@@ -75,7 +97,7 @@ def _main(asked: dict[str, Any]) -> int:
         recipe = key_ceremony(folder / "terms.json", homes=folder, folder=str(folder / "made"))
         recipe.run(SimEnv(num_clients=asked["sites"], workspace_root=str(workspace), log_config="concise"))
         return 0
-    job = training_job(die=asked["die"])
+    job = stepping_job() if asked["steps"] else training_job(die=asked["die"])
     options = {"seed": SEED, "folder": str(folder / "out"), "num_rounds": asked["rounds"], **asked["options"]}
     wraps = watermarked if Manifest.from_bytes((folder / "consortium.json").read_bytes()).terms.has_key else secure
     wraps(job, folder / "consortium.json", homes=folder, **options)

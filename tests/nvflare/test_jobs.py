@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,7 +23,8 @@ from quorumark.consortium.optimiser import Optimiser
 from quorumark.errors import InputError
 from quorumark.nvflare import key_ceremony, secure, verification, watermarked
 from quorumark.nvflare.controller import QuorumarkController
-from tests.kit.flare_runs import SCRIPT, training_job
+from quorumark.nvflare.optimisers import check_named
+from tests.kit.flare_runs import ADAM, FEDADAM, SCRIPT, training_job
 from tests.kit.flowers import Consortium
 from tests.kit.refusals import stopped
 
@@ -113,25 +115,112 @@ def test_other_controllers_and_missing_rounds_are_refused(world: Consortium) -> 
         watermarked("job.py", world.path)
 
 
-def test_fedopt_is_told_what_to_agree_on(world: Consortium) -> None:
-    """Its settings are read; the arithmetic is the members', and the recipe FedAvg's."""
+SGD = {"path": "torch.optim.SGD", "args": {"lr": 0.5, "momentum": 0.9}}
+FEDAVGM = "fedavgm:server_learning_rate=0.5,server_momentum=0.9"
+
+
+@pytest.fixture(scope="module")
+def stepping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Consortium]:
+    """Consortia whose members agreed on an optimiser."""
+    made = {}
+    for text in (FEDAVGM, FEDADAM):
+        folder = tmp_path_factory.mktemp("stepping")
+        made[text] = Consortium.make(folder, policy={"sums": "checked", "optimiser": text})
+    return made
+
+
+def with_fedopt(chosen: dict[str, Any], schedule: Any = None) -> Any:
+    """FedAvg's controller, with FLARE's FedOpt beside it."""
     from nvflare.app_opt.pt.fedopt import PTFedOptModelShareableGenerator
 
-    cases: dict[str, dict[str, Any]] = {
-        "fedavgm:server_learning_rate=0.5,server_momentum=0.9": {
-            "path": "torch.optim.SGD",
-            "args": {"lr": 0.5, "momentum": 0.9},
-        },
-        "fedadam:eta=0.01,beta_1=0.9,beta_2=0.999,tau=0.00000001": {"path": "torch.optim.Adam", "args": {"lr": 0.01}},
-    }
-    for text, chosen in cases.items():
-        job = training_job()
-        job.to_server(FedAvg(num_clients=5, num_rounds=7))
-        job.to_server(PTFedOptModelShareableGenerator(optimizer_args=chosen), id="generator")
+    job = training_job()
+    job.to_server(FedAvg(num_clients=5, num_rounds=7))
+    job.to_server(PTFedOptModelShareableGenerator(optimizer_args=chosen, lr_scheduler_args=schedule), id="generator")
+    return job
+
+
+def fedopt_recipe(chosen: dict[str, Any]) -> Any:
+    """FLARE's own recipe, whose controller is an older one."""
+    torch = pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    from nvflare.app_opt.pt.recipes.fedopt import FedOptRecipe
+
+    model = torch.nn.Linear(2, 2)
+    return FedOptRecipe(model=model, min_clients=5, num_rounds=7, train_script=str(SCRIPT), optimizer_args=chosen)
+
+
+def named(refusal: Any) -> str:
+    """The optimiser that a refusal says to agree on."""
+    found = re.search(r"--policy optimiser=([^)]*)\)", str(refusal.value))
+    assert found is not None, refusal.value
+    return str(Optimiser.of(found[1]))
+
+
+@pytest.mark.parametrize(("chosen", "text"), [(SGD, FEDAVGM), (ADAM, FEDADAM)], ids=["SGD", "Adam"])
+def test_fedopt_is_told_what_to_agree_on(world: Consortium, chosen: dict[str, Any], text: str) -> None:
+    """Its settings are read; the arithmetic is the members'."""
+    for made in (with_fedopt(chosen), fedopt_recipe(chosen)):
         with stopped("round.other-optimiser") as caught:
-            watermarked(job, world.path)
-        named = str(caught.value).split("optimiser=")[1].rstrip(")")
-        assert str(Optimiser.of(named)) == text
+            watermarked(made, world.path)
+        assert named(caught) == text
+
+
+@pytest.mark.parametrize(("chosen", "text"), [(SGD, FEDAVGM), (ADAM, FEDADAM)], ids=["SGD", "Adam"])
+def test_fedopt_with_the_settings_of_the_terms_is_taken(
+    stepping: dict[str, Consortium], chosen: dict[str, Any], text: str
+) -> None:
+    """Its own parts are gone: nothing at the server makes a step. The controller looks once more before it trains."""
+    for made in (with_fedopt(chosen), fedopt_recipe(chosen)):
+        assert watermarked(made, stepping[text].path) is made
+        app = getattr(made, "_job", made)._deploy_map["server"].app_config
+        (workflow,) = app.workflows
+        assert type(workflow.controller) is QuorumarkController
+        assert (workflow.controller.optimiser, workflow.controller.num_rounds) == (text, 7)
+        left = {type(part).__name__ for part in (*app.components.values(), *app.handlers)}
+        assert not any(word in name for name in left for word in ("FedOpt", "Aggregator", "Scatter"))
+
+
+def test_fedopt_with_other_settings_than_the_terms_is_refused(stepping: dict[str, Consortium]) -> None:
+    """By the recipe and, where the manifest is on another machine, by the controller."""
+    for text, others in ((FEDAVGM, (ADAM, {**SGD, "args": {"lr": 0.5}})), (FEDADAM, (SGD, {**ADAM, "args": {}}))):
+        for chosen in others:
+            with stopped("round.other-optimiser", names="give the recipe those settings"):
+                watermarked(with_fedopt(chosen), stepping[text].path)
+        terms = stepping[text].terms
+        with stopped("round.other-optimiser"):
+            check_named(FEDADAM if text == FEDAVGM else FEDAVGM, terms)
+        check_named(text, terms)
+        check_named("", terms)  # the FedAvg recipe: the terms decide
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"path": "torch.optim.SGD", "args": {"lr": 0.5, "momentum": 0.9, "nesterov": True}},
+        {"path": "torch.optim.SGD", "args": {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}},
+        {"path": "torch.optim.Adam", "args": {"lr": 0.01, "amsgrad": True}},
+        {"path": "torch.optim.Adam", "args": {"lr": 0.01, "betas": (0.9, 0.9999)}},
+        {"path": "torch.optim.Adagrad", "args": {"lr": 0.01}},  # its eps is 10^-10, which no terms have
+        {"path": "torch.optim.AdamW", "args": {"lr": 0.01}},
+        {"path": "mine.Adam", "args": {"lr": 0.01}},
+        {"path": "tensorflow.keras.optimizers.Adagrad", "args": {"learning_rate": 0.01}},  # it begins with v = 0.1
+        {"path": "torch.optim.Adam", "args": {"lr": "fast"}},
+    ],
+    ids=str,
+)
+def test_an_optimiser_that_no_terms_have_is_refused(
+    world: Consortium, stepping: dict[str, Consortium], chosen: dict[str, Any]
+) -> None:
+    for of in (world, *stepping.values()):
+        with stopped("round.other-optimiser", names=r"docs/optimisers.md does not have"):
+            watermarked(with_fedopt(chosen), of.path)
+
+
+def test_a_schedule_is_refused_and_plain_fedavg_is_not(world: Consortium, stepping: dict[str, Consortium]) -> None:
+    schedule = {"path": "torch.optim.lr_scheduler.CosineAnnealingLR", "args": {"T_max": 3}}
+    with stopped("round.other-optimiser"):
+        watermarked(with_fedopt(SGD, schedule), stepping[FEDAVGM].path)
+    plain = {"path": "torch.optim.SGD", "args": {"lr": 1.0}}
+    assert watermarked(with_fedopt(plain), world.path) is not None
 
 
 def test_a_fedopt_controller_is_told_the_same(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +230,10 @@ def test_a_fedopt_controller_is_told_the_same(world: Consortium, monkeypatch: py
     if find_spec("tensorflow") is None:  # its class is FLARE's own, and needs nothing of it until it runs
         monkeypatch.setitem(sys.modules, "tensorflow", ModuleType("tensorflow"))
     kinds = fedopt_ctl.FedOpt, import_module("nvflare.app_opt.tf.fedopt_ctl").FedOpt
-    adam = {"path": "torch.optim.Adam", "args": {"lr": 0.01}}
     keras = {"path": "tensorflow.keras.optimizers.Adam", "args": {"learning_rate": 0.02, "beta_1": 0.8}}
     more: dict[str, Any] = {"source_model": "model"}
     cases = {
-        "fedadam:eta=0.01,beta_1=0.9,beta_2=0.999,tau=0.00000001": (kinds[0], adam, more),
+        FEDADAM: (kinds[0], ADAM, more),
         "fedadam:eta=0.02,beta_1=0.8,beta_2=0.999,tau=0.0000001": (kinds[1], keras, {}),
     }
     for text, (kind, chosen, rest) in cases.items():
@@ -153,12 +241,11 @@ def test_a_fedopt_controller_is_told_the_same(world: Consortium, monkeypatch: py
         job.to_server(kind(num_clients=5, num_rounds=7, optimizer_args=chosen, lr_scheduler_args=None, **rest))
         with stopped("round.other-optimiser") as caught:
             watermarked(job, world.path)
-        assert str(Optimiser.of(str(caught.value).split("optimiser=")[1].rstrip(")"))) == text
+        assert named(caught) == text
     job = training_job()
     job.to_server(kinds[0](num_clients=5, num_rounds=7, source_model="model"))  # with a schedule, as its default is
-    with stopped("round.other-optimiser") as caught:
+    with stopped("round.other-optimiser", names="does not have"):
         watermarked(job, world.path)
-    assert "none with these settings" in str(caught.value)
 
 
 def test_a_manifest_of_the_other_kind_is_refused(world: Consortium, tmp_path: Path) -> None:

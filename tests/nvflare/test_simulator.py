@@ -11,7 +11,7 @@ pytest.importorskip("nvflare", reason="the extra 'nvflare' is not installed")
 from quorumark.consortium.records import Manifest
 from quorumark.simulation import Losses
 from quorumark.verify.certificate import Certificate
-from tests.kit.flare_runs import SEED, STRENGTH, make_key, simulate
+from tests.kit.flare_runs import FEDADAM, SEED, STRENGTH, make_key, simulate
 from tests.kit.flowers import Consortium, allow, same
 
 
@@ -67,6 +67,35 @@ def test_five_sites_that_sum_alone(tmp_path: Path) -> None:
     for row in summary["rounds"]:
         assert row["uploaded_bytes"] <= 8.1 * world.layout.size * sum(row["attempts"] * [len(row["members"]) + 1])
     assert "nothing to verify" in summary["queries"][0]["refused"]
+
+
+def test_five_sites_step_as_the_terms_say(tmp_path: Path) -> None:
+    """A job with FLARE's FedOpt and the settings of the terms; with sites that fail, one of them for two rounds."""
+    pytest.importorskip("torch", reason="the extra 'torch' is not installed")
+    policy = {"sums": "checked", "optimiser": FEDADAM}
+    world = Consortium.make(tmp_path, policy=policy, strength=STRENGTH)
+    plan = {(2, "train"): [4], (3, "train"): [4], (4, "unmask"): [1]}
+    summary, model = simulate(world, 5, [[r, s, points] for (r, s), points in plan.items()], steps=True)
+    expected = world.in_process(5, SEED, Losses(plan))
+    assert same(model, expected.model)
+    assert expected.history.mark.applied is not None
+    assert expected.history.mark.applied.state.steps == 5
+    assert [tuple(r["members"]) for r in summary["rounds"]] == [r.members for r in expected.reports]
+    assert [r["marked"] for r in summary["rounds"]] == [False, False, True, True, True]
+
+
+def test_some_of_six_sites_are_drawn(tmp_path: Path) -> None:
+    """Four for each round, with checked sums: sites that rest follow links when they come back."""
+    world = Consortium.deal(tmp_path, 6, 2, policy={"sums": "checked", "cohort": "4"}, strength=STRENGTH)
+    summary, model = simulate(world, 6)
+    expected = world.in_process(6, SEED)
+    assert same(model, expected.model)
+    drawn = [tuple(r["members"]) for r in summary["rounds"]]
+    assert drawn == [r.members for r in expected.reports]
+    assert len(set(drawn)) > 2
+    assert all(len(members) == 4 for members in drawn)
+    assert {code for r in summary["rounds"] for code in r["excluded_codes"].values()} == {"round.not-drawn"}
+    assert not any(r["excluded_codes"] for r in summary["rounds"][1:])  # by then the server knows who is who
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from quorumark.model.layout import write_safetensors
 from quorumark.node.relay import relay_ceremony, relay_query
 from quorumark.node.rounds import Rounds
 from quorumark.node.start import Start
+from quorumark.nvflare.optimisers import check_named
 from quorumark.nvflare.wire import SiteWire
 from quorumark.round.server import RoundServer
 from quorumark.verify.reference import Reference
@@ -49,7 +50,8 @@ class QuorumarkController(Controller):  # type: ignore[misc]
     `consortium`, `terms` and suspects are paths on the server's machine. With a `folder` a run whose server died goes
     on when the job is run again; with `go_on` one that lost its folder. `train_timeout` and `stage_timeout` say how
     long a site may take, in seconds; `patience` as in `quorumark.flower.watermarked`. `seed` is for research.
-    `sums_alone` says that the members have no key: a manifest of the other kind is refused.
+    `sums_alone` says that the members have no key: a manifest of the other kind is refused. `optimiser` is what the
+    recipe named (`quorumark.nvflare.optimisers`): another one than the terms' is refused.
     """
 
     def __init__(
@@ -69,13 +71,14 @@ class QuorumarkController(Controller):  # type: ignore[misc]
         seed: int | None = None,
         go_on: bool = False,
         sums_alone: bool = False,
+        optimiser: str = "",
     ) -> None:
         super().__init__()
         self.consortium, self.terms, self.num_rounds, self.queries = consortium, terms, num_rounds, queries
         self.folder, self.task_name, self.persistor_id = folder, task_name, persistor_id
         self.train_timeout, self.stage_timeout, self.wait_timeout = train_timeout, stage_timeout, wait_timeout
         self.patience, self.after, self.seed, self.go_on = patience, after, seed, go_on
-        self.sums_alone = sums_alone
+        self.sums_alone, self.optimiser = sums_alone, optimiser
 
     # --- what FLARE calls ---
 
@@ -135,6 +138,7 @@ class QuorumarkController(Controller):  # type: ignore[misc]
     def _train(self, wire: SiteWire, out: Path, summary: dict[str, Any], abort: Any, fl_ctx: Any) -> None:
         start = Start(Path(self.consortium))
         start.check_kind("recipe", sums_alone=self.sums_alone)
+        check_named(self.optimiser, start.manifest.terms)
         model, layout = start.model(folder=out)
         server = RoundServer(
             start.manifest,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from nvflare.recipe.spec import Recipe
 
 from quorumark.consortium.home import read_as
 from quorumark.consortium.records import Terms
-from quorumark.errors import InputError, RoundError
+from quorumark.errors import InputError
 from quorumark.node.start import Start
 from quorumark.nvflare.controller import QuorumarkController
+from quorumark.nvflare.optimisers import check_named, is_fedopt, named_by
 from quorumark.nvflare.site import JoinRound, KeepResult, QuorumarkExecutor
 from quorumark.nvflare.wire import TASK
 from quorumark.round.group import group_of
@@ -32,7 +32,7 @@ PACKAGE = "quorumark.nvflare."
 """What a site adds to the `class_allow_list` of its resources for jobs that bring no code of their own."""
 
 _OURS = ("FedAvg",)
-_FEDOPT = ("FedOpt", "PTFedOptModelShareableGenerator")
+_AVERAGES = ("InTimeAccumulateWeightedAggregator",)
 _UNUSED = {
     "aggregator": "an aggregator of its own sees single results",
     "aggregation_weights": "the manifest's numbers of examples weigh the members",
@@ -58,7 +58,8 @@ def watermarked(
     all members. `num_rounds` is the recipe's own unless it is given; `options` are those of `QuorumarkController`.
 
     Recipes for FedAvg can be changed so: their controller is replaced by one that opens the sum alone. The task of
-    training, the script and its executor, and the persistor stay as they are.
+    training, the script and its executor, and the persistor stay as they are. FLARE's FedOpt is read for its settings,
+    which must be those of the terms: members make the step.
     """
     return _changed(recipe, consortium, homes, num_rounds, options)
 
@@ -94,15 +95,16 @@ def _changed(
         )
     if isinstance(recipe, Recipe):
         recipe._ensure_client_apps_prepared()
-    before = _take_controller(job)
-    task, path = str(getattr(before, "task_name", "train")), _whole(consortium)
+    before, named = _take_controller(job)
+    task, path = str(_one_of(before, "task_name", "train_task_name") or "train"), _whole(consortium)
     where = str(_whole(homes)) if homes else ""
     pinned = _digest(options["terms"]) if homes and options.get("terms") else ""
     controller = QuorumarkController(
         consortium=str(path),
-        num_rounds=num_rounds or int(getattr(before, "num_rounds", 0)),
+        num_rounds=num_rounds or int(_one_of(before, "num_rounds", "_num_rounds") or 0),
         task_name=task,
-        persistor_id=str(getattr(before, "_persistor_id", "")),
+        persistor_id=str(_one_of(before, "_persistor_id", "persistor_id") or ""),
+        optimiser=named,
         **options,
     )
     if controller.num_rounds < 1:
@@ -116,9 +118,15 @@ def _changed(
     if path.is_file():  # a job ends when fewer sites than this are left, and a round can do with so many
         start = Start(path)
         start.check_kind("recipe", sums_alone=controller.sums_alone)
+        check_named(named, start.manifest.terms)
         job.job.min_clients = group_of(start.manifest).least
     _leave_at_home(job)
     return recipe
+
+
+def _one_of(controller: Any, *names: str) -> Any:
+    """What the recipe's controller has under the first of these names that it knows."""
+    return next((getattr(controller, name) for name in names if hasattr(controller, name)), None)
 
 
 def key_ceremony(
@@ -181,66 +189,47 @@ class _OwnRecipe(Recipe):  # type: ignore[misc]
             (local / "resources.json.default").write_text(json.dumps({"format_version": 2, **allowed}))
 
 
-def _take_controller(job: FedJob) -> Any:
-    """Takes the job's controller out of it."""
+def _take_controller(job: FedJob) -> tuple[Any, str]:
+    """Takes the job's controller out of it, and the server optimiser that it names (`named_by`), if there is one."""
     server = job._deploy_map.get(SERVER_SITE_NAME)
     workflows = [] if server is None else server.app_config.workflows
     kinds = [type(one.controller).__name__ for one in workflows]
+    named = named_by(server.app_config) if server is not None else ""
     if not workflows:
-        return None
-    _check_fedopt(server.app_config)
-    if len(workflows) > 1 or not any(kind.__name__ in _OURS for kind in type(workflows[0].controller).__mro__):
+        return None, named
+    controller = workflows[0].controller
+    if len(workflows) > 1 or not (_is(controller, _OURS) or _scatters_fedopt(controller, server.app_config)):
         raise InputError(
             "recipe",
             "must have one controller, FedAvg: what the server works with is the members' sum alone",
             ", ".join(kinds),
         )
-    controller = workflows[0].controller
-    for name, why in _UNUSED.items():
-        if getattr(controller, name, None) or getattr(controller, f"_{name}", None):
-            raise InputError(name, f"must be left out of the recipe: {why}")
+    components = server.app_config.components
+    for part in (controller, components.get(getattr(controller, "aggregator_id", ""))):
+        for name, why in _UNUSED.items():
+            if getattr(part, name, None) or getattr(part, f"_{name}", None):
+                raise InputError(name, f"must be left out of the recipe: {why}")
+    for cid, one in list(components.items()):  # what would make the optimiser's step at the server
+        if is_fedopt(one) or (named and _is(one, _AVERAGES)):
+            del components[cid]
+            server.app_config.handlers[:] = [other for other in server.app_config.handlers if other is not one]
     communicator = controller.communicator
     server.app_config.handlers[:] = [one for one in server.app_config.handlers if one is not communicator]
     server.app_config.ids.remove(workflows[0].id)
     workflows.clear()
-    return controller
+    return controller, named
 
 
-def _check_fedopt(app: Any) -> None:
-    """A server optimiser of FLARE's is read for its settings: members compute it, if the terms name it. It is a
-    component beside the controller, or a controller, and then a FedAvg as well."""
-    for one in [*app.components.values(), *(workflow.controller for workflow in app.workflows)]:
-        if any(kind.__name__ in _FEDOPT for kind in type(one).__mro__):
-            raise RoundError(
-                "FedOpt is a server optimiser, which members compute: take the FedAvg recipe, and agree on the "
-                f"optimiser in the terms (quorumark consortium create --policy optimiser={_fedopt(one)})",
-                code="round.other-optimiser",
-            )
+def _is(one: Any, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in names for kind in type(one).__mro__)
 
 
-def _fedopt(generator: Any) -> str:
-    """As the policy `optimiser` spells it; a hint where there is no such one."""
-    about = dict(generator.optimizer_args or {})
-    name = str(about.get("path") or about.get("class_path") or about.get("name") or "").rpartition(".")[2]
-    args = dict(about.get("args") or {})
-    if type(generator).__module__.startswith("nvflare.app_opt.tf."):
-        names, rates, taus = ("learning_rate", "epsilon"), (0.01, 0.001, 0.001), (1e-7, 1e-7)  # Keras' defaults
-        betas = args.get("beta_1", 0.9), args.get("beta_2", 0.999)
-    else:
-        names, rates, taus = ("lr", "eps"), (0.001, 0.001, 0.01), (1e-8, 1e-10)  # torch's
-        betas = args.get("betas", (0.9, 0.999))
-    sgd, adam, adagrad = (args.get(names[0], rate) for rate in rates)
-    known = {
-        "SGD": ("fedavgm", {"server_learning_rate": sgd, "server_momentum": args.get("momentum", 0.0)}),
-        "Adam": (
-            "fedadam",
-            {"eta": adam, "beta_1": betas[0], "beta_2": betas[1], "tau": args.get(names[1], taus[0])},
-        ),
-        "Adagrad": ("fedadagrad", {"eta": adagrad, "tau": args.get(names[1], taus[1])}),
-    }
-    if name not in known or generator.lr_scheduler_args:
-        return "…: see docs/optimisers.md, which has none with these settings"
-    return f"{known[name][0]}:" + ",".join(f"{k}={Decimal(repr(float(v))):f}" for k, v in known[name][1].items())
+def _scatters_fedopt(controller: Any, app: Any) -> bool:
+    """FLARE's FedOpt recipe has an older controller, with parts of its own for the average and the step."""
+    if type(controller).__name__ != "ScatterAndGather":
+        return False
+    parts = [app.components.get(getattr(controller, name)) for name in ("shareable_generator_id", "aggregator_id")]
+    return is_fedopt(parts[0]) and type(parts[1]).__name__ in _AVERAGES
 
 
 def _leave_at_home(job: FedJob) -> None:
