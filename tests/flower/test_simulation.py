@@ -128,7 +128,7 @@ def test_members_of_a_simulation_keep_one_file_of_the_same_model(tmp_path: Path)
 
     def files() -> dict[int, list[tuple[int, bytes]]]:
         names = ("model.safetensors", "sum.npz")
-        paths = {x: [rounds_of(world, x) / name for name in names] for x in range(1, 6)}
+        paths = {x: [path for n in names for path in rounds_of(world, x).glob(f"state-*/{n}")] for x in range(1, 6)}
         return {x: [(path.stat().st_ino, path.read_bytes()) for path in found] for x, found in paths.items()}
 
     class App:

@@ -37,7 +37,7 @@ class Listener(threading.Thread):
     SECRETS = (
         "consortia/*/ceremony.sealed",
         "consortia/*/rounds/memory/rounds.sealed",
-        "consortia/*/rounds/model.safetensors",
+        "consortia/*/rounds/state-*/model.safetensors",
         "consortia/*/rounds/result-*.sealed",
     )
 

@@ -54,7 +54,7 @@ def test_a_model_that_was_changed_on_disk_is_noticed(world: Consortium) -> None:
     offer, told = run.offer()
     run.join(offer, told)
     run.server.announce()
-    path = rounds_of(world, 2) / "model.safetensors"
+    (path,) = rounds_of(world, 2).glob("state-*/model.safetensors")
     model = {name: np.array(tensor) for name, tensor in read_safetensors(path).items()}
     name = next(name for name, tensor in model.items() if tensor.dtype.kind == "f")
     model[name] = model[name] + 1

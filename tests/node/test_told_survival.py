@@ -178,7 +178,8 @@ def test_a_member_sees_what_its_last_model_came_to(tmp_path: Path) -> None:
     shown = " ".join(run({"COLUMNS": "200"}, "consortium", "show", str(place.manifest_path)).stdout.split())
     assert f"this member's last model: 7 rounds; a verification should find z = {outlook.corrected_z:.1f}" in shown
     assert f"{100 * told.part:.0f} ± {100 * told.error:.0f} %" in shown
-    (place.path / "rounds" / "model.safetensors").unlink()
+    (model,) = (place.path / "rounds").glob("state-*/model.safetensors")
+    model.unlink()
     assert "cannot be read" in run({"COLUMNS": "200"}, "consortium", "show", str(place.manifest_path)).stdout
     of.path.with_name("copy.json").write_bytes(of.path.read_bytes())  # nobody's home
     assert "last model" not in run({}, "consortium", "show", str(of.path.with_name("copy.json"))).stdout
@@ -202,11 +203,16 @@ def test_of_cohorts_those_who_are_drawn_tell(tmp_path: Path) -> None:
     assert last.survival + 2 * last.survival_error < 1
 
 
+def noise_files(of: Consortium, x: int) -> list[Path]:
+    """That of the state that the member is at."""
+    return list((of.home(x)[0].only_consortium().path / "rounds").glob("state-*/noise.sealed"))
+
+
 def test_a_run_that_goes_on_and_a_member_that_lost_its_noise(tmp_path: Path) -> None:
     """A server that starts again asks again; a member without its file tells what it saw since, with a larger error."""
     of = world(tmp_path, c_max="0.03")  # so weak that it goes on growing
     Course(of, Loopback(of, training=wander), 10, folder=tmp_path / "run").go(8)
-    noise = {x: of.home(x)[0].only_consortium().path / "rounds" / "noise.sealed" for x in (1, 2, 3)}
+    noise = {x: noise_files(of, x)[0] for x in (1, 2, 3)}
     noise[1].unlink()
     noise[2].write_bytes(noise[2].read_bytes()[:500])
     again = Course(of, Loopback(of, training=wander), 15, folder=tmp_path / "run")
@@ -242,7 +248,7 @@ def test_noise_stays_with_its_member(tmp_path: Path) -> None:
     course = Course(of, Loopback(of, training=wander), 6)
     course.go(6)
     home, unlock = of.home(1)
-    path = home.only_consortium().path / "rounds" / "noise.sealed"
+    (path,) = noise_files(of, 1)
     assert path.stat().st_mode & 0o777 == 0o600
     opened = b"".join(SealedReader(path, Unlock.by_identity(home.identity(unlock))).chunks())
     assert len(opened) > 4 * 6 * of.layout.coordinates
@@ -262,4 +268,4 @@ def test_nothing_is_told_without_dither_or_before_it_can_be(tmp_path: Path) -> N
     assert not any("survival" in said for ready in course.wire.ready for said in ready.values())
     assert reports[-1].corrected_z == reports[-1].expected_z > 0
     assert not reports[-1].survival_error
-    assert not (of.home(1)[0].only_consortium().path / "rounds" / "noise.sealed").exists()
+    assert not noise_files(of, 1)

@@ -14,7 +14,6 @@ import pytest
 
 from quorumark import field
 from quorumark.consortium.identity import Identity
-from quorumark.consortium.strength import KEY_BITS
 from quorumark.errors import KeystoreError, RoundError
 from quorumark.field import P
 from quorumark.node.consent import give_consent
@@ -166,7 +165,7 @@ def test_what_one_helper_s_key_gives_on_one_chain(tmp_path: Path, dither: str, m
     marked, mark, server, cohort = run.model, run.server.settled.embedded, run.server, run.cohort
     assert mark is not None
     size, opened, rng = world.layout.carrier_size, np.zeros_like(run.opened), np.random.default_rng(5)
-    moves = moved * (mark.vector << np.uint64(KEY_BITS[mark.key])).astype(np.int64) * rng.choice([-1, 1], size)
+    moves = moved * mark.sizes.astype(np.int64) * rng.choice([-1, 1], size)
     if packing == "1":
         opened[:size] = field.add(run.before.mark.model, field.from_signed(moves))
     else:

@@ -5,13 +5,10 @@ for the consortium, whatever its manifests.
 
     memory/rounds.sealed   what it must not do twice (`consortium.memory`)
     notes.json             the state that it is at, and the round that it joined (`Notes`)
-    model.safetensors      the model of that state
-    optimiser.npz          the server optimiser's numbers for each weight at that state, where the terms name one
+    state-N/               the files of that state, the next one's in the other folder (`quorumark.node.state_files`)
     anchor.npy             E of the model that the run began with
     layout.json            where each weight is in the vector
     links.json             the last links that led to a state of this member, where cohorts are drawn and sums checked
-    sum.npz                what the others check that model by, if this member hands it out
-    noise.sealed           its own noise in the models so far, which tells what is left of the mark (`node.noise`)
     result-N.sealed        what it trained for round N, as long as that may have to be uploaded again
     marked.txt             digests of the models with this consortium's mark, or from which a marked sum was made; of a
                            consortium without a key, of the models from which any sum was made
@@ -24,16 +21,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quorumark.canonical import canonical
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.keystore import SealedReader, SealedWriter, Unlock
@@ -42,29 +39,28 @@ from quorumark.consortium.shares import ShareFile, ShareInfo
 from quorumark.errors import KeystoreError, MessageError, QuorumarkError, RecordError, RoundError
 from quorumark.field import Vector
 from quorumark.files import replacing, syncs, write_private
-from quorumark.model.layout import ModelLayout, read_safetensors, write_safetensors
+from quorumark.model.layout import ModelLayout
 from quorumark.node import remembered
 from quorumark.node.fields import read_content, read_count, read_digest, read_elements, read_held, read_level, read_text
 from quorumark.node.marked import MarkedModels
 from quorumark.node.noise import OwnNoise
 from quorumark.node.notes import Notes
+from quorumark.node.state_files import MODEL, StateFiles, write_each
 from quorumark.round import checked_sums, links
 from quorumark.round.amplitudes import model_digest
-from quorumark.round.applied import OPTIMISER, optimiser_vectors, read_vectors, write_vectors
+from quorumark.round.applied import optimiser_vectors
 from quorumark.round.group import group_of
 from quorumark.round.history import History, checks_sums, packing_of
 from quorumark.round.member import RoundMember
 from quorumark.round.memory import FolderState, adopt, answers_from, follow, sent_with
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.statements import Turn
-from quorumark.round.survey import HANDED_OUT, SUMMED
 from quorumark.round.survival import Step
 
 __all__ = ["MODEL", "Journal", "Notes", "allow_repeats", "create_lost_memory"]
 
 Config = dict[str, Any]
 Arrays = Mapping[str, NDArray[Any]]
-MODEL = "model:"
 _RESULT = "a round's result"
 _MOST_HELD = 1 << 25  # elements of all members' shares: 256 MiB
 _LINKS = 64  # are kept: a server that loses its folder has those from its members, and no earlier ones
@@ -103,7 +99,7 @@ class Journal:
     def __init__(self, consortium: ConsortiumFolder, identity: Identity, memory: FolderState | None = None) -> None:
         self.consortium, self.identity, self._memory = consortium, identity, memory
         self.simulated = False
-        self._made_of = self._files()
+        self._made_of = self._made_from()
         self._known_share: tuple[tuple[object, ...], ShareFile] | None = None  # in a simulation
         self.chain = consortium.chain()
         self.manifest = self.chain[-1]
@@ -112,10 +108,8 @@ class Journal:
         self.name = self.group.name(self.point)
         self.checks, self.has_links = checks_sums(self.manifest), self.manifest.terms.policy.has_links
         self._folder = rounds_folder(consortium)
-        self._sum_path, self._links_path = self._folder / "sum.npz", self._folder / "links.json"
-        self._model_path, self._anchor_path = self._folder / "model.safetensors", self._folder / "anchor.npy"
+        self._anchor_path, self._links_path = self._folder / "anchor.npy", self._folder / "links.json"
         self._layout_path, self._notes_path = self._folder / "layout.json", self._folder / "notes.json"
-        self._vectors_path = self._folder / "optimiser.npz"
         self.marked = MarkedModels(consortium, self.manifest, self.name)
         self.notes, self._written_notes = Notes(), b""
         self.read_again()
@@ -125,25 +119,29 @@ class Journal:
         if self._memory is not None:
             with self._memory.edit() as known:
                 self.simulated = bool(known["simulation"])
-        self.noise = OwnNoise(self._folder / "noise.sealed", self.identity, self.manifest)
         there = self._notes_path.exists()
         written = read_file(self._notes_path, "a member's notes of rounds") if there else b""
         if written != self._written_notes:
             self.notes = Notes.from_bytes(written) if there else Notes()
             self._written_notes = written
+        self.noise = OwnNoise(self._files.noise, self.identity, self.manifest)
 
-    def _files(self) -> tuple[object, ...]:
+    def _made_from(self) -> tuple[object, ...]:
         place = self.consortium.path
         return remembered.as_seen((place.parent, place / "terms.json", self.consortium.manifest_path))
 
     def is_current(self) -> bool:
         """Whether there is no other manifest and no other consortium since it was made, and the memory is there."""
-        return self._files() == self._made_of and self.consortium.memory_path.exists()
+        return self._made_from() == self._made_of and self.consortium.memory_path.exists()
 
     def note(self, **entries: Any) -> None:
         self.notes = replace(self.notes, **entries)
         self._written_notes = self.notes.to_bytes()
         write_private(self._notes_path, self._written_notes)
+
+    @property
+    def _files(self) -> StateFiles:
+        return StateFiles(self._folder, self.notes.place)
 
     # --- what it must not do twice ---
 
@@ -287,13 +285,13 @@ class Journal:
 
     def history(self, layout: ModelLayout) -> History:
         """What this member accepted, as it was written down."""
-        files = self._anchor_path, self._model_path
+        files = self._anchor_path, self._files.model
         known = remembered.find(self._named(), files if syncs() else None)
         if known is not None:
             return known
         try:
             anchor = read_array(self._anchor_path, "an anchor")
-            model = layout.encode(read_safetensors(self._model_path))
+            model = layout.encode(self._files.read_model())
             mark, buffers = self.notes.mark.encode(), bytes.fromhex(self.notes.buffers)
         except (OSError, ValueError, QuorumarkError) as error:
             raise RoundError(
@@ -302,7 +300,7 @@ class Journal:
             ) from None
         history = remembered.match(self._named(), files, anchor, model)
         if history is None:
-            history = self._restored(layout, anchor, model, mark, buffers, read_vectors(self._vectors_path))
+            history = self._restored(layout, anchor, model, mark, buffers, self._files.vectors())
             remembered.keep(self._named(), files, history)
         return history
 
@@ -379,37 +377,26 @@ class Journal:
             self._keep_links(chain)
         else:
             self._check_back(layout, own, turn)
-        joined = {"verified": verified, "joined": os.urandom(16).hex(), "turn": turn.to_bytes().decode()}
-        self._save(own, model, config, arrays, **joined)
+        joined, said = os.urandom(16).hex(), turn.to_bytes().decode()
+        self._save(own, model, config, arrays, verified=verified, joined=joined, turn=said)
         return "", model
 
-    def _save(self, own: History, model: Mapping[str, Any], config: Config, arrays: Arrays, **joined: Any) -> None:
-        """The state that this member is at now. It is ready for nothing from there yet; `joined` is noted with it."""
-        buffers = self._buffers(own.layout, model).hex()
-        notes = {"mark": own.mark.to_bytes().decode(), "buffers": buffers}
-        name = (*self._named()[:1], *notes.values(), own.mark.model_digest)
-        kept = {n: np.asarray(tensor) for n, tensor in model.items()}
-        self._write("model", name, kept, self._model_path, lambda: write_safetensors(kept, self._model_path))
-        if own.optimiser is not None:
-            write_vectors(self._vectors_path, own.mark.vectors())
-        self._keep_sum(name, config, arrays)
-        self.noise.save(own.mark)
-        self.note(**{"verified": False, "joined": "", "turn": "", "ready": 0, **notes, **joined})
-        remembered.keep(self._named(), (self._anchor_path, self._model_path), own)
+    def _save(self, own: History, model: Mapping[str, Any], config: Config, arrays: Arrays, **noted: Any) -> None:
+        """The state that this member is at now, and what is to be noted of it.
 
-    def _write(
-        self,
-        what: str,
-        name: tuple[object, ...],
-        arrays: Mapping[str, NDArray[Any]],
-        path: Path,
-        write: Callable[[], None],
-    ) -> None:
-        """A public file: in a simulation all members have the same one."""
-        if self.simulated:
-            remembered.write_once(what, name, arrays, path, write)
-        else:
-            write()
+        The files of the state before stay until the notes name the new ones: who dies in between is at one of the two,
+        with all that it knows of it.
+        """
+        before, vectors = self._files, None if own.optimiser is None else own.mark.vectors()
+        new = {"mark": own.mark.to_bytes().decode(), "buffers": self._buffers(own.layout, model).hex()}
+        name = (*self._named()[:1], *new.values(), own.mark.model_digest)
+        write = partial(remembered.write_once, name) if self.simulated else write_each
+        files = before.after(model, vectors, config, arrays, write)
+        self.noise.save(own.mark, files.noise)
+        fresh = {"verified": False, "joined": "", "turn": "", "ready": 0, "checked": ""}
+        self.note(**{**fresh, **new, "place": files.place, **noted})
+        before.remove()
+        remembered.keep(self._named(), (self._anchor_path, files.model), own)
 
     # --- links, where cohorts are drawn and sums are checked (`round.links`) ---
 
@@ -422,7 +409,7 @@ class Journal:
         """Goes on to what the announced sum leads to, if this member answered for it and its tag is right; and signs
         that, with its point under the manifest of that round. The model is on disk before anybody may follow it."""
         link = links.Link.told(config)
-        member = self._under(link)
+        member, name = self._under(link), digest("link", canonical(link.as_dict())).hex()
         own = self.history(remembered.read_layout(self._layout_path))
         if own.state == link.before:
             links.check_summed(member, link)
@@ -432,8 +419,8 @@ class Journal:
                 raise RoundError(
                     f"{self.name} cannot say that this is what the last sum leads to", code="round.other-history"
                 )
-            self._save(own, model, config, arrays)
-        elif own.state != link.after or not links.has_signed(member, link):
+            self._save(own, model, config, arrays, checked=name)
+        elif own.state != link.after or not (links.has_signed(member, link) or self.notes.checked == name):
             raise RoundError(f"{self.name} was not at the model before this one", code="round.other-history")
         return links.sign_summed(member, link), member.point
 
@@ -512,7 +499,7 @@ class Journal:
                 with self.memory().edit() as memory:
                     follow(memory, before, own.state)
         elif self.checks:
-            model = read_safetensors(self._model_path)
+            model = self._files.read_model()
         if self.has_links and own.mark.digest() != read_digest(config, "history"):
             return None  # it checked another sum than the one that T of the cohort signed
         _check_history(own, config, self.name)
@@ -591,7 +578,7 @@ class Journal:
             own, weights, embedded = known
         else:
             amplitudes = own.amplitudes_under(under, halvings) if under.terms.has_key else None
-            like, norms = read_safetensors(self._model_path), own.norms > 0
+            like, norms = self._files.read_model(), own.norms > 0
             settled = own.settle(opened[:-1], like, amplitudes, norms=norms, level=level, under=under)
             weights, embedded = settled.weights, settled.embedded
             summed = settled.encoded, embedded, settled.norms, name, level
@@ -623,20 +610,6 @@ class Journal:
 
     # --- handing it out ---
 
-    def _keep_sum(self, name: tuple[object, ...], config: Config, arrays: Arrays) -> None:
-        """What came with the model, so that a server which lost its folder can go on from it."""
-        if "sum-under" not in config:
-            self._sum_path.unlink(missing_ok=True)
-            return
-        about = canonical({name: config[f"sum-{name}"] for name in HANDED_OUT})
-        found = {name: arrays[name] for name in SUMMED if name in arrays}
-
-        def write() -> None:
-            with replacing(self._sum_path) as file:
-                np.savez(file, about=np.frombuffer(about, np.uint8), **found)  # type: ignore[arg-type]
-
-        self._write("sum", (*name, about), found, self._sum_path, write)
-
     def where(self, state: bytes) -> Config:
         """Where this member is: how many rounds it has accepted, the last number that it joined, and in which round,
         over whom, it has answered from a state."""
@@ -646,21 +619,16 @@ class Journal:
         answered, draw = (given[-1][0], given[-1][2]) if given else (0, 0)
         kept = kept if answered and kept.get("round") == answered else {}
         over, halvings = kept.get("members", []), kept.get("halvings", 0)
-        accepted = _round_of(self.notes.mark) if self.notes.mark and self._sum_path.exists() else 0
+        accepted = _round_of(self.notes.mark) if self.notes.mark and self._files.has_sum else 0
         reached = {"accepted": accepted, "round": last, "answered": answered}
         return {**reached, "over": json.dumps(over), "halvings": halvings, "of-draw": draw}
 
     def hand_out(self) -> tuple[Config, dict[str, NDArray[Any]]]:
         """The last state that this member accepted, as a server needs it to go on."""
-        if not self.notes.mark or not self._sum_path.exists():
+        if not self.notes.mark or not self._files.has_sum:
             return {}, {}
-        with self._sum_path.open("rb") as file, np.load(file) as kept:
-            about = json.loads(kept["about"].tobytes())
-            arrays = {name: kept[name] for name in SUMMED if name in kept}
-        config: Config = {f"sum-{name}": value for name, value in about.items()}
+        config, arrays = self._files.hand_out()
         arrays["state"] = np.frombuffer(self.notes.mark.encode(), np.uint8)
-        arrays |= {MODEL + name: np.array(tensor) for name, tensor in read_safetensors(self._model_path).items()}
-        arrays |= {OPTIMISER + name: vector for name, vector in read_vectors(self._vectors_path).items()}
         if self.has_links:
             config["links"] = self._kept_links()
         return config, arrays

@@ -25,8 +25,8 @@ _KIND = "a member's noise"
 
 
 class OwnNoise:
-    """In one file. It follows a run in memory, and `save` writes it when the state that it went to is accepted for
-    good: a state that turns out to be wrong leaves the file as it was."""
+    """In a file of each state. It follows a run in memory, and `save` writes it beside the files of the state that it
+    went to: a state that turns out to be wrong leaves the one before as it was."""
 
     def __init__(self, path: Path, identity: Identity, manifest: Manifest) -> None:
         self._path, self._identity, self._manifest = path, identity, manifest
@@ -65,8 +65,9 @@ class OwnNoise:
             tracer.follow(step, after, (), None)
             self._followed = tracer
 
-    def save(self, state: MarkState) -> None:
-        """What was followed to this state, if anything was."""
+    def save(self, state: MarkState, path: Path) -> None:
+        """What was followed to this state, if anything was; from now on this is its file."""
+        self._path = path
         if self._followed is not None:
             with SealedWriter(self._path, Unlock.by_identity(self._identity), _KIND) as file:
                 file.write(self._followed.to_bytes(state))

@@ -21,7 +21,8 @@ class Notes:
     `verified` whether this member has checked itself that its model is what was summed, `joined` which message of the
     server a result belongs to, `turn` what the server said of that round, `ready` the round that it is ready for,
     `settings` a digest of what the app was told last, `survival` what this member told last of the mark that is left,
-    with its error."""
+    with its error, `place` which of the two folders has the state's files, and `checked` the link into this state whose
+    sum this member has checked itself, if it has."""
 
     FORMAT = "quorumark-round-notes/v3"
 
@@ -33,6 +34,8 @@ class Notes:
     ready: int = 0
     settings: str = ""
     survival: str = ""
+    place: int = 0
+    checked: str = ""
 
     def to_bytes(self) -> bytes:
         return canonical({"format": self.FORMAT, **asdict(self)})
@@ -45,5 +48,7 @@ class Notes:
         except KeyError:
             raise RecordError(_DAMAGED) from None
         if not all(type(getattr(notes, name)) is type(value) for name, value in asdict(cls()).items()):
+            raise RecordError(_DAMAGED)
+        if notes.place not in (0, 1):
             raise RecordError(_DAMAGED)
         return notes

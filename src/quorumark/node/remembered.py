@@ -85,7 +85,7 @@ def keep_next(
 
 
 def write_once(
-    what: str, name: Name, arrays: Mapping[str, NDArray[Any]], path: Path, write: Callable[[], None]
+    name: Name, what: str, arrays: Mapping[str, NDArray[Any]], path: Path, write: Callable[[], None]
 ) -> None:
     """For a simulation: writes a file of this name and these arrays, or takes the one that this process wrote last for
     another member, if it is that."""
