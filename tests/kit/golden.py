@@ -51,6 +51,7 @@ from quorumark.model.layout import ModelLayout
 from quorumark.model.statistic import STATISTICS, canonical_form
 from quorumark.model.suspect import read_suspect
 from quorumark.research.known import TensorsInMemory
+from quorumark.round.history import research_seed
 from quorumark.setup import inprocess
 from quorumark.setup.dkg import DkgMember
 from quorumark.simulation import Federation, FederationMember, Losses, RoundReport
@@ -206,9 +207,11 @@ class Consortium:
         )  # fmt: skip
         self.manifest, self.shares = known_deal(self.people, terms)
 
-    def federation(self, losses: Mapping[Any, Any], folder: Path | None = None) -> Federation:
+    def federation(
+        self, losses: Mapping[Any, Any], folder: Path | None = None, trained: Callable[..., Model] = train
+    ) -> Federation:
         members = {
-            x: FederationMember(person, self.manifest, self.layout, train, x, self.shares[x])
+            x: FederationMember(person, self.manifest, self.layout, trained, x, self.shares[x])
             for x, person in enumerate(self.people, 1)
         }
         return Federation(
@@ -276,6 +279,45 @@ def packed(folder: Path) -> Entry:
         (folder / count).mkdir()
         policy = {"sums": "checked", "packing": count}
         found[count] = rounds_of(RHO, policy, 6, EVENTS, folder / count, resume_after=3)
+    return found
+
+
+OPTIMISERS = (
+    "fedavgm:server_momentum=0.5",
+    "fedadam:eta=0.01,beta_1=0.5",
+    "fedyogi:eta=0.01,beta_1=0.5,tau=0.0001",
+    "fedadagrad:eta=0.02",
+)
+_TURN = 5  # rounds
+_ROUNDS = {research_seed(SEED, number, x): number for number in range(1, 20) for x in range(1, MEMBERS + 1)}
+
+
+def turn(model: Mapping[str, NDArray[Any]], data: Any, seed: int, rate: float) -> Model:  # noqa: ARG001
+    """A common way, with noise of a member's own; after some rounds the first rows, or all, go the other way."""
+    number = _ROUNDS[seed]
+    made = {name: np.array(tensor) for name, tensor in model.items()}
+    for name in ("c.weight", "a.weight", "b.weight"):
+        way = numbers(f"way {name}", *model[name].shape, scale=-6)
+        if number > _TURN:
+            way[: len(way) // 2 if name == "a.weight" else None] *= np.float32(-1)
+        made[name] += way + numbers(f"{name} {data} {number}", *model[name].shape, scale=-8)
+    return made
+
+
+def optimisers(folder: Path) -> Entry:
+    """Server optimisers through a turn, where the momentum of most weights begins anew; taken up again after it."""
+    found = {}
+    for number, text in enumerate(OPTIMISERS):
+        (folder / str(number)).mkdir()
+        world = Consortium({**WITHOUT_NETS, "rho": "0.3", "c_max": "0.1"}, {**CHECKED, "optimiser": text})
+        models: list[str] = []
+        for stop in (_TURN + 2, _TURN + 4):
+            run = world.federation(EVENTS, folder / str(number), turn)
+            models += [model_digest(run.model) for _ in run.rounds(stop)]
+        applied = run.history.mark.applied
+        assert applied is not None
+        vectors = {name: digest_of(vector) for name, vector in applied.vectors().items()}
+        found[text] = told(models, run.reports) | {"vectors": vectors}
     return found
 
 
@@ -538,6 +580,7 @@ BUILDERS = {
     ),
     "flower: checked sums, four rounds, a loss and a retry": Builder(flower, needs="flwr"),
     "packed rounds: one, three and four weights in an element": Builder(packed),
+    "server optimisers: four of them, a turn, a resume": Builder(optimisers),
     "canonical forms": Builder(canonical_forms, needs="torch"),
     "alignments": Builder(alignments, needs="torch"),
     "LoRA gauge": Builder(lora_gauge),

@@ -23,7 +23,7 @@ from quorumark.round.history import History
 from quorumark.round.movement import norm_count
 from tests.kit.federation import World
 from tests.kit.marks import make_manifest
-from tests.kit.optimised import Ran, aimless, raw_alone, run, walk, without_momentum
+from tests.kit.optimised import Ran, aimless, raw_alone, run, sum_of_one, walk, without_momentum
 
 ADAM, SHARP = "fedadam:eta=0.01", "fedadam:eta=0.01,tau=0.000000001"
 CASES = [
@@ -63,8 +63,10 @@ def test_without_the_limit_for_steps_still_weights_show_the_key(text: str) -> No
     assert max(kept.applied.loudest, kept.applied.whole) < 0.1
 
 
-def test_momentum_averages_noise_and_not_the_mark() -> None:
-    """Where updates are noise, the momentum's is smaller than theirs, and the mark's is not."""
+def test_momentum_averages_noise_and_not_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where updates are noise, the momentum's is smaller than theirs, and the mark's is not. Without both rules: that
+    for the momentum in what a mark may be, and that by which a momentum that shows too much begins anew."""
+    monkeypatch.setattr(Applied, "_loud", lambda _, layout, *__: np.zeros(layout.size, bool))
     text, strength = "fedavgm:server_momentum=0.9", {**BARE, "rho": "0.5", "c_max": "0.03"}
     loud, quiet = (
         run(text, 20, 2, strength, world=aimless, room=room).applied.loudest
@@ -131,7 +133,7 @@ def test_the_limits_hold_weight_by_weight(text: str) -> None:
 
 def test_a_tensor_that_is_held_keeps_its_momentum_and_its_mark() -> None:
     """A sum that no model may have: weights, momentum, roots and what is known of the mark stay as they were."""
-    ran = run(ADAM, 4, 1, BARE, world=walk)
+    ran = run(ADAM, 4, 1, BARE, packing="1", world=walk)  # so that one weight alone can be out of range
     history = ran.history
     assert history is not None
     before = history.copy().mark
@@ -162,13 +164,13 @@ def test_a_step_that_no_model_may_have_is_not_taken() -> None:
     """eta = 100 and a tiny tau lead out of range sooner or later: the tensor stays, and the sum has a successor."""
     layout = ModelLayout.of({"w": np.full((4, 4), 500_000, np.float32), "v": np.zeros((4, 4), np.float32)})
     model = {"w": np.full((4, 4), 524_000, np.float32), "v": np.zeros((4, 4), np.float32)}
-    policy = {"optimiser": "fedadagrad:eta=100,tau=0.000000001", "packing": "1"}
+    policy = {"optimiser": "fedadagrad:eta=100,tau=0.000000001"}
     agreed: dict[str, Any] = {"anchor": anchor_of(layout, model), "strength": {}, "policy": policy}
     history = History(make_manifest(layout, **agreed), layout, layout.encode(model))
     held: list[tuple[str, ...]] = []
     now = model
     for number in range(1, 9):
-        opened = layout.encode({name: tensor + np.float32(0.5) for name, tensor in now.items()})
+        opened = sum_of_one(history, {name: tensor + np.float32(0.5) for name, tensor in now.items()})
         settled = history.settle(opened, now, None, norms=False)
         history.accept(number, settled.encoded, None, None, taken=settled.taken)
         held.append(settled.held)
@@ -182,7 +184,7 @@ def test_running_statistics_are_averaged() -> None:
     """FedAdam's steps would make a small variance negative."""
     start = {"w": np.ones((4, 4), np.float32), "n.running_var": np.full(4, 1e-3, np.float32)}
     layout = ModelLayout.of(start)
-    policy = {"optimiser": ADAM, "packing": "1"}
+    policy = {"optimiser": ADAM, "packing": "1"}  # so that what is summed is averaged to the last bit
     agreed: dict[str, Any] = {"anchor": anchor_of(layout, start), "strength": {}, "policy": policy}
     history = History(make_manifest(layout, **agreed), layout, layout.encode(start))
     summed = {"w": start["w"] - np.float32(1e-3), "n.running_var": start["n.running_var"] * np.float32(0.5)}
@@ -199,7 +201,7 @@ def test_gaussian_keys_have_the_same_limits() -> None:
     """Their values have 8 fractional bits, and S has so many fewer."""
     found = {}
     for key in ("rademacher", "gaussian"):
-        history = run(ADAM, 4, 1, None, world=walk, key=key).history
+        history = run(ADAM, 4, 1, None, packing="1", world=walk, key=key).history  # not rounded to units
         assert history is not None
         found[key] = history.amplitudes().vector
     assert found["gaussian"].any()

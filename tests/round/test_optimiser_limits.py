@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import isqrt, sqrt
 from typing import Any
@@ -11,31 +10,14 @@ import numpy as np
 import pytest
 
 from quorumark.round.amplitudes import MarkState
-from tests.kit.optimised import Model, World, run, shown, walk
+from tests.kit.optimised import run, shown, slowing, walk
 
 
 def marked(*about: Any, **more: Any) -> MarkState:
-    """The state after some rounds of the harness."""
-    history = run(*about, **more).history
+    """The state after some rounds of the harness. Not packed: the mark is exact then, and not rounded to units."""
+    history = run(*about, **{"packing": "1", **more}).history
     assert history is not None
     return history.mark
-
-
-def slowing(at: int, factor: float) -> Callable[[int, float], World]:
-    """Noise alone, `factor` times as large from round `at` on."""
-
-    def world(seed: int, still: float = 0.0) -> World:
-        start, _, accuracy, examples = walk(seed, still)
-
-        def train(model: Model, member: int, draw: int) -> Model:  # noqa: ARG001
-            own, size = np.random.default_rng(draw), 0.005
-            if (draw - 10_000 * seed) // 100 >= at:
-                size *= factor
-            return {n: (v + size * own.standard_normal(v.shape)).astype(np.float32) for n, v in model.items()}
-
-        return start, train, accuracy, examples
-
-    return world
 
 
 def test_the_harness_sees_rounds_without_a_mark_of_their_own() -> None:

@@ -68,7 +68,7 @@ def _mark_squares(amplitudes: Amplitudes | None, carriers: list[Carrier]) -> lis
     """Σ S² over each row, column and tap, in 2^-80: exact, and only where the mark is, if the carriers are sampled."""
     if amplitudes is None:
         return [[[0] * count for count in carrier.axes] for carrier in carriers]
-    carrying, scales = amplitudes.layout.carrying(), amplitudes.vector << np.uint64(KEY_BITS[amplitudes.key])
+    carrying, scales = amplitudes.layout.carrying(), amplitudes.sizes
     found = []
     for carrier in carriers:
         if isinstance(carrying, slice):
@@ -119,6 +119,11 @@ class Amplitudes:
         bits = 2 * KEY_BITS[self.key]
         found = (self.vector[part] for _, part in self.tensors())
         return [sum_squares(here) << bits if here.size else 0 for here in found]
+
+    @property
+    def sizes(self) -> Vector:
+        """S·|τ| in 2^-40, where |τ| is 1."""
+        return self.vector << np.uint64(KEY_BITS[self.key])
 
     def tensors(self) -> Iterator[tuple[str, slice]]:
         """The carriers' names, and their places in `vector`."""
@@ -444,8 +449,8 @@ class MarkState:
         kept = self.strength.kept(round_no)
         if taken is not None and self.applied is not None:
             sums = [axis_sums(carrier, self.model, before) for carrier in self._carriers]
-            marks = None if embedded is None else embedded.vector << np.uint64(KEY_BITS[self.key])
-            self.applied, shown = self.applied.after(self.layout, self._carriers, sums, taken, marks, kept)
+            marks = None if embedded is None else embedded.sizes
+            self.applied, shown = self.applied.after(self.layout, self._carriers, sums, taken, marks)
         elif kept < ONE:
             self._total = _scaled(self._total, kept, ONE)
             self._sums = tuple(a * kept // ONE for a in self._sums)

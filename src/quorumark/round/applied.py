@@ -9,6 +9,9 @@ limited for each weight j, beside c·rms of the raw updates of its row, column a
 
 FedAvgM has M ← β·M + S and the rate itself instead of η/(r + τ). What a mark does to the model is followed to first
 order, through the momentum and through r: `embedded` is what a verification finds.
+
+Those limits are made before the sum is known. Where the sum turns round, little may be left of the momentum but the
+mark's part of it: weights whose step would show more than c of the key begin with a momentum of 0 (`Applied.take`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quorumark import field
 from quorumark.canonical import digest
 from quorumark.checks import DAMAGED, is_count
 from quorumark.consortium.optimiser import Optimiser
@@ -31,8 +35,17 @@ from quorumark.field import Vector, parallel
 from quorumark.files import replacing
 from quorumark.model.layout import ModelLayout
 from quorumark.round import steps
-from quorumark.round.movement import Axes, Carrier, Sums, least_by_weight, moved_axes, signed_norm
-from quorumark.round.optimiser import KINDS, LARGEST, OptimiserState, Taken
+from quorumark.round.movement import (
+    Axes,
+    Carrier,
+    Sums,
+    axis_sums,
+    carriers_of,
+    least_by_weight,
+    moved_axes,
+    signed_norm,
+)
+from quorumark.round.optimiser import KINDS, LARGEST, Followed, OptimiserState, Taken
 
 __all__ = ["OPTIMISER", "VECTORS", "Applied", "Room", "optimiser_vectors", "read_vectors", "write_vectors"]
 
@@ -85,21 +98,67 @@ class Applied:
         mark, drag, embedded = (np.zeros(layout.coordinates, np.int64) for _ in range(3))
         return cls(state, nothing, nothing, mark, drag, embedded, np.zeros(layout.carrier_size, np.int64))
 
-    # --- after a round ---
+    # --- a round ---
 
-    def after(
+    def take(
         self,
         layout: ModelLayout,
-        carriers: Sequence[Carrier],
-        sums: Sequence[Sums],
-        taken: Taken,
+        raw: NDArray[np.int64],
         marks: Vector | None,
         kept: int,
+        c: int,
+        *,
+        averaged: set[str],
+    ) -> Taken:
+        """The optimiser's step for the update of a sum, with what it makes of the mark. `marks` are S in 2^-40, None if
+        there was none; `kept` is what the members' weight decay leaves of the weights. Tensors that are `averaged`
+        take the sum as it is.
+
+        Where the step would show more of the key than it may (`_loud`), the momentum m, and the mark's part M of it,
+        are 0 before it.
+        """
+        taken = self.state.take(raw)
+        taken = taken.averaged([place for spec, place in layout.spans("plain") if spec.name in averaged])
+        added = np.zeros(layout.coordinates, np.int64) if marks is None else marks.astype(np.int64)
+        if not any(v.any() for v in (added, self.mark, self.drag, self.embedded)):
+            return replace(taken, followed=Followed(*(np.zeros_like(added) for _ in range(3))))
+        added -= _times(self.embedded, ONE - kept)
+        followed = self._followed(layout, taken, added)
+        loud = self._loud(layout, taken, followed, c)
+        if loud.any():
+            taken = taken.begun_anew(loud)
+            followed = self._followed(layout, taken, added)
+        return replace(taken, followed=followed)
+
+    def _loud(self, layout: ModelLayout, taken: Taken, followed: Followed, c: int) -> NDArray[np.bool_]:
+        """The weights whose momentum makes a step that shows more of the key than it may: of a tensor with
+        ‖shown‖ > c·‖step‖ all, else those of each row, column and tap with ‖shown‖ > 2·c·‖step‖. So no step shows more
+        than c altogether, where the sum does not."""
+        loud, carrying = np.zeros(layout.size, bool), layout.carrying()
+        if not self.state.beta(1):
+            return loud
+        shown, moves = (np.zeros(layout.carrier_size, np.int64) for _ in range(2))  # of what carries
+        shown[carrying], moves[carrying] = followed.shown, taken.moves[carrying]
+        for carrier in carriers_of(layout):
+            if not self.mark[_coordinates(carrying, carrier.place, layout.carrier_size)].any():
+                continue
+            alone = replace(carrier, place=slice(0, carrier.size))
+            parts = (field.from_signed(v[carrier.place]) for v in (shown, moves))
+            sums = axis_sums(alone, *parts)
+            whole = [sum(one) for one in zip(*sums[0], strict=True)]
+            here = loud[carrier.place].reshape(carrier.rows, carrier.columns, carrier.taps)
+            here |= _is_loud(whole, c)
+            for number, axis in enumerate(sums):
+                found = np.array([_is_loud(one, 2 * c) for one in axis])
+                here |= found.reshape([-1 if number == n else 1 for n in range(3)])
+        return loud
+
+    def after(
+        self, layout: ModelLayout, carriers: Sequence[Carrier], sums: Sequence[Sums], taken: Taken, marks: Vector | None
     ) -> tuple[Applied, int]:
         """With an accepted round, and Σ of the squares of what its step shows of the mark.
 
-        `sums` are of the step, `marks` are S in 2^-40, None if there was none; `kept` is what the members' weight decay
-        leaves of the weights.
+        `sums` are of the step, `marks` are S in 2^-40, None if there was none.
         """
         quiet = [[[0] * count for count in carrier.axes] for carrier in carriers]
         moved = tuple(map(moved_axes, carriers, sums, quiet))
@@ -107,31 +166,30 @@ class Applied:
         ema = _both(lambda e, m: m if first else (9 * e + m) // 10, self.ema, moved)
         raw = taken.raw[: layout.carrier_size]
         step = signed_norm(raw) ** 2
-        added = np.zeros(layout.coordinates, np.int64) if marks is None else marks.astype(np.int64)
-        size = signed_norm(added)
-        mark, drag, shown = self._followed(layout, taken, added - _times(self.embedded, ONE - kept))
+        size = 0 if marks is None else signed_norm(marks.astype(np.int64))
+        followed = self._without(layout, taken)
         made = replace(
             self,
             state=taken.after,
             moved=_both(min, moved, ema),
             ema=ema,
-            mark=mark,
-            drag=drag,
-            embedded=np.clip(self.embedded + shown, -LARGEST, LARGEST),
+            mark=followed.mark,
+            drag=followed.drag,
+            embedded=np.clip(self.embedded + followed.shown, -LARGEST, LARGEST),
             travelled=np.clip(self.travelled + raw, -LARGEST, LARGEST),
             leak=self.leak + -(-(size**2 << 64) // max(1, step)),
             path=self.path + step,
             step=step,
             spent=self.spent + size,
         )
-        return made, signed_norm(shown) ** 2
+        return made, signed_norm(followed.shown) ** 2
 
-    def _followed(
-        self, layout: ModelLayout, taken: Taken, added: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """M and the drag after a step, and what the step has of the mark. Tensors that were held keep theirs."""
+    def _followed(self, layout: ModelLayout, taken: Taken, added: NDArray[np.int64]) -> Followed:
+        """What a step makes of the mark, with so much `added` in its sum."""
         carrying, state = layout.carrying(), taken.before
         mark, drag, shown = self.mark.copy(), self.drag.copy(), np.zeros_like(self.mark)
+        if taken.anew is not None:
+            mark[taken.anew[carrying]] = 0
         rate, betas = np.uint64(state.rate()), [np.uint64(state.beta(which)) for which in (1, 2)]
         if state.optimiser.adapts:
             raw, moves, before, root = (
@@ -147,10 +205,18 @@ class Applied:
             steps.adaptive_mark(kind, added[b:e], *about, mark[b:e], drag[b:e], shown[b:e])
 
         parallel.spread(part, added.size)
+        return Followed(mark, drag, shown)
+
+    def _without(self, layout: ModelLayout, taken: Taken) -> Followed:
+        """What an accepted step made of the mark: tensors that were held keep theirs."""
+        assert taken.followed is not None  # noqa: S101
+        if not taken.held:
+            return taken.followed
+        mark, drag, shown = (v.copy() for v in (taken.followed.mark, taken.followed.drag, taken.followed.shown))
         for place in taken.held:
-            here = _coordinates(carrying, place, layout.carrier_size)
+            here = _coordinates(layout.carrying(), place, layout.carrier_size)
             mark[here], drag[here], shown[here] = self.mark[here], self.drag[here], 0
-        return mark, drag, shown
+        return Followed(mark, drag, shown)
 
     def from_anchor(self) -> Applied:
         """The same where the present model is the anchor: nothing was marked before it."""
@@ -288,6 +354,11 @@ def _named(vector: NDArray[Any]) -> str:
         "optimiser",
         np.ascontiguousarray(vector).astype("<i8" if vector.dtype == np.int64 else "<u8", copy=False).data.cast("B"),
     ).hex()
+
+
+def _is_loud(squares: Sequence[int], c: int) -> bool:
+    """Of ‖shown‖² and ‖step‖², and another one: ‖shown‖ > c·‖step‖."""
+    return squares[0] * ONE**2 > c**2 * squares[1]
 
 
 def _both(function: Any, x: tuple[Axes, ...], y: tuple[Axes, ...]) -> tuple[Axes, ...]:

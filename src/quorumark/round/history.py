@@ -252,9 +252,11 @@ class History:
         layout = self.layout
         with self._under(under or self.manifest):
             size = self.mark.packing.length(layout)
-            take = self._unpacked if self.mark.applied is None else self._stepped
-            vector, held, taken = take(opened[:size], level)
             amplitudes = None if amplitudes is None else self.mark.in_units(amplitudes, level)
+            if self.mark.applied is None:
+                vector, held, taken = self._unpacked(opened[:size], level)
+            else:
+                vector, held, taken = self._stepped(opened[:size], level, amplitudes)
         rounded = layout.rounded(vector)
         summed_norms = opened[size:].copy() if norms else None
         places = {spec.name: place for spec, place in layout.spans()}
@@ -292,9 +294,11 @@ class History:
     def _unfit(self, fits: Sequence[bool]) -> set[str]:
         return {spec.name for (spec, _), fit in zip(self.layout.spans(), fits, strict=True) if not fit}
 
-    def _stepped(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str], Taken | None]:
-        """What the server optimiser makes of the sum of the models; also the tensors whose sum or step no model may
-        have; and the step."""
+    def _stepped(
+        self, opened: Vector, level: bytes, amplitudes: Amplitudes | None
+    ) -> tuple[NDArray[Any], set[str], Taken | None]:
+        """What the server optimiser makes of the sum of the models, marked by these `amplitudes`; also the tensors
+        whose sum or step no model may have; and the step."""
         mark, held = self.mark, set[str]()
         assert mark.applied is not None  # noqa: S101
         before = field.to_signed(mark.model)
@@ -303,8 +307,10 @@ class History:
             held = self._unfit(fits)
         else:
             raw = field.to_signed(opened) - before
-        running = [place for spec, place in self.layout.spans("plain") if spec.name.endswith(_RUNNING)]
-        taken = mark.applied.state.take(raw).averaged(running)
+        running = {spec.name for spec, _ in self.layout.spans("plain") if spec.name.endswith(_RUNNING)}
+        kept = mark.strength.kept(self.round)
+        marks = None if amplitudes is None else amplitudes.sizes
+        taken = mark.applied.take(self.layout, raw, marks, kept, mark.strength.c_max, averaged=running)
         after = before + taken.moves
         most = (int(codec.LIMIT) << codec.FRACTION_BITS) - 1
         for spec, place in self.layout.spans():

@@ -85,10 +85,16 @@ def _joined(pieces: Iterable[Vector]) -> Iterator[Vector]:
         yield np.concatenate(held)
 
 
-def ideal_mark(y: Vector, amplitudes: Amplitudes, key: NDArray[np.int64], genesis: Genesis | None = None) -> None:
+def ideal_mark(
+    y: Vector,
+    amplitudes: Amplitudes,
+    key: NDArray[np.int64],
+    genesis: Genesis | None = None,
+    packed: Packed | None = None,
+) -> None:
     """What all members' parts add up to, for those who may hold a key: adds S ⊙ σ ⊙ key (S ⊙ key without a genesis)."""
     parts = (field.from_signed(key[part]) for part in field.chunks(key.size, 1 << 18))
-    _add_mark(y, amplitudes, genesis, 1, parts)
+    _add_mark(y, amplitudes, genesis, 1, parts, packed)
 
 
 @dataclass(frozen=True)

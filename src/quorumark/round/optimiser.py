@@ -21,7 +21,7 @@ from quorumark.consortium.optimiser import RATE_BITS, RATIO_BITS, ROOT_BITS, Opt
 from quorumark.field import parallel
 from quorumark.round import steps
 
-__all__ = ["KINDS", "LARGEST", "OptimiserState", "Taken", "power"]
+__all__ = ["KINDS", "LARGEST", "Followed", "OptimiserState", "Taken", "power"]
 
 KINDS = {"fedadam": steps.ADAM, "fedyogi": steps.YOGI, "fedadagrad": steps.ADAGRAD}
 LARGEST = (1 << 60) - 1  # no update or step is larger: 2^20
@@ -92,15 +92,28 @@ class OptimiserState:
 
 
 @dataclass(frozen=True, eq=False)
+class Followed:
+    """What a step makes of the mark, for each carrying coordinate: what is in the momentum then (`mark`), what it does
+    to r (`drag`), and what of it is in the step (`shown`)."""
+
+    mark: NDArray[np.int64]
+    drag: NDArray[np.int64]
+    shown: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
 class Taken:
     """A step that was taken from the state `before`: the sum's `raw` update, the `moves` that follow from it, and the
-    state `after`. `held` are places that took no part in it."""
+    state `after`. `held` are places that took no part in it, `anew` says of each weight whether its momentum began with
+    0 (None: of no weight), and `followed` is what the step makes of the mark (`quorumark.round.applied`)."""
 
     raw: NDArray[np.int64]
     moves: NDArray[np.int64]
     before: OptimiserState
     after: OptimiserState
     held: tuple[slice, ...] = ()
+    anew: NDArray[np.bool_] | None = None
+    followed: Followed | None = None
 
     def averaged(self, places: Sequence[slice]) -> Taken:
         """The same, but for tensors that take the sum as it is."""
@@ -109,6 +122,14 @@ class Taken:
             if self.after.root.size:
                 self.after.root[place] = 0
         return self
+
+    def begun_anew(self, anew: NDArray[np.bool_]) -> Taken:
+        """The same, but for weights whose momentum is 0 before the step. Roots do not depend on it."""
+        moves, momentum, root = self.moves.copy(), self.after.momentum.copy(), self.before.root
+        own = replace(self.before, momentum=np.zeros_like(momentum[anew]), root=root[anew] if root.size else root)
+        again = own.take(self.raw[anew])
+        moves[anew], momentum[anew] = again.moves, again.after.momentum
+        return replace(self, moves=moves, after=replace(self.after, momentum=momentum), anew=anew)
 
     def without(self, places: Sequence[slice]) -> Taken:
         """The same, but for tensors that keep their weights: their momentum and root stay as well."""
@@ -121,4 +142,5 @@ class Taken:
             momentum[place] = self.before.momentum[place]
             if root.size:
                 root[place] = self.before.root[place]
-        return Taken(raw, moves, self.before, replace(self.after, momentum=momentum, root=root), tuple(places))
+        after = replace(self.after, momentum=momentum, root=root)
+        return replace(self, raw=raw, moves=moves, after=after, held=tuple(places))
