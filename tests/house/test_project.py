@@ -175,6 +175,58 @@ def test_the_survival_that_the_noise_finds_is_the_measured_one(root: Path) -> No
     assert "weight-norm" in off
 
 
+def test_the_tables_of_optimisers_are_the_measured_ones(root: Path) -> None:
+    """Each row that the benchmark writes; forecasts are within max(10 %, 2) of z in the mean, but for the case that the
+    page names, and no step of a momentum that begins anew shows more than c_max."""
+    from benchmarks.optimisers import KINDS, OPTIMISERS, line, mean, rounds_line, slow_line, step_line, turn_line
+
+    kinds = json.loads((root / "benchmarks/results/optimisers.json").read_text())
+    assert list(kinds) == list(KINDS)
+    rows = {kind: found["rows"] for kind, found in kinds.items()}
+    every, slower = ["fedavg", *OPTIMISERS], "fedavgm:server_momentum=0.5"
+    wanted = {"trained": every, "still": [*OPTIMISERS], "decayed": [*OPTIMISERS, slower], "turning": every * 4}
+    wanted["slowing"] = ["fedavg"] * 6
+    assert {kind: [row["optimiser"] for row in found] for kind, found in rows.items()} == wanted
+    seeds = {"trained": 5, "still": 2, "decayed": 3, "turning": 3, "slowing": 3}
+    assert {kind: {len(row["z"]) for row in found} for kind, found in rows.items()} == {
+        k: {n} for k, n in seeds.items()
+    }
+    optimisers, strength = (
+        set((root / f"docs/{name}.md").read_text().splitlines()) for name in ("optimisers", "strength")
+    )
+    assert {line(row) for kind in ("trained", "still", "decayed") for row in rows[kind]} <= optimisers
+    assert {rounds_line(row) for row in rows["trained"]} <= optimisers
+    assert {step_line(row) for row in rows["turning"] if row["optimiser"] != "fedavg"} <= optimisers
+    assert {turn_line(row) for row in rows["turning"] if row["optimiser"] == "fedavg"} <= strength
+    assert {slow_line(row) for row in rows["slowing"]} <= strength
+    off = [
+        (kind, row["optimiser"])
+        for kind in ("trained", "still", "decayed")
+        for row in rows[kind]
+        if abs(mean(row, "forecast") - mean(row, "z")) >= max(0.1 * mean(row, "z"), 2)
+    ]
+    assert off == [("decayed", OPTIMISERS[0])]
+    for row in rows["turning"]:
+        assert max(row["part"]) <= float(row["strength"]["c_max"]) or "adagrad" in row["optimiser"]
+
+
+def test_the_table_of_sampled_members_is_the_measured_one(root: Path) -> None:
+    """Each row; z is as forecast, no round that could be finished was given up, and nobody joined a made-up state."""
+    from benchmarks.sampled import ROUNDS, SEEDS, SIZES, STAGES, line
+
+    rows = json.loads((root / "benchmarks/results/sampled.json").read_text())
+    about = [((row["members"], row["threshold"], row["cohort"]), row["lost"]) for row in rows]
+    assert about == [(size, stages) for size in SIZES for stages in STAGES]
+    page = (root / "docs/secagg.md").read_text().splitlines()
+    for row in rows:
+        assert (len(row["runs"]), row["rounds"]) == (len(SEEDS), ROUNDS)
+        assert line(row) in page
+        z, forecast = (sum(run[name] for run in row["runs"]) / len(SEEDS) for name in ("z", "forecast"))
+        assert abs(z - forecast) < max(0.1 * z, 2)
+        assert [run["wasted"] for run in row["runs"]] == [[]] * len(SEEDS)
+        assert [run["refusals"] for run in row["runs"]] == [{"round.not-linked": 2 * row["cohort"]}] * len(SEEDS)
+
+
 def test_the_gpu_figure_is_the_measured_one(root: Path) -> None:
     ratio = _rows(root, "field-cuda")["axpy", "device memcpy"]["ratio"]
     assert f"({ratio:.2f} times a device copy" in (root / "docs/performance.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from tests.kit.flowers import Consortium, Model
 from tests.kit.opened import summed
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
-from tests.kit.states import Tuned, amend, begun, carriers, forget, lose_memory, opened_at, share_of_signs, small
+from tests.kit.states import Tuned, amend, begun, carriers, forget, lose_memory, opened_at, small, small_model
+from tests.kit.ways import Attacked, cached, marked_at, right_signs, ways
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Consortium:
 @pytest.fixture
 def world(made: Consortium, tmp_path: Path) -> Consortium:
     return made.copy(tmp_path / "world")
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Consortium]:
+    """Consortia of each way in which a round may go."""
+    return cached(tmp_path_factory.mktemp("ways"), model=small_model())
+
+
+FEW = pytest.mark.parametrize("way", ways("plain", "cohort, fedadam"))
+MOST = pytest.mark.parametrize("way", ways("plain"))
 
 
 def second_sum(run: Run, start: Model, first: Any, **how: Any) -> Any:
@@ -60,7 +72,7 @@ def halved_when_made_again(run: Tuned) -> Any:
     run.rate, past.halvings = 1.0, 0
     first = opened_at(run, start)
     past.halvings = statements.HALVINGS
-    run.server.take_answered(1, run.server.round_no, (1, 2, 3, 4, 5))
+    run.server.take_answered(past.cohort[0], run.server.round_no, past.cohort)
     advance = run.server.advance
 
     def lying(model: Model) -> Turn:
@@ -72,24 +84,33 @@ def halved_when_made_again(run: Tuned) -> Any:
     return second_sum(run, start, first)
 
 
-def test_a_sum_that_is_made_again_has_the_same_mark(world: Consortium) -> None:
-    run = Tuned(world)
+@FEW
+def test_a_sum_that_is_made_again_has_the_same_mark(every: Any, tmp_path: Path, way: str) -> None:
+    run = Attacked(every(way, tmp_path / "world"))
     gained = halved_when_made_again(run)
-    assert gained is None, share_of_signs(world, -gained)
-    assert len(run.refused) == 5
+    assert gained is None, right_signs(run.world, -gained, marked_at(run))
+    assert set(run.refused) == set(run.server.cohort)
 
 
-def test_without_that_rule_the_difference_is_the_key(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+@FEW
+def test_without_that_rule_the_difference_is_the_key(
+    every: Any, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SecAggMember, "_repeated", lambda _, memory, *__: memory["sent"]["model"]["members"])
-    assert share_of_signs(world, -halved_when_made_again(Tuned(world))) == 1.0
+    run = Attacked(every(way, tmp_path / "world"))
+    gained = halved_when_made_again(run)
+    assert right_signs(run.world, -gained, marked_at(run)) == 1.0
 
 
-def new_for_one(run: Tuned, who: int) -> Any:
-    """All but one have answered. They make the sum again, and that one is told that it is a new one: it trains."""
+def new_for_one(run: Tuned) -> tuple[Any, Model]:
+    """All but the last one have answered. They make the sum again, and that one is told that it is a new one: it
+    trains. What is gained, and from which model."""
     start = begun(run)
+    run.server.close(start)
+    who = run.server.cohort[-1]
     first = opened_at(run, start, silent=[who])
     last = run.server.round_no
-    run.server.take_answered(1, last, (1, 2, 3, 4, 5))
+    run.server.take_answered(run.server.cohort[0], last, run.server.cohort)
     join_one = run.join_one
 
     def told(x: int, offer: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -101,26 +122,33 @@ def new_for_one(run: Tuned, who: int) -> Any:
 
     run.join_one = told  # type: ignore[method-assign,assignment]
     run.rate = 0.5
-    return second_sum(run, start, first)
+    return second_sum(run, start, first), start
 
 
-def test_nobody_trains_anew_for_a_sum_that_the_others_make_again(world: Consortium) -> None:
-    gained = new_for_one(Tuned(world), 5)
-    assert gained is None, "the difference is half of what member 5 alone has learnt, times its weight"
+@MOST
+def test_nobody_trains_anew_for_a_sum_that_the_others_make_again(every: Any, tmp_path: Path, way: str) -> None:
+    gained, _ = new_for_one(Attacked(every(way, tmp_path / "world")))
+    assert gained is None, "the difference is half of what the last member alone has learnt, times its weight"
 
 
-def test_without_that_rule_a_member_s_update_shows(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+@MOST
+def test_without_that_rule_a_member_s_update_shows(
+    every: Any, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     binding = History.binding
     monkeypatch.setattr(History, "binding", lambda self, number, marks, _=0: binding(self, number, marks))
-    run = Tuned(world)
-    gained = new_for_one(run, 5)
-    start = dict(run.model)
-    learnt = carriers(world, run.trained(5, start, {"rate": 0.5})) - carriers(world, start)
-    weight = 105 / sum(100 + x for x in range(1, 6))
+    world = every(way, tmp_path / "world")
+    run = Attacked(world)
+    gained, start = new_for_one(run)
+    cohort = run.server.cohort
+    learnt = carriers(world, run.trained(cohort[-1], start, {"rate": 0.5})) - carriers(world, start)
+    weight = (100 + cohort[-1]) / sum(100 + x for x in cohort)
     assert np.allclose(gained, -weight * learnt, atol=1e-6)
 
 
-def test_a_lost_memory_is_not_led_back_by_one_member_that_lags_behind(world: Consortium) -> None:
+@pytest.mark.parametrize("way", ways("plain", of=("plain", "fedadam")))  # of all members: three have parts of their own
+def test_a_lost_memory_is_not_led_back_by_one_member_that_lags_behind(every: Any, tmp_path: Path, way: str) -> None:
+    world = every(way, tmp_path / "world")
     run = Tuned(world)
     begun(run)
     offer, told = run.offer()  # a round from the state before, which is never held

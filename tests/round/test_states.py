@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from quorumark import field
 from quorumark.errors import QuorumarkError, RecordError, RoundError
 from quorumark.model.layout import ModelLayout
-from quorumark.node.consent import consent_text, give_consent
+from quorumark.node.consent import consent_text
 from quorumark.node.journal import Journal
 from quorumark.round import checked_sums, statements
 from quorumark.round.group import group_of
@@ -41,11 +41,10 @@ from tests.kit.states import (
     key_of,
     lose_memory,
     opened_at,
-    share_of_signs,
     small,
+    small_model,
 )
-
-GUESSED = 4 * 0.5 / np.sqrt(12_540)  # four standard deviations of the share of signs that a guess gets right
+from tests.kit.ways import Attacked, cached, consent, guessed, marked_at, of_way, right_signs, ways
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +62,16 @@ def world(made: Consortium, tmp_path: Path) -> Consortium:
 def other(made: Consortium, tmp_path: Path) -> Consortium:
     """The same, for a control."""
     return made.copy(tmp_path / "other")
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Consortium]:
+    """Consortia of each way in which a round may go."""
+    return cached(tmp_path_factory.mktemp("ways"))
+
+
+FEW = pytest.mark.parametrize("way", ways("plain", "cohort, fedadam"))
+MOST = pytest.mark.parametrize("way", ways("plain"))
 
 
 def cosine(world: Consortium, estimate: Any) -> float:
@@ -101,18 +110,25 @@ def repeated_at_other_rates(run: Tuned, times: int) -> Any:
         if not any((found == before).all() for _, before in sums):
             sums.append((run.rate, found))
     if len(sums) < times:
-        assert refused == {1, 2, 3, 4, 5}
+        assert refused == set(run.server.cohort)
     return extrapolated(run.world, start, sums)
 
 
-def test_a_round_cannot_be_repeated_at_another_rate(world: Consortium) -> None:
-    estimate = repeated_at_other_rates(Tuned(world), 3)
-    assert abs(share_of_signs(world, estimate) - 0.5) < GUESSED
+@FEW
+def test_a_round_cannot_be_repeated_at_another_rate(every: Any, tmp_path: Path, way: str) -> None:
+    run = Attacked(every(way, tmp_path / "world"))
+    estimate = repeated_at_other_rates(run, 3)
+    assert abs(right_signs(run.world, estimate, marked_at(run)) - 0.5) < guessed(run.world)
 
 
-def test_without_the_rule_two_rates_give_the_key(world: Consortium, monkeypatch: pytest.MonkeyPatch) -> None:
+@FEW
+def test_without_the_rule_two_rates_give_the_key(
+    every: Any, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_the_rule(monkeypatch)
-    assert share_of_signs(world, repeated_at_other_rates(Tuned(world), 2)) == 1.0
+    run = Attacked(every(way, tmp_path / "world"))
+    estimate = repeated_at_other_rates(run, 2)
+    assert right_signs(run.world, estimate, marked_at(run)) == 1.0
 
 
 @pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.slow)])
@@ -130,27 +146,23 @@ def test_without_the_rule_noise_is_averaged_away(world: Consortium, monkeypatch:
     assert cosine(world, repeated_at_other_rates(run, 24)) > 0.06
 
 
-def consent(world: Consortium, *, here: bool = False) -> None:
-    """All operators consent to another run from the anchor, or to another sum from the last model."""
-    for x in range(1, world.count + 1):
-        home, unlock = world.home(x)
-        give_consent(Journal(home.only_consortium(), home.identity(unlock)), here=here)
-
-
-def pairs_of_runs(world: Consortium, pairs: int, rng: np.random.Generator | None) -> Any:
+def pairs_of_runs(world: Consortium, pairs: int, rng: np.random.Generator | None) -> tuple[Any, Any]:
     """The second attack: pairs of runs from the anchor; in one of each the server says that the mark of the third round
-    was too strong three times, so that it is left out. Operators consent to every run."""
+    was too strong three times, so that it is left out. Operators consent to every run. Also: which weights are marked
+    in the other one."""
     total, after = np.zeros(world.layout.carrier_size), 0
+    marked: Any = None
     for number in range(pairs):
         moves = []
         for unmarked in (False, True):
             if after:
                 consent(world)
-            run = Tuned(world, run=f"{number}{unmarked}", after=after)
+            run = Attacked(world, run=f"{number}{unmarked}", after=after)
             run.rng = rng
             try:
                 start = begun(run)
                 run.server.accept(start)  # now, so that it can speak about the state
+                marked = marked_at(run) if marked is None else marked
                 if unmarked:
                     run.server._current_past().halvings = statements.HALVINGS
                 moves.append(opened_at(run, start) - carriers(world, start))
@@ -162,55 +174,63 @@ def pairs_of_runs(world: Consortium, pairs: int, rng: np.random.Generator | None
             after = run.server.round_no
         if len(moves) == 2:
             total += moves[0] - moves[1]
-    return total
+    return total, marked
 
 
-def test_two_runs_from_the_anchor_do_not_show_the_key(world: Consortium) -> None:
+@MOST
+def test_two_runs_from_the_anchor_do_not_show_the_key(every: Any, tmp_path: Path, way: str) -> None:
     """Where training repeats itself the second run comes to a state that members have answered from, and ends."""
-    estimate = pairs_of_runs(world, 1, None)
-    assert abs(share_of_signs(world, estimate) - 0.5) < GUESSED
+    world = every(way, tmp_path / "world")
+    assert abs(right_signs(world, *pairs_of_runs(world, 1, None)) - 0.5) < guessed(world)
 
 
 @pytest.mark.parametrize("pairs", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_nor_do_many_pairs_of_runs_whose_training_varies(world: Consortium, pairs: int) -> None:
-    assert abs(cosine(world, pairs_of_runs(world, pairs, np.random.default_rng(6)))) <= 0.06
+    assert abs(cosine(world, pairs_of_runs(world, pairs, np.random.default_rng(6))[0])) <= 0.06
 
 
+@MOST
 def test_without_the_rules_two_runs_give_the_key(
-    world: Consortium, other: Consortium, monkeypatch: pytest.MonkeyPatch
+    every: Any, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members who let a server say that the mark is too strong, and who answer from a state twice."""
     monkeypatch.setattr(statements, "check_halved", lambda *_: None)
-    assert cosine(world, pairs_of_runs(world, 3, np.random.default_rng(6))) > 0.06
+    if way == "plain":
+        varied = every(way, tmp_path / "varied")
+        assert cosine(varied, pairs_of_runs(varied, 3, np.random.default_rng(6))[0]) > 0.06
     without_the_rule(monkeypatch)
-    assert share_of_signs(other, pairs_of_runs(other, 1, None)) == 1.0
+    world = every(way, tmp_path / "world")
+    assert right_signs(world, *pairs_of_runs(world, 1, None)) == 1.0
 
 
-def left_out(run: Tuned, start: Model, helper: int) -> Any:
+def left_out(run: Tuned, start: Model, who: int) -> Any:
     """The third attack, with a member that helps the server: two sums, one of them without it. Their weighted
     difference is n_s·(θ_s + S ⊙ τ), and it knows θ_s. A wrong tag would make the others repeat the round, too."""
     world = run.world
     assert world.manifest is not None
-    counts = {x: world.manifest.terms.member(x).examples for x in range(1, 6)}
-    whole = opened_at(run, start) * sum(counts.values())
+    whole = opened_at(run, start)
+    cohort = run.server.cohort
+    counts, helper = {x: world.manifest.terms.member(x).examples for x in cohort}, cohort[who]
     part = opened_at(run, start, absent=[helper]) * sum(n for x, n in counts.items() if x != helper)
     own = carriers(world, run.trained(helper, dict(start), {"rate": 1.0}))
-    return (whole - part) / counts[helper] - own
+    return (whole * sum(counts.values()) - part) / counts[helper] - own
 
 
+@MOST
 def test_a_member_that_is_left_out_of_a_second_sum(
-    world: Consortium, other: Consortium, monkeypatch: pytest.MonkeyPatch
+    every: Any, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Tuned(world)
+    run = Attacked(every(way, tmp_path / "world"))
     start = begun(run)
     with stopped("round.too-few"):
-        left_out(run, start, 3)
-    assert set(run.refused) == {1, 2, 4, 5}
-    assert set(run.refused.values()) == {"round.answered-already"}
-    assert weights(run.server.manifest, [1, 2, 4, 5])  # the smaller set would have been a sound one
+        left_out(run, start, 2)
+    cohort = run.server.cohort
+    assert run.refused == dict.fromkeys((x for x in cohort if x != cohort[2]), "round.answered-already")
+    assert weights(run.server.manifest, run.refused)  # the smaller set would have been a sound one
     without_the_rule(monkeypatch)
-    run = Tuned(other)
-    assert share_of_signs(other, left_out(run, begun(run), 3)) == 1.0
+    run = Attacked(every(way, tmp_path / "other"))
+    estimate = left_out(run, begun(run), 2)
+    assert right_signs(run.world, estimate, marked_at(run)) == 1.0
 
 
 def signs_from_norms(run: Tuned, start: Model, left: Iterable[int]) -> Any:
@@ -219,24 +239,25 @@ def signs_from_norms(run: Tuned, start: Model, left: Iterable[int]) -> Any:
     norm of each row ⟨D, S ⊙ τ⟩ = (‖D‖² + ‖S‖² − ‖Δ_s‖²)/2: few enough signs to try all of them."""
     world = run.world
     assert world.manifest is not None
-    counts = {x: world.manifest.terms.member(x).examples for x in range(1, 6)}
-    shape = (8, 6)
+    shape, terms = (8, 6), world.manifest.terms
     base = carriers(world, start).reshape(shape)
 
     def opened(absent: Iterable[int] = ()) -> tuple[Any, Any]:
         run.model = start
         run.round(absent=absent)
-        total = sum(n for x, n in counts.items() if x not in set(absent))
+        total = sum(terms.member(x).examples for x in run.server.members)
         found = carriers(world, summed(run.server))
         norms = field.to_signed(summed_norms(run.server)) / 2.0**40
         forget(run, start)
         return total * found.reshape(shape), total * norms[: shape[0]]
 
     whole, norms = opened()
+    cohort = run.server.cohort
+    counts = {x: terms.member(x).examples for x in cohort}
     marks = run.server.history.amplitudes().vector.reshape(shape) / 2.0**40
     tries = np.array(list(itertools.product((-1, 1), repeat=shape[1])))
     wrong = np.zeros((shape[0], len(tries)))
-    for s in left:
+    for s in (cohort[who] for who in left):
         part, part_norms = opened([s])
         moved = (whole - part) / counts[s] - base
         own = (norms - part_norms) / counts[s]
@@ -245,24 +266,22 @@ def signs_from_norms(run: Tuned, start: Model, left: Iterable[int]) -> Any:
     return tries[wrong.argmin(axis=1)].reshape(-1)
 
 
-def test_the_norms_of_three_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = small(tmp_path / "c", 5, 3)
-    run = Tuned(made.copy(tmp_path / "world"))
+@MOST
+def test_the_norms_of_three_sums(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = of_way(tmp_path / "c", way, model=small_model())
+    run = Attacked(made.copy(tmp_path / "world"))
     with stopped("round.too-few"):  # with the rule there is no second sum to read
-        signs_from_norms(run, begun(run), [2, 4])
-    assert set(run.refused) == {1, 3, 4, 5}
-    assert set(run.refused.values()) == {"round.answered-already"}
+        signs_from_norms(run, begun(run), [1, 3])
+    cohort = run.server.cohort
+    assert run.refused == dict.fromkeys((x for x in cohort if x != cohort[1]), "round.answered-already")
     without_the_rule(monkeypatch)
-    other = made.copy(tmp_path / "other")
-    run = Tuned(other)
-    estimate = signs_from_norms(run, begun(run), [2, 4])
-    marked = run.server.history.amplitudes().vector != 0
-    assert marked.mean() > 0.5
-    assert (estimate == key_of(other))[marked].all()
+    run = Attacked(made.copy(tmp_path / "other"))
+    estimate = signs_from_norms(run, begun(run), [1, 3])
+    assert right_signs(run.world, estimate, marked_at(run)) == 1.0
 
 
 def _other_run(run: Run) -> Run:
-    again = Tuned(run.world, run="2", after=run.server.round_no)
+    again = type(run)(run.world, run="2", after=run.server.round_no)
     again.server.survey(again.ask, go_on=True)
     again.model = dict(again.server.resumed or {})
     return again
@@ -271,35 +290,39 @@ def _other_run(run: Run) -> Run:
 def _forged(run: Run) -> Run:
     """Statements that the server makes up, takes from fewer members than must give up, or takes from elsewhere."""
     past, group = run.server._current_past(), run.server.group
+    one, two, three, *colluders = past.cohort
     said: dict[int, bytes] = {}
-    for x in (4, 5):  # colluders say anything
+    for x in colluders:  # they say anything
         home, unlock = run.world.home(x)
         said[x] = statements.sign(home.identity(unlock), group, "never", past.state, (3).to_bytes(8, "big"))
-    past.answered[3] = (1, 2, 3, 4, 5)
-    past.never[3] = {1: said[4], 2: b"never", 3: said[5], **said}
+    four, five = colluders
+    past.answered[3] = past.cohort
+    past.never[3] = {one: said[four], two: b"never", three: said[five], **said}
     past.drawn[3], past.is_given_up = 0, lambda *_: True  # type: ignore[method-assign]
     return run
 
 
 def _repeats(run: Run) -> Run:
     """It says that the sum is made again, with others in it."""
-    run.server.take_answered(1, 3, (1, 2, 3, 4))
+    cohort = run.server._current_past().cohort
+    run.server.take_answered(cohort[0], 3, cohort[:4])
     return run
 
 
-@pytest.mark.parametrize("way", ["plain", "another run", "forged statements", "made again by others"])
-def test_ways_to_a_second_sum(world: Consortium, way: str) -> None:
-    run: Run = Tuned(world)
+@pytest.mark.parametrize("trick", ["plain", "another run", "forged statements", "made again by others"])
+@MOST
+def test_ways_to_a_second_sum(every: Any, tmp_path: Path, way: str, trick: str) -> None:
+    run: Run = Attacked(every(way, tmp_path / "world"))
     start = begun(run)
     first = opened_at(run, start)
-    if way == "another run":  # it is asked where everybody is, and gets the same sum once more
+    if trick == "another run":  # it is asked where everybody is, and gets the same sum once more
         run = _other_run(run)
         run.round()
-        assert (carriers(world, summed(run.server)) == first).all()
+        assert (carriers(run.world, summed(run.server)) == first).all()
         return
-    if way == "forged statements":
+    if trick == "forged statements":
         run = _forged(run)
-    if way == "made again by others":
+    if trick == "made again by others":
         run = _repeats(run)
         with stopped("round.too-few"):
             run.round()
@@ -307,22 +330,22 @@ def test_ways_to_a_second_sum(world: Consortium, way: str) -> None:
         return
     with stopped("round.too-few"):
         run.round()
-    assert set(run.refused) == {1, 2, 3, 4, 5}
-    wanted = "round.not-given-up" if way == "forged statements" else "round.answered-already"
-    assert set(run.refused.values()) == {wanted}
+    wanted = "round.not-given-up" if trick == "forged statements" else "round.answered-already"
+    assert run.refused == dict.fromkeys(run.server.cohort, wanted)
 
 
-def test_a_sum_that_is_made_again_is_the_same(world: Consortium) -> None:
+@MOST
+def test_a_sum_that_is_made_again_is_the_same(every: Any, tmp_path: Path, way: str) -> None:
     """Members have answered, too many to give it up, and the server's files are gone: the same members send the same
     results once more, untrained, and the same sum opens."""
-    run = Tuned(world)
+    run = Attacked(every(way, tmp_path / "world"))
     start = begun(run)
     first = opened_at(run, start)
     run = _other_run(run)  # type: ignore[assignment]
     run.rate = 0.1  # nobody trains again
     run.round()
     assert run.server.turn.round == 4
-    assert (carriers(world, summed(run.server)) == first).all()
+    assert (carriers(run.world, summed(run.server)) == first).all()
     run.rate = 1.0
     run.round()
     assert run.refused == {}
