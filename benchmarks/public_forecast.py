@@ -48,10 +48,10 @@ class Public:
     def __call__(self, step: Step, state: MarkState, amplitudes: Amplitudes) -> None:
         spot = state.layout.carrying()
         before, moved = (
-            field.to_signed(v)[spot] * 2.0**-codec.FRACTION_BITS
+            np.asarray(field.to_signed(v)[spot] * 2.0**-codec.FRACTION_BITS, np.float64)
             for v in (step.model, field.sub(state.model, step.model))
         )
-        new = amplitudes.vector * 2.0**-codec.FRACTION_BITS
+        new = np.asarray(amplitudes.vector * 2.0**-codec.FRACTION_BITS, np.float64)
         kept = shrunk(state.layout, before, moved)
         self.left = kept * self.left + new if self.left.size else new
         self.updates.append(moved)
