@@ -77,7 +77,9 @@ def test_what_the_mark_costs_is_measured_in_simulation(tmp_path: Path, environme
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "deploy --compare N" in done.stderr
-    summary.write_text(json.dumps({"plain": plain, "marked": told, "coordinates": 283_424}))
+    summary.write_text(
+        json.dumps({"plain": plain, "marked": told, "coordinates": 283_424, "packing": 2, "sums": "checked"})
+    )
     command += ["--json", str(tmp_path / "rows.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

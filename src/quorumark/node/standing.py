@@ -4,9 +4,9 @@ verification of that should find. Nothing secret is read."""
 from __future__ import annotations
 
 from quorumark.consortium.home import ConsortiumFolder, read_array, read_file
-from quorumark.model.layout import ModelLayout, read_safetensors
+from quorumark.model.layout import ModelLayout
 from quorumark.node.notes import Notes
-from quorumark.round.applied import read_vectors
+from quorumark.node.state_files import StateFiles
 from quorumark.round.history import History
 from quorumark.round.outlook import Outlook, outlook
 from quorumark.round.survival import Survival
@@ -26,8 +26,8 @@ def standing(consortium: ConsortiumFolder) -> tuple[int, Outlook] | None:
         return None
     layout = ModelLayout.from_bytes(read_file(folder / "layout.json", "a layout"))
     anchor = read_array(folder / "anchor.npy", "an anchor")
-    model = layout.encode(read_safetensors(folder / "model.safetensors"))
+    files = StateFiles(folder, notes.place)
     history = History(manifest, layout, anchor, chain[:-1])
-    mark = history.read_mark(notes.mark.encode(), model, anchor, read_vectors(folder / "optimiser.npz"))
+    mark = history.read_mark(notes.mark.encode(), layout.encode(files.read_model()), anchor, files.vectors())
     told = Survival.said(*map(float, notes.survival.split())) if notes.survival else None
     return mark.round, outlook(mark, manifest.terms, manifest.terms.strength.rounds, told)
