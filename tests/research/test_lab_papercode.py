@@ -19,7 +19,7 @@ from quorumark.research.known import SeededKey
 from quorumark.research.lab import data
 from quorumark.research.lab.config import LanguageSettings, Settings, read
 from quorumark.research.lab.page import page
-from quorumark.research.lab.results import read_all
+from quorumark.research.lab.results import read_all, record
 from quorumark.research.lab.tables import compared_means
 
 torch = pytest.importorskip("torch")
@@ -182,8 +182,6 @@ def test_where_the_paper_s_code_cannot_go() -> None:
 
 
 def test_a_strong_mark_by_the_paper_s_code_is_seen_by_every_statistic() -> None:
-    from quorumark.research.lab.results import record
-
     run = ImageRun(replace(MINI, strength="paper-code:40", rounds=6), data.load("shapes"))
     run.train()
     run.best.model = run.model
@@ -215,6 +213,63 @@ def test_dead_rows_show_their_signs() -> None:
     assert found["cosine"] == pytest.approx(0.1, abs=0.02)
     assert 0.5 < found["signs"] < 0.6
     assert shown(small.layout, model, small.start, key)["bare"] == 0.0
+
+
+def test_a_configuration_has_the_recipe_of_the_paper_s_code() -> None:
+    """Each run as table 1's but for what the code has otherwise, and known from it by its name."""
+    runs, usual = read("code").runs, {run.id: run for run in read("table1").runs}
+    assert len(runs) == 14
+    assert not {run.id for run in runs} & ({*usual} | {run.id for run in read("kept").runs})
+    for run in runs:
+        assert run.unmarked in runs
+        assert (run.augment, run.kept, run.decay) == (("autoaugment",), True, 0.01)
+        assert run.id.endswith("-autoaugment-kept-decay0.01")
+        assert (run.evaluate_every, run.global_batch, run.lr, run.beta1, run.beta2) == (1, 2048, 1e-3, 0.9, 0.999)
+        assert (run.members, run.rounds) == (32, 300) or (run.members, run.rounds, run.seed) == (64, 350, 0)
+        if run.members == 32:
+            plain = replace(run, augment=("crop", "flip", "autoaugment"), kept=False, decay=1e-4)
+            assert plain == replace(usual[plain.id], null_keys=0)
+            assert read("code").figure("accuracy", run) == read("table1").figure("accuracy", plain) != ""
+        else:
+            assert read("code").figure("accuracy", run) == ""  # the paper's table is of 32 members
+
+
+def test_augmentation_is_part_of_a_run_s_name() -> None:
+    usual = Settings("cifar100", augment=("crop", "flip", "autoaugment"))
+    assert usual.id == "cifar100-resnet18-k32-iid-none-s0"  # the names of runs that there are
+    assert replace(usual, augment=("autoaugment",)).id == f"{usual.id}-autoaugment"
+    assert replace(usual, augment=("flip", "crop", "autoaugment")).id == f"{usual.id}-flip+crop+autoaugment"
+    assert replace(usual, augment=()).id == f"{usual.id}-plain"
+    assert (MINI.id, replace(MINI, augment=()).id) == ("shapes-cnn-k4-iid-none-s0-flip", "shapes-cnn-k4-iid-none-s0")
+
+
+def test_a_short_run_of_the_code_s_recipe() -> None:
+    """The configuration's own runs with small images: its augmentation, optimiser and page."""
+    small = {"dataset": "shapes", "model": "cnn", "members": 4, "rounds": 3, "global_batch": 128}
+    first, bodies = read("code").runs[0], []
+    for strength in ("none", "paper-code:0.025"):
+        run = ImageRun(replace(first, strength=strength, **small), data.load("shapes"))
+        x, again = run.batches(1)[0], run.batches(1)[0]
+        assert torch.equal(x, again)
+        without = ImageRun(replace(run.settings, augment=()), data.load("shapes"), fleet=run.fleet)
+        assert not torch.equal(without.batches(1)[0], x)
+        mirrored = replace(run.settings, augment=("crop", "flip", "autoaugment"))
+        assert not torch.equal(ImageRun(mirrored, data.load("shapes"), fleet=run.fleet).batches(1)[0], x)
+        assert run.train()
+        bodies.append(record(run))
+        run.close()
+    plain, marked = bodies
+    assert (plain["rho"], marked["rounds"]) == (None, 3)
+    assert marked["rho"] > 0
+    assert marked["settings"]["augment"] == ["autoaugment"]
+    here = [{**body, "id": replace(first, strength=body["settings"]["strength"]).id} for body in bodies]
+    for body in here:  # as if they were the configuration's
+        body["settings"] = {**replace(first, strength=body["settings"]["strength"]).asdict()}
+        body["settings"]["augment"] = list(first.augment)
+    text = _page("code", *here)
+    assert "The paper reproduced, cifar100, paper-code:0.025, 3 of 300 rounds: z by its own statistic" in text
+    assert text.count("The paper reproduced") == 1  # of 32 members, and not of 64
+    assert "| cifar100 | 32 | iid | paper-code:0.025 | 61.31 ± 0.78 |" in text
 
 
 # --- dither and continuity --------------------------------------------------------------------------------
@@ -435,8 +490,8 @@ def test_results_of_another_machine_are_taken_unless_they_are_shorter(tmp_path: 
         run = replace(MINI, strength=strength)
         write({"format": FORMAT, "id": run.id, "settings": run.asdict(), "rounds": rounds}, folder)
     done = CliRunner().invoke(app, ["lab", "collect", str(there), "--results", str(here)], catch_exceptions=False)
-    assert "none-s0: 3 rounds, a longer run is here" in done.output
-    assert "rho0.1-s0: 4 rounds, taken" in done.output
+    assert "none-s0-flip: 3 rounds, a longer run is here" in done.output
+    assert "rho0.1-s0-flip: 4 rounds, taken" in done.output
     assert [body["rounds"] for body in read_all(here).values()] == [5, 4]
     with pytest.raises(InputError, match="with result files"):
         CliRunner().invoke(app, ["lab", "collect", str(tmp_path / "x"), "--results", str(here)], catch_exceptions=False)

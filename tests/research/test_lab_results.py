@@ -40,6 +40,7 @@ def test_the_paper_s_cells_have_their_configurations() -> None:
     runs = {name: {run.id for run in read(name).runs} for name in configurations()}
     assert set(runs) == {
         "clients",
+        "code",
         "dither",
         "forecast",
         "kept",
@@ -79,6 +80,7 @@ def _miniature(name: str, path: Path) -> int:
             f"augment = {json.dumps(run.augment)}", f"null_keys = {20 if run.null_keys else 0}",
             f"dither = {run.dither}", f"continuity = {str(run.continuity).lower()}",
             f"packing = {run.packing}", f'label = "{run.label}"', f"kept = {str(run.kept).lower()}",
+            f"decay = {run.decay}",
         ]  # fmt: skip
     path.write_text("\n".join(lines))
     return len(seen)

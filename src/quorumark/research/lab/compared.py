@@ -29,7 +29,8 @@ def _reproduced(configuration: Configuration, results: Results) -> list[str]:
     for wanted in configuration.reproduce:
         for runs in groups(configuration):
             first, found = runs[0], _with_code(best_evidence(runs, results))
-            if (first.dataset, first.strength, first.partition) != (wanted["dataset"], wanted["strength"], "iid"):
+            named = wanted["dataset"], wanted["strength"], "iid", wanted.get("members", first.members)
+            if (first.dataset, first.strength, first.partition, first.members) != named:
                 continue
             if not found:
                 continue

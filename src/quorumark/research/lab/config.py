@@ -25,6 +25,14 @@ from quorumark.errors import InputError
 __all__ = ["Configuration", "LanguageSettings", "Settings", "configurations", "read", "strength_settings"]
 
 
+# how the paper's text augments a data set's images, as we read it; other sets have none
+_USUAL = {
+    "cifar10": ("crop", "flip", "autoaugment"),
+    "cifar100": ("crop", "flip", "autoaugment"),
+    "tiny-imagenet": ("flip", "rotate", "jitter"),
+}
+
+
 @dataclass(frozen=True)
 class Settings:
     """One run. What is not given is as in the paper, where the paper says it."""
@@ -92,10 +100,17 @@ class Settings:
         return self.strength.startswith(("paper-code:", "per-client-paper-code:"))
 
     @property
+    def augmented(self) -> str:
+        """How images are augmented, where it is not the data set's usual way; nothing where it is."""
+        usual = self.augment == _USUAL.get(self.dataset, ())
+        return "" if usual else "+".join(self.augment) or "plain"
+
+    @property
     def id(self) -> str:
         """The run's name, without its length: a longer run of the same settings takes a shorter one's place."""
         parts = [self.dataset, self.model, f"k{self.members}", self.partition, self.strength, f"s{self.seed}"]
         parts += [f"dither{self.dither:g}"] * bool(self.dither) + ["continuity"] * self.continuity
+        parts += [self.augmented] * bool(self.augmented)
         parts += ["kept"] * self.kept + [f"decay{self.decay:g}"] * (self.decay != type(self).decay)
         parts += [f"packing{self.packing}"] * (self.packing > 1) + [self.label] * bool(self.label)
         return "-".join(parts).replace(":", "")
@@ -187,7 +202,7 @@ class Configuration:
     plot: str  # what its figure is drawn against: members, strength or nothing
     task: str = "vision"  # or language
     aims: Mapping[str, float] = field(default_factory=dict)  # by strength: what z should be, without costing accuracy
-    reproduce: tuple[dict[str, Any], ...] = ()  # dataset, strength, and the z ± within and loss that the paper has
+    reproduce: tuple[dict[str, Any], ...] = ()  # dataset, strength, members, and the paper's z ± within and loss
 
     def figure(self, what: str, run: Settings) -> str:
         """The paper's accuracy or z for a run's settings, as it prints it; nothing if it has none."""

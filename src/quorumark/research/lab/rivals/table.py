@@ -47,6 +47,7 @@ _HOLD = {  # who holds the secret, secure aggregation, how many members it takes
 def name_of(method: str, settings: Settings, rate: float | None = None) -> str:
     """The name of a method's run, without its length, as other runs' names; with its server's rate if it is another."""
     parts = [settings.dataset, settings.model, f"k{settings.members}", settings.partition, method, f"s{settings.seed}"]
+    parts += [settings.augmented] * bool(settings.augmented)
     parts += [f"rate{rate:g}"] if rate not in (None, PAPERS_RATE) else []
     return "-".join(parts).replace(":", "")
 
