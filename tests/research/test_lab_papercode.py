@@ -543,6 +543,19 @@ def test_strength_md_says_what_the_code_s_rule_does() -> None:
     )
     assert f"and {z['balanced-anchor/v1']:.0f} by ours (ρ = {body['rho']:.3f};" in prose
 
+    lab = _prose("docs/lab.md")
+    accuracy = 100 * body["accuracy"]["released"]
+    assert f"Its z is the paper's ({z['paper-code']:.1f}), its accuracy is eleven points above the paper's" in lab
+    assert f"({accuracy:.2f} % against 61.31 %)" in lab
+    assert round(accuracy - 61.31) == 11
+    assert round(100 * results[name("cifar100", "paper-code0.025", 0)]["accuracy"]["released"] - 61.31) == 6
+    table1 = [results[run.id] for run in read("table1").runs if run.id in results and "cifar" in run.dataset]
+    assert {body["settings"]["evaluate_every"] for body in table1} == {5}  # "every fifth round"
+    assert {body["data"]["note"] for body in table1} == {"stored as JPEG of quality 95"}
+    done = [run.id for run in read("code").runs if run.id in results]
+    for page_ in (lab, prose):  # the first result makes these sentences wrong
+        assert ("has not been run" in page_) == (not done)
+
     ours = [
         results[name(images, "rho0.1", seed)]["z"]["released"]
         for images in ("cifar10", "cifar100")

@@ -25,7 +25,7 @@ from quorumark.errors import InputError
 __all__ = ["Configuration", "LanguageSettings", "Settings", "configurations", "read", "strength_settings"]
 
 
-# how the paper's text augments a data set's images, as we read it; other sets have none
+# how a data set's images are augmented unless a run says otherwise (docs/lab.md, "A run")
 _USUAL = {
     "cifar10": ("crop", "flip", "autoaugment"),
     "cifar100": ("crop", "flip", "autoaugment"),
