@@ -439,14 +439,38 @@ def test_the_page_says_whether_the_baseline_fades() -> None:
         _made_up("clients", own, 0.8, k, z={"paper-code": 40.0 / k, "paper-code calibrated": 1.0}) for k in counts
     ]
     text = _page("clients", *bodies)
-    assert f"by its own rule ({own}) and statistic, after 300 of 300 rounds: true; 10.0 (K = 4), 5.0 (K = 8)," in text
+    assert f"by its own rule ({own}) and statistic, after 300 of 300 rounds: below 4 from 16 members on: true;" in text
+    seen = "from there: {}. 10.0 (K = 4), 5.0 (K = 8),".format
+    assert seen("seen, the last z of 4 or more is that of 8 members") in text
     assert "z of the same models by the balanced statistic: 1390.0 (K = 4), 1390.0 (K = 8)," in text
-    assert "after 300 of 300 rounds: not all were run; 10.0 (K = 4)." in _page("clients", bodies[0])
+    some = _page("clients", bodies[0])
+    assert "after 300 of 300 rounds: not all numbers of members were run. 10.0 (K = 4)." in some
     for body in bodies:
         body["rounds"] = 30
-    assert "after 30 of 300 rounds: true;" in _page("clients", *bodies)
-    bodies[-1]["z"]["released"]["paper-code"] = 4.5
-    assert "after 30 of 300 rounds: false;" in _page("clients", *bodies)
+    assert "after 30 of 300 rounds: below 4 from 16 members on: true;" in _page("clients", *bodies)
+    for at, z, said in (
+        (-1, 4.5, "false; its shape, 4 or more with fewer than 16 and below 4 from there: **not seen**, z is 4.5 with"),
+        (1, 3.9, "true; its shape, 4 or more with fewer than 16 and below 4 from there: **not seen**, the last z of 4 "
+                 "or more is that of 4 members"),
+    ):  # fmt: skip
+        was = bodies[at]["z"]["released"]["paper-code"]
+        bodies[at]["z"]["released"]["paper-code"] = z
+        assert f"below 4 from 16 members on: {said}" in _page("clients", *bodies)
+        bodies[at]["z"]["released"]["paper-code"] = was
+
+
+def test_a_baseline_that_is_never_above_4_has_not_the_paper_s_shape() -> None:
+    """What was measured: z falls, and is below 4 with 4 members already."""
+    measured = (2.9, 1.8, 1.0, 0.3, 0.0, 0.0)
+    bodies = [
+        _made_up("clients", "per-client-paper-code:0.1", 0.8, k, z={"paper-code": z, "paper-code calibrated": z})
+        for k, z in zip((4, 8, 16, 32, 64, 128), measured, strict=True)
+    ]
+    said = "**not seen**, z is below 4 with every number of members, so it crosses 4 nowhere. 2.9 (K = 4), 1.8 (K = 8),"
+    assert said in _page("clients", *bodies)
+    real = page([read("clients")], read_all(Path(__file__).parents[2] / "results"))
+    assert said in real
+    assert "after 30 of 300 rounds: below 4 from 16 members on: true; its shape" in real
 
 
 def test_the_page_has_a_table_of_safety_nets() -> None:
@@ -590,6 +614,19 @@ def test_table_1_says_what_three_seeds_tell_of_the_cost() -> None:
     (gain, noise), (loss, more) = found[2:]
     assert f"on CIFAR-10 they gain {gain:.2f} ± {noise:.2f} and lose {-loss:.2f} ± {more:.2f} (95 %" in notes
     assert sum(change - noise < -0.5 for change, noise in found) == 3  # "one of half a point in three"
+    most = [f"{noise - change:.2f}" for change, noise in found]
+    assert "a loss above {} and {} points on CIFAR-100, and above {} and {} on CIFAR-10.".format(*most) in notes
+    old = [results[f"{data}-resnet18-k32-iid-none-s0"]["commit"][:7] for data in ("cifar10", "cifar100")]
+    assert "({} on CIFAR-10, {} on CIFAR-100)".format(*old) in notes
+    for images in ("cifar10", "cifar100"):
+        plain = [results[f"{images}-resnet18-k32-iid-none-s{seed}"] for seed in range(3)]
+        assert plain[0]["commit"] not in {body["commit"] for body in plain[1:]}
+        assert min(plain, key=lambda body: body["accuracy"]["released"]) is plain[0]  # "it is the lowest of the three"
+    shown = page([read("table1")], results)
+    for images, strength, (change, noise) in zip(*zip(*cases, strict=True), found, strict=True):
+        row = f"| {images} | {strength.replace('rho', 'rho:')} | 3 and 3 | {change:+.2f} | ± {noise:.2f} "
+        assert f"{row}| {noise - change:.2f} | cannot be told" in shown
+    assert f"cifar10 none {old[0]}, " in shown
     deviations = [float(np.std(_accuracies(results, "cifar100", s), ddof=1)) for s in ("rho0.05", "none")]
     assert "(deviation {:.2f}, the unmarked ones' is {:.2f})".format(*deviations) in notes
     means = {data: float(np.mean(_accuracies(results, data, "none"))) for data in ("cifar10", "cifar100")}

@@ -325,16 +325,17 @@ def test_the_page_says_whether_the_mark_costs_accuracy() -> None:
         return line.strip("| ").split(" | ")[3:]
 
     # t of 4 degrees is 2.776, and the standard error spread·√(2/3)
-    assert row(0.0, 0.04) == ["+0.00", "± 0.09", "true", "400.0", "400.0", "true (≥ 320)"]
-    assert row(0.0, 0.2)[:3] == ["+0.00", "± 0.45", "cannot be told at three seeds"]
-    assert row(-0.5, 0.2)[2] == "cannot be told at three seeds"
-    assert row(-0.6, 0.2)[2] == "false"
+    assert row(0.0, 0.04) == ["+0.00", "± 0.09", "0.09", "true", "400.0", "400.0", "true (≥ 320)"]
+    assert row(0.0, 0.2)[:4] == ["+0.00", "± 0.45", "0.45", "cannot be told at three seeds"]
+    assert row(-0.5, 0.2)[3] == "cannot be told at three seeds"
+    assert row(1.0, 0.2)[2] == "0.00"  # no loss at all is left
+    assert row(-0.6, 0.2)[3] == "false"
     assert row(0.0, 0.04, z=319.0)[-1] == row(0.0, 0.04, cosine=319.0)[-1] == "false (≥ 320)"
     assert f"| {name('rho0.05', 0)} |" in page([read("table1")], results)
     others = {name(s, seed) for s in ("none", "rho0.1") for seed in (1, 2)}
     alone = page([read("table1")], {key: body for key, body in results.items() if key not in others})
     assert "| cifar10 | rho:0.1 | 1 and 1 | " in alone
-    assert "| not known | cannot be told at one seed |" in alone
+    assert "| not known | not known | cannot be told at one seed |" in alone
 
 
 def test_the_forecast_is_near_what_was_measured_in_the_mean_over_seeds(root: Path) -> None:

@@ -121,18 +121,31 @@ def _price(configuration: Configuration, results: dict[str, dict[str, Any]]) -> 
         zs = [statistics.fmean(b["z"]["released"][name] for b in marked) for name in (BALANCED, GLOBAL)]
         counts, shown = f"{len(ours)} and {len(theirs)}", "not known" if noise is None else f"± {noise:.2f}"
         free = _free(change, noise, min(len(ours), len(theirs)))
-        figures = [counts, f"{change:+.2f}", shown, free, *(f"{z:.1f}" for z in zs)]
+        most = "not known" if noise is None else f"{max(0.0, noise - change):.2f}"
+        figures = [counts, f"{change:+.2f}", shown, most, free, *(f"{z:.1f}" for z in zs)]
         least = configuration.aims[strength]
         rows.append([dataset, strength, *figures, f"{str(min(zs) >= least).lower()} (≥ {least})"])
     text = f"""\
 Aim: accuracy at most {_LOSS} points lower than without the mark, with z as large as the last column says, both by the
 balanced statistic and by the paper's text. Δ is between means over seeds; *noise* is the half of its 95 % interval by
-Welch, from the deviations of both sides' seeds. *Costs nothing* is true if all of the interval is within the aim, and
+Welch, from the deviations of both sides' seeds. *No loss above* is that interval's far end: a larger loss is excluded
+at 95 %, a smaller one is not. *Costs nothing* is true if all of the interval is within the aim, and
 false if none of it is. In between it cannot be told, which is not the same as no cost.
 """
-    heads = ["data", "strength", "seeds, with and without", "Δ", "noise", "costs nothing", "z balanced", "z cosine",
-             "z is large enough"]  # fmt: skip
-    return [text, table(heads, rows)] if rows else []
+    heads = ["data", "strength", "seeds, with and without", "Δ", "noise", "no loss above", "costs nothing",
+             "z balanced", "z cosine", "z is large enough"]  # fmt: skip
+    return [text, table(heads, rows), _ran_on(configuration, found)] if rows else []
+
+
+def _ran_on(configuration: Configuration, found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """The lab's commits that the compared seeds ran on: they are not all of one."""
+    compared = {dataset for dataset, strength in found if strength in configuration.aims}
+    told = [
+        f"{dataset} {strength} {', '.join(body['commit'][:7] for body in bodies)}"
+        for (dataset, strength), bodies in found.items()
+        if dataset in compared and (strength == "none" or strength in configuration.aims)
+    ]
+    return f"The lab's commits that they ran on, in the order of their seeds: {'; '.join(told)}.\n"
 
 
 def _free(change: float, noise: float | None, seeds: int) -> str:
