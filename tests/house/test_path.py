@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,24 @@ def make():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 """
+
+
+def commands_of_the_readme() -> int:
+    """How many commands the README's path has, a loop's for each of its names."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    path = text[text.index("**Does it work for my model?**") : text.index(" commands for all five together")]
+    blocks = [part.split("```")[0] for part in path.split("```console\n")[1:]]
+    found = 0
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            names = re.match(r"\$ for name in ([A-Za-z ]+); do ", line)
+            found += line.count("quorumark ") * (len(names[1].split()) if names else 1)
+    return found
+
+
+def test_the_readme_counts_its_commands() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"That is {commands_of_the_readme()} commands for all five together" in text
 
 
 def test_five_members_get_from_nothing_to_a_certificate_with_few_commands(
@@ -92,7 +111,8 @@ def test_five_members_get_from_nothing_to_a_certificate_with_few_commands(
         "--report report.html"
     )
     assert "NOT checked" not in said
-    assert sum(total.values()) == 24, total  # as the README says
+    # the README's path begins with `try --template`; the file that it writes is NET here
+    assert sum(total.values()) + 1 == commands_of_the_readme(), total
     assert max(total[name] for name in NAMES) <= 5, total
     public = {path.name for path in Path("public").iterdir()}
     assert public == {"consortium.json", "layout.json", "anchor.safetensors", "groups.json"}
