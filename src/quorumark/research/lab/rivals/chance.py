@@ -6,6 +6,9 @@
                probability is over all n! assignments, exactly, and not below 1/n!
     signs      z deviations of Σ x_i·τ_i with random signs τ: at most exp(−z²/2) (Hoeffding)
 
+    agreed     some C numbers meet N random signs, each of a random projection of theirs, which says what gains can
+               hold: 2^(1−N)·Σ_{i<C} binom(N − 1, i), and 1 for N ≤ C (Cover, 1965)
+
 `independent` is what papers compute for triggers, as if every image were a trial of its own.
 """
 
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 
 from quorumark.errors import InputError
 
-__all__ = ["bits", "independent", "labels", "many", "signs"]
+__all__ = ["agreed", "bits", "independent", "labels", "many", "signs"]
 
 _MOST = 12  # labels: the sets of labels that are taken are 2^n
 
@@ -65,6 +68,16 @@ def labels(counts: NDArray[np.int64]) -> float:
                     more = int(counts[i, j])
                     ways[taken | 1 << j, more:] += ways[taken, : most + 1 - more]
     return min(0.0, math.log10(float(ways[-1, own:].sum()) / math.factorial(n)))
+
+
+def agreed(count: int, numbers: int) -> float:
+    """log10 of the probability that some `numbers` numbers meet `count` random signs of random projections."""
+    if min(count, numbers) < 1:
+        raise InputError("count", "must be 1 or more, and numbers too", (count, numbers))
+    if count <= numbers:
+        return 0.0
+    ways = sum(math.comb(count - 1, i) for i in range(numbers))  # integers of any size
+    return min(0.0, math.log10(ways) - (count - 1) * math.log10(2))
 
 
 def signs(z: float) -> float:

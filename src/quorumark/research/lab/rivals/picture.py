@@ -19,6 +19,7 @@ _LOOKS = {"none": ("no attack", "*"), "fine-tuning 20 %": ("fine-tuning on 20 %"
           "fine-tuning 20 %, a tenth of the rate": ("fine-tuning, a tenth of the rate", "s"),
           "adaptive fine-tuning": ("adaptive fine-tuning", "X"), "pruning 50 %": ("pruning 50 %", "^"),
           "4 bits": ("4 bits", "v"), "permutation and rescaling": ("permutation and rescaling", "D")}  # fmt: skip
+_CLAIMS = {"FedIPR": "FedIPR, all members together", "FedTracker": "FedTracker, triggers or fingerprint"}
 _COLOURS = ("#0b6e4f", "#d1495b", "#edae49", "#00798c", "#6a4c93")
 
 
@@ -38,6 +39,7 @@ def dots(bodies: Mapping[str, Mapping[str, Any]]) -> list[Dot]:
     for (method, rate), name in SHOWN.items():
         for body in bodies.values():
             if (body["method"], rate_of(body)) == (method, rate) and rate != PAPERS_RATE and "attacks" in body:
+                name = _CLAIMS.get(name, name)
                 found.append(Dot(name, "none", body["accuracy"]["released"], best_p(body["detection"])))
                 rows = {row["attack"]: row for row in body["attacks"]}
                 found += [Dot(name, a, rows[a]["accuracy"], best_p(rows[a])) for a in ATTACKS if a in rows]
@@ -70,9 +72,15 @@ def draw(found: list[Dot], path: Path) -> None:
                     markersize=size, alpha=0.85, markeredgecolor="white", zorder=3 if size > 8 else 2,
                 )  # fmt: skip
         axes.axhline(-chance.signs(4), color="grey", linewidth=1, linestyle="--")
-        axes.annotate("z = 4", (0.005, -chance.signs(4)), xycoords=("axes fraction", "data"), va="bottom", color="grey")
+        axes.annotate(
+            "z = 4, the paper's threshold",
+            (0.005, -chance.signs(4)),
+            xycoords=("axes fraction", "data"),
+            va="bottom",
+            color="grey",
+        )
         axes.set_yscale("symlog", linthresh=1)
-        axes.set(xlabel="accuracy of the attacked model, %", ylim=(-0.3, 3e4),
+        axes.set(xlabel="accuracy of the attacked model, % (trained in few rounds: not converged)", ylim=(-0.3, 3e4),
                  ylabel="evidence, −log10 p (more is better)")  # fmt: skip
         axes.set_yticks([0, 1, 10, 100, 1000, 10000], ["0", "1", "10", "100", "1000", "10000"])
         axes.grid(alpha=0.25)
