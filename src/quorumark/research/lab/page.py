@@ -14,6 +14,7 @@ from quorumark.research.lab.results import (
     BALANCED,
     CODE,
     GLOBAL,
+    LOST_COMMITS,
     MEAN,
     best_evidence,
     check_settings,
@@ -93,6 +94,7 @@ def page(
     if machines:
         parts.append("## Where they were run\n")
         parts.append("\n".join(f"- {hardware}, PyTorch {torch}" for hardware, torch in machines) + "\n")
+        parts.append(_commits())
         parts.append(table(["run", "rounds", "seconds", "seconds a round", "commit"], _runs(results)))
     return "\n".join(parts)
 
@@ -373,6 +375,17 @@ def _told_rows(runs: list[Settings], results: dict[str, dict[str, Any]]) -> list
             measured = body["z"]["final"][BALANCED]
             rows.append([body["id"], str(body["rounds"]), f"{told:.1f}", f"{measured:.1f}", f"{told - measured:+.1f}"])
     return rows
+
+
+def _commits() -> str:
+    """What the commits of the tables are, and those that nobody can look up."""
+    lost = "; ".join(f"{commit[:12]} (in {near})" for commit, near in LOST_COMMITS.items())
+    return (
+        "*Commit* is that of the code that ran, in this table and in those of other results; a + behind it: with "
+        "changes that were in no commit. "
+        f"These are in no history of this repository: {lost}. They are of branches that came in as one commit, the one "
+        "in brackets: exactly what ran cannot be looked up, and that commit is the nearest there is.\n"
+    )
 
 
 def _runs(results: dict[str, dict[str, Any]]) -> list[list[str]]:

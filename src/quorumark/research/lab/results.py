@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT",
+    "LOST_COMMITS",
     "attack_record",
     "best_evidence",
     "check_settings",
@@ -47,6 +48,15 @@ ATTACKED = "attacks/language"  # where attacks on language models are, within th
 BALANCED, GLOBAL, MEAN = "balanced-anchor/v1", "global-cosine/v1", "mean-tensor-cosine/v1"
 CODE = "paper-code"  # `papercode.CODE`: that module needs torch, and pages do not
 _POINTS = 60  # of an accuracy curve
+# Commits that results name and that no history of this repository has: they are of branches that came in as one commit.
+# That one stands beside each. What ran cannot be looked up; the commit beside it is the nearest there is.
+LOST_COMMITS = {
+    "e99e31478564d717105a312d59e984d0558ca754": "0d15930",
+    "dbf4bd3fa4cb85852f6769ceefab12f57f7f7c66": "9ef1bba",
+    "cf291592": "52f81d7",
+    "4696442": "94a975e",
+    "8e2f704": "94a975e",
+}
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
 
 
