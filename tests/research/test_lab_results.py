@@ -400,6 +400,25 @@ def test_the_lab_s_figures_are_of_these_results(name: str) -> None:
     assert digest(found[1:]) != digest(found)
 
 
+def test_the_figures_of_attacks_and_of_the_setup_are_of_these_results() -> None:
+    """`quorumark lab attack RUN --plot` and `quorumark bench plot` were run since the rows changed."""
+    from quorumark.research.bench import plot
+    from quorumark.research.lab.attacked import read_attacked
+    from quorumark.research.page import rows_digest
+
+    root = Path(__file__).parents[2]
+    figures, seen = root / "docs" / "figures", 0
+    for name, attacked in read_attacked(root / "results" / "attacks").items():
+        digest = rows_digest(attacked.rows, 6.0)
+        mine = sorted(figures.glob(f"attacks-{name}-*.svg"))
+        assert [path.name for path in mine if f"<!-- drawn from {digest} -->" not in path.read_text()] == []
+        seen += len(mine)
+    assert seen == len(list(figures.glob("attacks-*.svg"))) > 15
+    rows = [plot._rows(root / "benchmarks" / "results" / f"{name}.json") for name in ("dkg", "dealer")]
+    assert plot.digest(*rows) in (figures / "setup-overhead.svg").read_text()
+    assert plot.digest(rows[0][1:], rows[1]) != plot.digest(*rows)
+
+
 def test_a_figure_s_line_joins_runs_of_one_length() -> None:
     from quorumark.research.lab.plot import Point, joined, points
     from quorumark.research.lab.results import read_all

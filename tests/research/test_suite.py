@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from quorumark.research.page import (
     attacks_page,
     figures,
     read_rows,
+    rows_digest,
     standalone,
     write_rows,
 )
@@ -377,9 +379,33 @@ def test_figures_are_the_same_bytes_in_another_process(tmp_path: Path, environme
 
 def test_a_figure_as_a_file_is_on_white() -> None:
     svg = figures(made_up(), 6.0)["pareto"]
-    assert standalone(svg).startswith('<?xml version="1.0" encoding="utf-8"?>\n<svg style="background: #fff" ')
+    head = '<?xml version="1.0" encoding="utf-8"?>\n<!-- drawn from abc -->\n<svg style="background: #fff" '
+    assert standalone(svg, "abc").startswith(head)
     assert "style=" not in svg[: svg.index(">")]  # one attribute of a name: XML takes no second
     assert "background" not in svg  # a page has its own
+
+
+def test_a_figure_names_the_rows_that_it_was_drawn_from() -> None:
+    rows = made_up()
+    digest = rows_digest(rows, 6.0)
+    assert digest != rows_digest(rows, 4.0)
+    assert digest != rows_digest(rows[:-1], 6.0)
+    assert digest != rows_digest([*rows[:-1], replace(rows[-1], accuracy=0.123)], 6.0)
+
+
+def test_the_pareto_plot_has_q_beside_z_where_it_was_measured() -> None:
+    rows = made_up()
+    assert len(panels_of(figures(rows, 6.0)["pareto"])) == 1
+    layered = [replace(row, q=100.0, log10_q=-50.0 - i) for i, row in enumerate(rows)]
+    svg = figures(layered, 6.0)["pareto"]
+    assert len(panels_of(svg)) == 2
+    words = words_of(svg)
+    for word in ("z, the larger of aligned and unaligned", "Q by layers: −log10 of its bound", "z* = 6",
+                 "PASSED by layers"):  # fmt: skip
+        assert len(words[word]) == 1
+    some = [*layered[:3], *rows[3:]]  # a row without Q is in the first panel only
+    assert len(panels_of(figures(some, 6.0)["pareto"])) == 2
+    assert figures(some, 6.0)["pareto"] != svg
 
 
 def test_rows_are_read_back(tmp_path: Path) -> None:
@@ -397,7 +423,7 @@ def test_rows_are_read_back(tmp_path: Path) -> None:
 def test_the_frontier_is_what_nobody_betters() -> None:
     points = [(5.0, 0.9), (5.0, 0.8), (3.0, 0.5), (4.0, 0.4), (9.0, 0.95), (8.0, 0.9)]
     rows = [Row("noise", accuracy, z, None) for z, accuracy in points]
-    assert _frontier(rows) == [(3.0, 50.0), (5.0, 90.0), (9.0, 95.0)]
+    assert _frontier(rows, lambda row: row.best) == [(3.0, 50.0), (5.0, 90.0), (9.0, 95.0)]
 
 
 def test_intervals_hold_the_mean_95_times_in_100() -> None:

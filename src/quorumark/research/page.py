@@ -10,6 +10,7 @@ The figures need the extra `report`. Nothing here knows a key.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -32,6 +33,7 @@ __all__ = [
     "attacks_page",
     "figures",
     "read_rows",
+    "rows_digest",
     "standalone",
     "write_report",
     "write_rows",
@@ -92,7 +94,9 @@ def figures(rows: Sequence[Row], threshold: float) -> dict[str, str]:
     """
     original = _original(rows)
     attacked = [row for row in rows if row.attack != ORIGINAL]
-    found = {"pareto": _drawn("pareto", (8.6, 4.8), lambda f: _pareto(f, original, attacked, threshold))}
+    layered = any(row.log10_q is not None for row in attacked)
+    size = (11.5 if layered else 8.6, 4.8)
+    found = {"pareto": _drawn("pareto", size, lambda f: _pareto(f, original, attacked, threshold))}
     if any(row.q is not None for row in attacked):
         found["price"] = _drawn("price", (8.6, 4.8), lambda f: _price(f, original, attacked))
     fixed: list[Row] = []
@@ -140,9 +144,15 @@ def _drawn(name: str, size: tuple[float, float], draw: Callable[[Any], None]) ->
     return re.sub(r'<g id="[^"]*"', "<g", text)  # several figures share a page, and ids must not
 
 
-def standalone(svg: str) -> str:
-    """A figure as a file of its own: on white, since the page that shows it may be dark."""
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg.replace("<svg ", '<svg style="background: #fff" ', 1)
+def rows_digest(rows: Sequence[Row], threshold: float) -> str:
+    """Names the rows and the threshold that figures were drawn from: an old figure is known for one."""
+    return hashlib.sha256(f"{threshold:g}\n{table_text(rows)}".encode()).hexdigest()
+
+
+def standalone(svg: str, digest: str) -> str:
+    """A figure as a file of its own: on white, since the page that shows it may be dark. `digest` stands in it."""
+    head = f'<?xml version="1.0" encoding="utf-8"?>\n<!-- drawn from {digest} -->\n'
+    return head + svg.replace("<svg ", '<svg style="background: #fff" ', 1)
 
 
 def _colours(count: int) -> Sequence[str]:
@@ -183,29 +193,30 @@ def _kind(attack: str) -> tuple[str, str]:
     return next(((marker, name) for marker, names in _KINDS.items() if name in names), ("<", _OTHER))
 
 
+def _by_layers(row: Row) -> float | None:
+    """−log10 of the bound for Q by layers, where it was measured."""
+    return None if row.log10_q is None else -row.log10_q
+
+
 def _pareto(figure: Any, original: Row, rows: Sequence[Row], threshold: float) -> None:
-    axes = figure.subplots()
+    """Accuracy against z, and beside it against Q by layers, if it is there."""
     tested = [row for row in rows if row.best is not None]
     budgets = sorted({row.fraction for row in tested})
     colours = dict(zip((b for b in budgets if b), _colours(sum(map(bool, budgets))), strict=True)) | {0.0: _NO_DATA}
-    points: dict[tuple[bool, str, str, bool], list[Row]] = defaultdict(list)
-    for row in tested:
-        points["epoch" not in row.settings, _kind(row.attack)[0], colours[row.fraction], row.surplus > 0].append(row)
-    for (last, marker, colour, hollow), mine in points.items():
-        axes.plot(
-            [row.best for row in mine], [100 * row.accuracy for row in mine], marker, color=colour,
-            markersize=5 if last else 3, alpha=0.7 if last else 0.4, markeredgewidth=0.8 if hollow else 0,
-            markerfacecolor="none" if hollow else colour,
-        )  # fmt: skip
     widths = {budget: max(1.5, 3 - 0.4 * i) for i, budget in enumerate(reversed(budgets))}
-    for budget in widths:  # the widest first: what lies below another is seen
-        line = _frontier([row for row in tested if row.fraction == budget])
-        axes.step(*zip(*line, strict=True), where="post", color=colours[budget], linewidth=widths[budget])
-    axes.axvline(threshold, color=_INK, linestyle="--", linewidth=1)
-    axes.text(threshold, 1.01, f"z* = {threshold:g}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
-    star = {"marker": "*", "color": _RELEASED, "markeredgecolor": _INK, "markeredgewidth": 0.8, "linestyle": "none"}
-    axes.plot(original.best, 100 * original.accuracy, markersize=14, zorder=5, clip_on=False, **star)
-    axes.set(xlabel="z, the larger of aligned and unaligned", ylabel="accuracy in %")
+    layered = any(row.log10_q is not None for row in tested)
+    panels = figure.subplots(1, 2, sharey=True) if layered else [figure.subplots()]
+    _panel(panels[0], original, tested, lambda row: row.best, colours, widths)
+    panels[0].axvline(threshold, color=_INK, linestyle="--", linewidth=1)
+    top = {"ha": "center", "va": "bottom"}
+    panels[0].text(threshold, 1.01, f"z* = {threshold:g}", transform=panels[0].get_xaxis_transform(), **top)
+    panels[0].set(xlabel="z, the larger of aligned and unaligned", ylabel="accuracy in %")
+    if layered:
+        _panel(panels[1], original, tested, _by_layers, colours, widths)
+        panels[1].axvline(-LEAST_LOG10, color=_INK, linestyle="--", linewidth=1)
+        panels[1].text(-LEAST_LOG10, 1.01, "PASSED by layers", transform=panels[1].get_xaxis_transform(), **top)
+        panels[1].set_xscale("symlog", linthresh=10)
+        panels[1].set(xlabel="Q by layers: −log10 of its bound", xlim=(-0.5, None))
     frontiers = [_key(_of_data(b), color=colours[b], linewidth=widths[b]) for b in budgets]
     kinds: dict[str, dict[str, None]] = defaultdict(dict)
     for row in tested:
@@ -217,7 +228,33 @@ def _pareto(figure: Any, original: Row, rows: Sequence[Row], threshold: float) -
         keys.append(_key("small: after fewer epochs", marker="o", **dot | {"markersize": 3}))
     if any(row.surplus for row in tested):
         keys.append(_key("hollow: channels left over", marker="o", markerfacecolor="none", **dot))
-    _legend(figure, {"frontier with": frontiers, "attack": [_key("none, as released", markersize=10, **star), *keys]})
+    _legend(figure, {"frontier with": frontiers, "attack": [_key("none, as released", markersize=10, **_STAR), *keys]})
+
+
+_STAR = {"marker": "*", "color": _RELEASED, "markeredgecolor": _INK, "markeredgewidth": 0.8, "linestyle": "none"}
+
+
+def _panel(
+    axes: Any, original: Row, tested: Sequence[Row], place: Callable[[Row], float | None],
+    colours: dict[float, str], widths: dict[float, float],
+) -> None:  # fmt: skip
+    """All models, by accuracy and what `place` says of them, with the frontier for each share of the data."""
+    tested = [row for row in tested if place(row) is not None]
+    points: dict[tuple[bool, str, str, bool], list[Row]] = defaultdict(list)
+    for row in tested:
+        points["epoch" not in row.settings, _kind(row.attack)[0], colours[row.fraction], row.surplus > 0].append(row)
+    for (last, marker, colour, hollow), mine in points.items():
+        axes.plot(
+            [place(row) for row in mine], [100 * row.accuracy for row in mine], marker, color=colour,
+            markersize=5 if last else 3, alpha=0.7 if last else 0.4, markeredgewidth=0.8 if hollow else 0,
+            markerfacecolor="none" if hollow else colour,
+        )  # fmt: skip
+    for budget in widths:  # the widest first: what lies below another is seen
+        line = _frontier([row for row in tested if row.fraction == budget], place)
+        if line:
+            axes.step(*zip(*line, strict=True), where="post", color=colours[budget], linewidth=widths[budget])
+    if place(original) is not None:
+        axes.plot(place(original), 100 * original.accuracy, markersize=14, zorder=5, clip_on=False, **_STAR)
 
 
 def _group(row: Row) -> str:
@@ -284,14 +321,14 @@ def _price(figure: Any, original: Row, rows: Sequence[Row]) -> None:
     _legend(figure, {"attack": keys})
 
 
-def _frontier(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """What an attacker cannot better: no other model has less z and more accuracy. By rising z."""
+def _frontier(rows: Sequence[Row], place: Callable[[Row], float | None]) -> list[tuple[float, float]]:
+    """What an attacker cannot better: no other model has less evidence and more accuracy. By rising evidence."""
     found: list[tuple[float, float]] = []
     best = -1.0
-    for row in sorted(rows, key=lambda row: (row.best or 0.0, -row.accuracy)):
+    for row in sorted(rows, key=lambda row: (place(row) or 0.0, -row.accuracy)):
         if row.accuracy > best:
             best = row.accuracy
-            found.append((row.best or 0.0, 100 * row.accuracy))
+            found.append((place(row) or 0.0, 100 * row.accuracy))
     return found
 
 
@@ -516,10 +553,10 @@ def _summary(rows: Sequence[Row], threshold: float) -> dict[str, str]:
 
 def write_report(folder: Path, title: str, rows: Sequence[Row], threshold: float) -> list[Path]:
     """Writes every figure as a file of its own, and index.html; says which files."""
-    written = []
+    written, digest = [], rows_digest(rows, threshold)
     for name, svg in figures(rows, threshold).items():
         path = folder / f"{name}.svg"
-        write_shared(path, standalone(svg).encode())
+        write_shared(path, standalone(svg, digest).encode())
         written.append(path)
     page = folder / "index.html"
     write_shared(page, attacks_page(title, rows, threshold).encode())

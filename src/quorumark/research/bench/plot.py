@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -66,8 +67,15 @@ def draw(dkg: Path, dealer: Path, target: Path) -> None:
         )
         buffer = io.BytesIO()
         # neither a date nor a version: the file changes only when the rows do
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        about = {"Date": None, "Creator": None, "Description": digest(free, dealt)}
+        figure.savefig(buffer, format="svg", metadata=about)
     write_shared(target, buffer.getvalue())
+
+
+def digest(*rows: list[dict[str, Any]]) -> str:
+    """Names what is drawn: it stands in the figure, so that an old one is known for one."""
+    drawn = [[{name: row[name] for name in sorted(_NEEDED)} for row in group] for group in rows]
+    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

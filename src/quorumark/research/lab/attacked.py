@@ -177,13 +177,13 @@ def read_attacked(folder: Path) -> dict[str, Attacked]:
 
 def draw(attacked: Attacked, folder: Path, threshold: float = 6.0) -> list[Path]:
     """The paper's Pareto plot over all epochs, and a figure for each attack: attacks-ID-NAME.svg."""
-    from quorumark.research.page import figures, standalone
+    from quorumark.research.page import figures, rows_digest, standalone
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written, digest = [], rows_digest(attacked.rows, threshold)
     for name, svg in figures(attacked.rows, threshold).items():
         path = folder / f"attacks-{attacked.body['id']}-{name}.svg"
-        write_shared(path, standalone(svg).encode())
+        write_shared(path, standalone(svg, digest).encode())
         written.append(path)
     return written
 
@@ -192,7 +192,8 @@ def draw(attacked: Attacked, folder: Path, threshold: float = 6.0) -> list[Path]
 
 _SHOWN = {
     "price": "What it costs to escape: accuracy against evidence, by z or by layers, whichever is more",
-    "pareto": "Accuracy against z for every attacked model; the lines are the best found for each share of the data",
+    "pareto": "Accuracy against z, and against Q where it was measured, for every attacked model; the lines are the "
+    "best found for each share of the data",
     "adaptive-fine-tuning": "Adaptive fine-tuning to its end: z and accuracy by α, share of the data and estimate",
 }
 _HEAD = f"""## Attacks on the lab's models
