@@ -647,6 +647,57 @@ def _accuracies(results: dict[str, Any], data: str, strength: str) -> list[float
     return [100 * results[name]["accuracy"]["released"] for name in names if name in results]
 
 
+def test_strength_md_says_what_dither_costs_a_resnet() -> None:
+    """The table of κ, and the sentences below it."""
+    results, prose = read_all(Path(__file__).parents[2] / "results"), _prose("docs/strength.md")
+    name = "cifar100-resnet18-k32-iid-rho0.05-s0"
+    bodies = {k: results[f"{name}{part}-continuity"] for k, part in ((0, ""), (3, "-dither3"), (10, "-dither10"))}
+    silenced: dict[int, list[int]] = {}
+    for kappa, body in bodies.items():
+        assert (body["rounds"], body["accuracy"]["released_round"]) == (100, 100)
+        found, z = body["continuity"], body["z"]["released"]
+        rows = [round(4900 * entry[1]) for entry in found["rounds"]]
+        assert found["rows"] == pytest.approx(sum(rows) / 4900 / 99, abs=2e-6)  # of the rounds after the first
+        silenced[kappa] = [entry[0] for entry in found["rounds"]]
+        accuracy = [100 * body["accuracy"][what] for what in ("released", "validation")]
+        row = f"| {kappa} | {accuracy[0]:.2f} | {accuracy[1]:.2f} | {z['balanced-anchor/v1']:.1f} "
+        row += f"| {z['global-cosine/v1']:.1f} | {body['rho']:.4f} | {body['shown']['cosine']:.4f} "
+        row += f"| {body['seconds_per_round']:.3f} | {100 * found['rows']:.4f} % ({sum(rows)}) |"
+        assert row in prose, row
+    most = max(100 * body["continuity"]["coordinates largest"] for body in bodies.values())
+    assert f"The most in one round is {most:.2f} % of the coordinates." in prose
+    assert silenced[3][-1] == 77
+    assert silenced[10][-1] == 83
+    assert all(number <= 5 for numbers in silenced.values() for number in numbers if number not in (77, 83))
+    validated = [100 * body["accuracy"]["validation"] for body in bodies.values()]
+    assert f"the three differ by {max(validated) - min(validated):.1f} points after round 100" in prose
+    (before,) = (100 * entry[1] for entry in results[name]["curve"] if entry[0] == 100)
+    assert f"an earlier one of the same seed had {before:.2f} there" in prose
+    assert f"two runs of κ = 0 by {before - validated[0]:.1f}" in prose
+    seconds = [body["seconds_per_round"] for body in bodies.values()]
+    assert f"**The time** is {seconds[1] - seconds[0]:.3f} s a round more" in prose
+
+
+def test_lab_md_says_what_a_round_takes() -> None:
+    results, prose = read_all(Path(__file__).parents[2] / "results"), _prose("docs/lab.md")
+
+    def seconds(strength: str, *seeds: int) -> tuple[float, float]:
+        names = [f"{d}-resnet18-k32-iid-{strength}-s{seed}" for d in ("cifar10", "cifar100") for seed in seeds]
+        found = [results[name] for name in names]
+        assert {(body["rounds"], body["hardware"], body.get("abreast", 1)) for body in found} == {
+            (300, "NVIDIA H200", 1)
+        }
+        assert {body["settings"]["evaluate_every"] for body in found} == {5}
+        return min(body["seconds_per_round"] for body in found), max(body["seconds_per_round"] for body in found)
+
+    plain, marked = seconds("none", 1, 2), seconds("rho0.1", 0, 1, 2)
+    told = "takes {:.2f} to {:.2f} s without the mark and {:.2f} to {:.2f} s with it (`rho:0.1`)"
+    assert told.format(*plain, *marked) in prose
+    assert "which took {:.1f} to {:.1f} s".format(*seconds("none", 0)) in prose
+    few, many = (results[f"cifar10-resnet18-k{k}-iid-rho0.05-s0"]["seconds_per_round"] for k in (4, 128))
+    assert f"takes {few:.2f} s, with 128, whose batches are 16 images, {many:.2f} s." in prose
+
+
 def test_strength_md_says_how_the_baseline_fades() -> None:
     results = read_all(Path(__file__).parents[2] / "results")
     counts, name = (4, 8, 16, 32, 64, 128), "cifar10-resnet18-k{}-iid-per-client-paper-code0.1-s0".format
