@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -694,6 +695,13 @@ def test_lab_md_says_what_a_round_takes() -> None:
     told = "takes {:.2f} to {:.2f} s without the mark and {:.2f} to {:.2f} s with it (`rho:0.1`)"
     assert told.format(*plain, *marked) in prose
     assert "which took {:.1f} to {:.1f} s".format(*seconds("none", 0)) in prose
+    whole = [
+        results[f"{d}-resnet18-k32-iid-{strength}-s{seed}"]["seconds"]
+        for d in ("cifar10", "cifar100") for strength in ("none", "rho0.05", "rho0.1") for seed in (1, 2)
+    ]  # fmt: skip
+    assert f"took {min(whole):.0f} to {max(whole):.0f} s on an H200 (table 1's of seeds 1" in prose
+    asked = [run.id for run in read("code").runs if fnmatchcase(run.id, "cifar100-*-k32-*-s0-*")]
+    assert len(asked) == 2
     few, many = (results[f"cifar10-resnet18-k{k}-iid-rho0.05-s0"]["seconds_per_round"] for k in (4, 128))
     assert f"takes {few:.2f} s, with 128, whose batches are 16 images, {many:.2f} s." in prose
 

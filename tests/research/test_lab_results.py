@@ -282,7 +282,7 @@ def test_readme_and_short_page_say_what_the_runs_found() -> None:
 
     assert "on CIFAR-10 {} accuracy, {} the mark;".format(*shown("cifar10")) in page
     assert "on CIFAR-100 {}, {}.".format(*shown("cifar100")) in page
-    changes = []
+    changes, most = [], []
     for dataset in ("cifar10", "cifar100"):
         with_it, without = (
             [100 * body["accuracy"]["released"] for body in found[dataset, 32, strength]]
@@ -292,7 +292,9 @@ def test_readme_and_short_page_say_what_the_runs_found() -> None:
         assert noise is not None
         assert change - noise < -0.1 < change + noise  # "cannot be told"
         changes.append(f"{change:+.2f} ± {noise:.2f}".replace("-", "−"))
-    assert "cannot be told at three seeds: {} and {} points (95 %).".format(*changes) in page
+        most.append(f"{noise - change:.2f}")
+    assert "cannot be told at three seeds: {} and {} points (95 %), which".format(*changes) in page
+    assert "which excludes a loss above {} and above {} points and no smaller one.".format(*most) in page
     counts = (4, 8, 16, 32, 64, 128)
     shared, own = (
         [np.mean([body["z"]["released"][BALANCED] for body in found["cifar10", k, strength]]) for k in counts]
