@@ -246,7 +246,7 @@ def test_augmentation_is_part_of_a_run_s_name() -> None:
 
 def test_a_short_run_of_the_code_s_recipe() -> None:
     """The configuration's own runs with small images: its augmentation, optimiser and page."""
-    small = {"dataset": "shapes", "model": "cnn", "members": 4, "rounds": 3, "global_batch": 128}
+    small: dict[str, Any] = {"dataset": "shapes", "model": "cnn", "members": 4, "rounds": 3, "global_batch": 128}
     first, bodies = read("code").runs[0], []
     for strength in ("none", "paper-code:0.025"):
         run = ImageRun(replace(first, strength=strength, **small), data.load("shapes"))

@@ -5,10 +5,10 @@ All methods have the same network, data, partition, optimiser and number of roun
     fine-tuning           on a fifth of the training images, with the paper's learning rate and with a tenth of it
     pruning, 4 bits       half of the weights; blocks of 32 weights with a scale each (GGUF's Q4_0)
     permutation           of all channels, each rescaled, which changes nothing that the model computes
-    adaptive              fine-tuning with a tenth of the rate by somebody who knows the method and all public models,
-                          but no secret. Against quorumark and the paper's code: away from what the model moved by.
-                          Against signs in gains: every layer's gains are evened out. Against triggers: an eighth of
-                          each batch are patterns of the attacker's own with labels drawn at random
+    adaptive              fine-tuning with a tenth of the rate, and with all of it, by somebody who knows the method and
+                          all public models, but no secret. Against quorumark and the paper's code: away from what the
+                          model moved by. Against signs in gains: every layer's gains are evened out. Against triggers:
+                          an eighth of each batch are patterns of the attacker's own with labels drawn at random
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quorumark.research.lab.results import where_run, write_lines
 from quorumark.research.lab.retrain import Attacker, Attackers, Feed
 from quorumark.research.lab.rivals.gains import norm_gains
 from quorumark.research.lab.rivals.methods import STRENGTHS, Detector, RivalRun, detector_of
-from quorumark.research.lab.rivals.table import FORMAT, METHODS, name_of
+from quorumark.research.lab.rivals.table import FORMAT, FULL_RATE, METHODS, name_of
 from quorumark.research.lab.rivals.triggers import RATE, patterned
 
 __all__ = ["Harness"]
@@ -50,7 +50,8 @@ _WEIGHTS: tuple[tuple[str, tuple[tuple[str, dict[str, Any]], ...]], ...] = (
     ("4 bits", (("quantisation", {"scheme": "q4_0"}),)),
     ("permutation and rescaling", (("permutation", {}), ("rescaling", {}))),
 )
-TUNED = ("fine-tuning 20 %", "fine-tuning 20 %, a tenth of the rate", "adaptive fine-tuning")
+TUNED = ("fine-tuning 20 %", "fine-tuning 20 %, a tenth of the rate", "adaptive fine-tuning", FULL_RATE)
+_ADAPTIVE = slice(2, 4)  # of them
 
 
 class Tuners(Attackers):
@@ -154,7 +155,7 @@ class Harness:
         write_lines(body, self._path(run))
         self.tell(f"{method}: accuracy {100 * body['accuracy']['released']:.2f} %, {body['detection']}")
         if attacked:
-            self._attackers(run).prepare([3])  # nothing else may run while steps are recorded
+            self._attackers(run).prepare([len(TUNED)])  # nothing else may run while steps are recorded
             waiting = self._worker.submit(self._on_weights, run, like)
             body["attacks"] = self._tuned(run, detector)
             write_lines(body, self._path(run))
@@ -243,16 +244,17 @@ class Harness:
         return {**row, "seconds": round(seconds, 1)}
 
     def _tuned(self, run: RivalRun, detector: Detector) -> list[dict[str, Any]]:
-        """Attacks that train, side by side: the paper's rate, a tenth of it, and the adaptive one."""
+        """Attacks that train, side by side: the paper's rate, a tenth of it, and the adaptive ones at both."""
         start, tuners = time.perf_counter(), self._attackers(run)
         guess = (run.model - run.initial)[: run.layout.coordinates] if run.mark and not run.server else None
-        adaptive = Attacker(run.released, guess, _ALPHA if guess is not None else 0.0, rate=_GENTLE)
+        alpha = _ALPHA if guess is not None else 0.0
+        adaptive = [Attacker(run.released, guess, alpha, rate=rate) for rate in (_GENTLE, 1.0)]
         plain = [Attacker(run.released), Attacker(run.released, rate=_GENTLE)]
-        tuners.begin([*plain, adaptive])
+        tuners.begin([*plain, *adaptive])
         assert tuners.even is not None  # noqa: S101 - `_attackers` has made it
         tuners.even.zero_()
         if run.method in ("fedipr", "fedtracker"):
-            tuners.even[2] = _EVEN
+            tuners.even[_ADAPTIVE] = _EVEN
         count = max(2, round(_FRACTION * len(run._y)))
         own = torch.from_numpy(np.random.default_rng([_SEED, run.settings.seed]).permutation(len(run._y))[:count])
         feed = Feed(run, own[None].to(run.device), [_SEED], tuners.kind)
@@ -264,8 +266,8 @@ class Harness:
             if patterns is not None:
                 x, y = _mixed_in(x, y, patterns, epoch, self.images.classes)
             tuners.epoch(x, y)
-        vectors = [tuners.model(k) for k in range(3)]
-        taken = (time.perf_counter() - start) / 3
+        vectors = [tuners.model(k) for k in range(len(TUNED))]
+        taken = (time.perf_counter() - start) / len(TUNED)
         settings = {"fraction": _FRACTION, "epochs": self.epochs}
         return [
             {**self._row(run, detector, name, vector, taken), **settings}
@@ -275,7 +277,8 @@ class Harness:
     def _attackers(self, run: RivalRun) -> Tuners:
         if self._tuners is None:
             classes, image = self.images.classes, self.images.image
-            self._tuners = Tuners(run.fleet.module, run.layout, 3, classes, image, run.device, streams=3)
+            count = len(TUNED)
+            self._tuners = Tuners(run.fleet.module, run.layout, count, classes, image, run.device, streams=count)
             self._tuners.against(norm_gains("fedipr", run.settings.model))
         return self._tuners
 
@@ -290,11 +293,11 @@ def _name(run: RivalRun) -> str:
 
 
 def _mixed_in(x: Tensor, y: Tensor, patterns: Tensor, epoch: int, classes: int) -> tuple[Tensor, Tensor]:
-    """The third attacker's batches get patterns, with labels that change from epoch to epoch."""
-    some = x.shape[2] // _OWN
-    images, labels = x.expand(-1, 3, *x.shape[2:]).clone(), y.expand(-1, 3, -1).clone()
+    """The adaptive attackers' batches get patterns, with labels that change from epoch to epoch."""
+    some, count = x.shape[2] // _OWN, len(TUNED)
+    images, labels = x.expand(-1, count, *x.shape[2:]).clone(), y.expand(-1, count, -1).clone()
     generator = torch.Generator(x.device).manual_seed(epoch)
     order = torch.randperm(len(patterns), generator=generator, device=x.device)
-    images[:, 2, :some] = patterns[order].view(len(x), some, *x.shape[3:]).to(x.dtype)
-    labels[:, 2, :some] = torch.randint(classes, (len(x), some), generator=generator, device=x.device)
+    images[:, _ADAPTIVE, :some] = patterns[order].view(len(x), 1, some, *x.shape[3:]).to(x.dtype)
+    labels[:, _ADAPTIVE, :some] = torch.randint(classes, (len(x), 1, some), generator=generator, device=x.device)
     return images, labels

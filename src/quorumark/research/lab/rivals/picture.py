@@ -11,13 +11,14 @@ from typing import Any
 
 from quorumark.errors import MissingDependencyError
 from quorumark.research.lab.rivals import chance
-from quorumark.research.lab.rivals.table import ATTACKS, PAPERS_RATE, SHOWN, best_p, rate_of
+from quorumark.research.lab.rivals.table import ATTACKS, FULL_RATE, PAPERS_RATE, SHOWN, best_p, rate_of
 
 __all__ = ["Dot", "digest", "dots", "draw"]
 
 _LOOKS = {"none": ("no attack", "*"), "fine-tuning 20 %": ("fine-tuning on 20 %", "o"),
           "fine-tuning 20 %, a tenth of the rate": ("fine-tuning, a tenth of the rate", "s"),
-          "adaptive fine-tuning": ("adaptive fine-tuning", "X"), "pruning 50 %": ("pruning 50 %", "^"),
+          "adaptive fine-tuning": ("adaptive, a tenth of the rate", "X"),
+          FULL_RATE: ("adaptive, the full rate", "P"), "pruning 50 %": ("pruning 50 %", "^"),
           "4 bits": ("4 bits", "v"), "permutation and rescaling": ("permutation and rescaling", "D")}  # fmt: skip
 _CLAIMS = {"FedIPR": "FedIPR, all members together", "FedTracker": "FedTracker, triggers or fingerprint"}
 _COLOURS = ("#0b6e4f", "#d1495b", "#edae49", "#00798c", "#6a4c93")
@@ -86,7 +87,9 @@ def draw(found: list[Dot], path: Path) -> None:
         axes.grid(alpha=0.25)
         handles = [Line2D([], [], color=_COLOURS[n], marker="o", linestyle="", label=m) for n, m in enumerate(methods)]
         handles += [
-            Line2D([], [], color="black", marker=sign, linestyle="", label=label) for label, sign in _LOOKS.values()
+            Line2D([], [], color="black", marker=sign, linestyle="", label=label)
+            for attack, (label, sign) in _LOOKS.items()
+            if any(dot.attack == attack for dot in found)
         ]
         figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
         figure.savefig(path, metadata={"Date": None, "Description": digest(found)})
