@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from quorumark.cli import app
 from quorumark.consortium.plan import Plan
 
-
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
