@@ -58,6 +58,20 @@ def one(page: str, seed: int) -> Row:
     }
 
 
+def measured(seed: int) -> Row:
+    """One run in a process of its own, with this tree's code, in an empty folder that is removed."""
+    root = Path(__file__).resolve().parents[1]
+    where = {name: value for name, value in os.environ.items() if not name.startswith("QUORUMARK_")}
+    where |= {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "benchmarks.readme", "--one", str(seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, env=where, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
 def accuracy(digits: Any, weights: Any) -> float:
     return float(digits.evaluate(weights).float().mean())
 
@@ -88,13 +102,7 @@ def main() -> None:
     known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"rows": []}
     rows: dict[int, Row] = {row["seed"]: row for row in known["rows"]}
     for seed in chosen.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.readme", "--one", str(seed)]
-            where = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-            done = subprocess.run(command, cwd=folder, env=where, capture_output=True, text=True, check=False)  # noqa: S603
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        rows[seed] = {"commit": commit, "hardware": hardware, **json.loads(done.stdout.splitlines()[-1])}
+        rows[seed] = {"commit": commit, "hardware": hardware, **measured(seed)}
         print(rows[seed], flush=True)  # noqa: T201
         ordered = [rows[each] for each in sorted(rows)]
         chosen.out.write_text(json.dumps({"rows": ordered}, indent=1) + "\n", encoding="utf-8")
