@@ -21,8 +21,9 @@ from quorumark.round import outlook, survival
 from quorumark.round.amplitudes import MarkState
 from quorumark.round.dither import add_dither, dither_at
 from quorumark.round.forecast import expected_z
-from quorumark.round.mark import ideal_mark
+from quorumark.round.mark import check_size, ideal_mark
 from quorumark.round.member import RoundMember
+from quorumark.round.movement import ideal_norms
 from quorumark.round.survival import Step, Survival, Tracer, middle, traced_spans
 from quorumark.simulation import Losses
 from tests.kit.federation import World
@@ -334,44 +335,70 @@ def test_what_cannot_be_a_survival_counts_for_nothing(part: Any, error: Any) -> 
 # --- what nobody can tell from public models, and what noise can tell ---
 
 
-def test_the_same_public_run_may_have_a_mark_or_none() -> None:
-    """To the bit: models, amplitudes, noise and forecast are the same, z is not. In the second run the members have
-    another key, and upload S⊙(τ − τ′) besides: they train against their mark and leave the noise alone. So public
-    models do not tell the runs apart, and neither does the survival, which takes it that training treats both alike."""
-    rng = np.random.default_rng(3)
-    strength = Strength.of({"rho": "0.1", "c_max": "0.1", "alike": "mark", "dither": "3"}, LAYOUT.coordinates)
+def twins(seed: int) -> tuple[MarkState, list[Survival | None], list[float]]:
+    """Two runs with keys τ and τ′, to the bit the same in all that is public and in all that members report: what they
+    have come to, the survivals of all noise together and of each member's own, and both z.
+
+    In both the first four members train alike, the last one's update is exactly negated, its norms are the same: with
+    h = S⊙(τ−τ′)/2, whole numbers, and X what was learnt, the members' sums are X + h − h + S⊙τ and X + h + h + S⊙τ′."""
+    rng = np.random.default_rng(seed)
+    strength = Strength.of({"rho": "0.1", "c_max": "0.1", "dither": "3"}, LAYOUT.coordinates)
     start = codec.decode(codec.encode(rng.normal(0, 0.1, LAYOUT.size)), np.float64)
     keys = rng.choice(np.array([-1, 1]), (2, LAYOUT.size))
-    learnt = [codec.encode(rng.normal(0, 0.01, LAYOUT.size)) for _ in range(20)]  # E of each round's update
     known = [KnownKey(key.astype(np.int8), LAYOUT, TensorsInMemory.of(LAYOUT, start)) for key in keys]
     states = [MarkState(strength, LAYOUT, "rademacher", codec.encode(start)) for _ in keys]
-    tracers = [Tracer(LAYOUT.coordinates, strength.dither) for _ in keys]
-    for number, update in enumerate(learnt, 1):
-        sums = []
-        noise = [(Fraction(1, MEMBERS), Stream(bytes([x]) * 32, "both", bytes([number]))) for x in range(MEMBERS)]
-        for run, (state, tracer) in enumerate(zip(states, tracers, strict=True)):
+    tracers = [[Tracer(LAYOUT.coordinates, strength.dither) for _ in range(1 + MEMBERS)] for _ in keys]
+    shares = {x: Fraction(1, MEMBERS) for x in range(1, MEMBERS + 1)}
+    for number in range(1, 21):
+        noise = [(Fraction(1, MEMBERS), Stream(bytes([x]) * 32, "twins", bytes([number]))) for x in shares]
+        learnt = np.rint(rng.normal(0, 0.004, (MEMBERS - 1, LAYOUT.size)) * 2.0**40).astype(np.int64)
+        sums, norms = [], []
+        for run, (state, mine) in enumerate(zip(states, tracers, strict=True)):
             amplitudes, step = state.amplitudes(number), Step(state)
-            trained = field.add(state.model, update)
-            if run:  # these members' training: E(θ) + update + S⊙(τ − τ′), a model like any other
-                ideal_mark(trained, amplitudes, keys[0])
-                ideal_mark(trained, amplitudes, -keys[1])
-            ideal_mark(trained, amplitudes, keys[run])  # what secure aggregation adds in both
+            half = amplitudes.vector.astype(np.int64) * (keys[0] - keys[1]) // 2
+            parts = [learnt[0] + half, *learnt[1:], half if run else -half]  # of members who weigh alike: a_k·D_k
+            after = {
+                x: field.add(state.model, field.from_signed(MEMBERS * part))
+                for x, part in zip(shares, parts, strict=True)
+            }
+            for model in after.values() if amplitudes.marks else ():
+                check_size(strength, amplitudes, state.model, model)  # what an honest member would refuse
+            total = field.add(state.model, field.from_signed(np.sum(parts, axis=0)))
+            ideal_mark(total, amplitudes, keys[run])
             for weight, stream in noise:
-                add_dither(trained, amplitudes, strength.dither, weight, stream)
-            sums.append(trained)
+                add_dither(total, amplitudes, strength.dither, weight, stream)
+            sums.append(total)
+            norms.append(ideal_norms(LAYOUT, state.model, after, shares))
             embedded = amplitudes if amplitudes.marks else None
-            state.advance(number, trained, embedded)
-            tracer.follow(step, state, noise, embedded)
+            state.advance(number, total, embedded, norms[run])
+            for tracer, asking in zip(mine, [noise, *([each] for each in noise)], strict=True):
+                tracer.follow(step, state, asking, embedded)
         assert (sums[0] == sums[1]).all()
+        assert (norms[0] == norms[1]).all()
+    assert strength.needs_norms
     assert states[0].to_bytes() == states[1].to_bytes()
-    assert expected_z(states[0], BALANCED) == expected_z(states[1], BALANCED) > 8
-    told = [tracer.survival(state, BALANCED) for tracer, state in zip(tracers, states, strict=True)]
+    told = [[each.survival(states[0], BALANCED) for each in mine] for mine in tracers]
     assert told[0] == told[1]
-    assert told[0] is not None
-    assert abs(told[0].part - 1) < 4 * told[0].error < 0.4
     end = TensorsInMemory.of(LAYOUT, codec.decode(states[0].model, np.float64))
-    assert known[0].z(end) > 8
-    assert abs(known[1].z(end)) < 4
+    return states[0], told[0], [each.z(end) for each in known]
+
+
+def test_no_function_of_what_is_public_can_be_right_for_every_run() -> None:
+    """Public models, norms, amplitudes and reports are the same to the bit in a run with a mark and in one without, so
+    any figure made of them is the same in both. In the mean over three pairs of keys, too, it is off in one of the two
+    by half of their difference: more than max(10 %, 2), whatever the figure is. Ours is right where training treats
+    mark and noise alike, as it is assumed."""
+    pairs = []
+    for seed in range(3):
+        state, told, z = twins(seed)
+        assert told[0] is not None
+        assert abs(told[0].part - 1) < 4 * told[0].error < 0.6
+        assert z[0] > 8
+        assert abs(z[1]) < 4
+        assert abs(expected_z(state, BALANCED) - z[0]) < max(0.1 * z[0], 2) + 3  # and the key's chance, 1
+        pairs.append(z)
+    marked, unmarked = np.mean(pairs, axis=0)
+    assert (marked - unmarked) / 2 > max(0.1 * marked, 2)
 
 
 SMALL = ModelLayout.of({"a": np.zeros((50, 40), np.float32)})
