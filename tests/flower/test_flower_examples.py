@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.kit.blocks import blocks_of, commands_of
 
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 pytest.importorskip("torch", reason="the extra 'demo' is not installed")
@@ -113,8 +119,67 @@ def test_the_documented_diff_makes_the_example_of_the_plain_app(tmp_path: Path) 
     for name in files:
         assert (app / name).read_text() == (QUICKSTART / name).read_text(), name
     code = "".join(path.read_text() for path in (QUICKSTART / "plain").rglob("*.*") if path.suffix in (".py", ".toml"))
-    assert "import quorumark" not in code
-    assert "from quorumark" not in code
+    assert "quorumark" not in code.replace('publisher = "quorumark"', "")
+
+
+@pytest.fixture
+def flower_home(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Flower's own folder and ports. The SuperLink that `flwr run` leaves running is ended."""
+    home = tmp_path / "flower"
+    home.mkdir()
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        ports = [str(each.getsockname()[1]) for each in (one, two)]
+    yield {
+        "FLWR_HOME": str(home),
+        "HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": ports[0],
+        "FLWR_LOCAL_CONTROL_API_PORT": ports[1],
+    }
+    mark = f"FLWR_HOME={home}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the SuperLink that Flower leaves in /proc")
+def test_the_commands_that_the_page_prints_lead_to_passed(tmp_path: Path, flower_home: dict[str, str]) -> None:
+    """The plain app with the diff, `prepare` beside it, and every command as it is printed, `flwr run` too; only what
+    they import is not installed with pip, and is this tree's. Whether a run failed Flower's exit code does not say:
+    one that did leaves no model."""
+    pytest.importorskip("ray", reason="flwr's simulation is not installed")
+    app, page = _changed(tmp_path), (QUICKSTART / "README.md").read_text()
+    shutil.copy2(QUICKSTART / "prepare", app)
+    (console,) = (block.text for block in blocks_of(page) if block.kind == "console")
+    install, prepare, run = (command for command, _, _ in commands_of(console))
+    assert install.startswith("pip install")
+    assert (prepare, f"num-server-rounds={PLANNED}" in run) == ("./prepare", True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    told = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"} | flower_home
+    environment = {**os.environ, **told, "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    environment.pop("FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION", None)  # the page says it
+
+    def bash(command: str) -> str:
+        begun = ["bash", "-c", command]
+        done = subprocess.run(begun, cwd=app, env=environment, capture_output=True, text=True, timeout=1500)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        return done.stdout + done.stderr
+
+    prepared = bash(prepare)
+    words = " ".join(run.replace("\\\n", " ").replace("$PWD", str(app)).split())
+    assert words in " ".join(prepared.replace("\\\n", " ").split()), "what `prepare` prints is another command"
+    said = bash(run)
+    assert (app / "final_model.pt").exists(), said[-3000:]
+    assert f"quorumark: {PLANNED} rounds; a verification should find z = " in said
+    assert not list((Path(flower_home["FLWR_HOME"]) / "apps").rglob("consortium")), "homes were packed with the app"
+    (verify,) = (block.text for block in blocks_of(page) if block.kind == "python")
+    (app / "verify.py").write_text(verify)
+    verdict, z = bash(f"{sys.executable} verify.py").split()[-2:]
+    assert verdict == "PASSED"
+    assert float(z) > 12
 
 
 def test_the_plain_app_with_the_documented_diff_passes_on_the_first_try(tmp_path: Path) -> None:
