@@ -35,6 +35,23 @@ def test_the_readmes_run_gets_a_strength_that_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rho", "which", "carriers"),
+    [("0.05", "expected_z", 80_000), ("0.1", "expected_z", 20_000),
+     ("0.05", "least_z", 300_000), ("0.1", "least_z", 74_000)],
+)  # fmt: skip
+def test_how_small_a_model_may_be_is_what_a_plan_says(root: Path, rho: str, which: str, carriers: int) -> None:
+    """The figures of the FAQ: a z of 12 at that size, in 60 rounds, and not at a twentieth less."""
+    page = (root / "docs/faq.md").read_text().split("## How small may a model be?")[1].split("## ")[0]
+    assert f"{carriers:,}" in page
+    assert (MOST_C, MOST_RHO) == (0.1, 0.1)
+    found = [
+        getattr(Plan.propose(size, 60, strength={"rho": rho, "c_max": "0.1"}), which)
+        for size in (carriers, carriers * 19 // 20)
+    ]
+    assert found[0] >= 12 > found[1]
+
+
+@pytest.mark.parametrize(
     ("coordinates", "rounds", "code"),
     [(20_000, 30, "plan.too-small"), (20_000, 1000, "plan.too-small"), (CNN, 5, "plan.too-short"),
      (CNN, 2, "plan.too-short"), (5000, 5, "plan.too-small")],
