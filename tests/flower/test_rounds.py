@@ -117,6 +117,38 @@ def test_metrics_say_what_a_verification_should_find(
             assert f"`{name}`" in page or f"`-{name.removeprefix('quorumark-')}`" in page, name
 
 
+@pytest.mark.parametrize("rho", ["0.02", "0.4"])
+def test_metrics_and_the_log_say_early_what_a_run_is_on_course_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rho: str
+) -> None:
+    """`quorumark-final-z` from the fifth round on, as the same run in one process has it. Where that is too little what
+    helps is a warning, once, long before the end. A strong run is not warned."""
+    strength = {"rule": "rho", "rho": rho, "c_max": "0.25", "dither": "0"}
+    world, rounds = Consortium.make(tmp_path, strength=strength), 8
+    wrapped = watermarked(fedavg(), world.path, seed=SEED)
+    with caplog.at_level("INFO", logger="flwr"):
+        result = wrapped.start(
+            grid=LocalGrid(app_for(world.folder), 5), initial_arrays=records_of(world.model), num_rounds=rounds
+        )
+    there = world.in_process(rounds, SEED).reports
+    told = [result.train_metrics_clientapp[number]["quorumark-final-z"] for number in range(1, rounds + 1)]
+    assert told == [report.final_z for report in wrapped.reports] == [report.final_z for report in there]
+    assert told[:4] == [0.0] * 4
+    assert all(z > 0 for z in told[4:])
+    assert told[-1] == pytest.approx(there[-1].corrected_z)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    weak = float(world.terms.policy.z) + 4 > told[4]
+    assert weak == (rho == "0.02")
+    assert [report.advice for report in wrapped.reports] == [report.advice for report in there]
+    assert bool(there[4].advice) == weak
+    assert [text for text in warned if "on course" in text] == ([f"quorumark: {there[4].advice}"] if weak else [])
+    begun = [record.getMessage() for record in caplog.records]
+    if weak:  # said when the fifth round ended, and in the run's last line
+        said = begun.index(f"quorumark: {there[4].advice}")
+        assert sum("quorumark: round " in text for text in begun[:said]) == 5
+        assert there[-1].advice in begun[-2] + begun[-1]
+
+
 def test_what_leaves_a_node_is_masked(world: Consortium) -> None:
     """Neither a member's model nor its share is in any reply; without the mod the model would be."""
     made: list[Model] = []

@@ -156,7 +156,7 @@ def test_what_must_be_trusted_is_said_in_figures_that_follow_from_the_code(root:
     threshold, kappa, weight = Policy().z, 3, 0.198  # the helper's part of the sum in the runs of docs/strength.md
     told = f"z = {threshold:g} with probability 10^{float(null.log10_p(str(threshold))):.1f}"
     assert f"{told}, and at most 10^{float(null.log10_bound(str(threshold))):.1f} " in page
-    assert f"with {(1 + kappa**2 * (1 - weight)) ** -0.5:.2f} a look" in page
+    assert f"with a cosine of {(1 + kappa**2 * (1 - weight)) ** -0.5:.2f} a look" in page
 
 
 def test_what_public_models_tell_of_the_mark_is_what_was_measured(root: Path) -> None:

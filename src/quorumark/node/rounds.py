@@ -102,8 +102,6 @@ class Rounds:
         report.widened = server.widened
         with timed(report, "forecast"):
             report.outlook = server.outlook(self._survival)
-        if report.advice and not any(earlier.advice for earlier in self.reports[:-1]):
-            self._log(WARNING, "quorumark: %s", report.advice)
         self._log(
             INFO,
             "quorumark: round %s of %s members, %s, attempt %s, %s bytes up; a verification should find z = %.1f",
@@ -111,9 +109,11 @@ class Rounds:
             len(report.members),
             "marked" if report.marked else "not marked",
             report.attempts,
-            report.uploaded_bytes,
+            f"{report.uploaded_bytes:,}",
             report.corrected_z,
         )
+        if report.advice and not any(earlier.advice for earlier in self.reports[:-1]):
+            self._log(WARNING, "quorumark: %s", report.advice)
 
     def last_line(self) -> str:
         """What a verification of the run's model should find; empty if there is no mark, or no round was finished."""
