@@ -261,7 +261,7 @@ def test_what_was_tested() -> None:
         "left out: 3 of the key's leaves, 3,072 of 2,560,000 coordinates (0.12 %), with 1.00 % of what the suspect",
         f"leaves of them that the audit {name[:16]} opened: 2",
         "NOTHING EXPLAINS why 1 of these leaves are left out; --audit with a proof would",
-        "ways to read the suspect and to leave something out; the threshold pays for that: 7.5 instead of 6",
+        "up to 10^12.34 ways to read the suspect and to leave something out; the threshold pays for that: 7.5 instead",
         "raised by the asker’s choices",
         "tensors stored as BF16 instead of F32: 9",
         "560,000 weights that could carry the mark were not found",

@@ -123,14 +123,15 @@ class Waiting:
         typer.Option(min=0, help="Wait for others no longer than so many seconds: exit code 3. Run again, it goes on."),
     ] = None
 
-    def until_finished(self, visit: Callable[[], Progress]) -> Progress:
-        """Visits until the ceremony is finished, and shows who is awaited; with --no-wait it is one visit."""
+    def until_finished(self, visit: Callable[[], Progress], name: str = "") -> Progress:
+        """Visits until the ceremony is finished, and shows who is awaited, by whom if `name` says it; with --no-wait it
+        is one visit."""
         from quorumark.cli.waiting import wait_visibly
         from quorumark.errors import InputError
 
         if not self.wait and self.timeout is not None:
             raise InputError("--timeout", "is for a command that waits: leave out --no-wait")
-        return wait_visibly(visit, self.timeout) if self.wait else visit()
+        return wait_visibly(visit, self.timeout, name) if self.wait else visit()
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,11 @@ def groups(
     write_shared(out, found.to_bytes())
     heads = sum(group.within is not None for group in found.groups)
     channels = sum(group.size for group in found.groups if group.within is None)
+    within = f" ({heads} within others)" if heads else ""
+    mixed = f", {len(found.mixings)} mixings" if found.mixings else ""
     turning = "" if found.stream is None else f", a stream of {found.stream.size:,} channels"
     typer.echo(
-        f"{len(found.groups)} groups ({heads} within others), {channels:,} channels, {len(found.mixings)} mixings"
-        f"{turning}\n"
+        f"{len(found.groups)} groups{within}, {channels:,} channels{mixed}{turning}\n"
         f"groups {found.digest()}\n"
         f"written to {out}; the consortium agrees on them with: quorumark consortium create --groups {out.name} …"
     )

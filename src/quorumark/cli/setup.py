@@ -55,7 +55,10 @@ def dkg(
             raise InputError("--accept-leak", f"must be given with the paper's protocol: {warning}")
         typer.echo(f"the paper's protocol leaks: {warning}, √((t−1)/K)", err=True)
     member, opened = HomeFolder(home), keys.unlock(home)
-    progress = waiting.until_finished(lambda: set_up(member, opened, agreed, folder, note=typer.echo))
+    name = member.card().name  # members who share a terminal are told apart
+    progress = waiting.until_finished(
+        lambda: set_up(member, opened, agreed, folder, note=lambda text: typer.echo(f"{name}: {text}")), name
+    )
     keep_agreed_files(progress, member, terms)
     report(progress, home)
 
@@ -70,7 +73,7 @@ def sums(terms: TermsFile, folder: Folder, home: HomeOption = DEFAULT_HOME, *, k
 
     agreed = read_as(terms, "a consortium's terms", Terms.from_bytes)
     member, opened = HomeFolder(home), keys.unlock(home)
-    progress = waiting.until_finished(lambda: sign_terms(member, opened, agreed, folder))
+    progress = waiting.until_finished(lambda: sign_terms(member, opened, agreed, folder), member.card().name)
     keep_agreed_files(progress, member, terms)
     report(progress, home)
 

@@ -20,9 +20,9 @@ GOES_ON = "nothing is lost: the same command goes on from here"
 TIMED_OUT = 3
 
 
-def wait_visibly(visit: Callable[[], Progress], timeout: float | None) -> Progress:
+def wait_visibly(visit: Callable[[], Progress], timeout: float | None, name: str = "") -> Progress:
     """Visits until the ceremony is finished; ends the command if the time is up or somebody interrupts it."""
-    line = _Line()
+    line = _Line(name)
 
     def visit_undisturbed() -> Progress:
         line.clear()  # a visit prints what it does
@@ -48,18 +48,19 @@ def wait_visibly(visit: Callable[[], Progress], timeout: float | None) -> Progre
 
 
 class _Line:
-    """Who is awaited."""
+    """Who is awaited, and by whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         from quorumark.cli.console import make_console
 
         self._console, self._live, self._last = make_console(), sys.stdout.isatty(), ""
         self._status: Any = None
+        self._about = f"{name}: " if name else ""
 
     def show(self, progress: Progress) -> None:
         from rich.text import Text
 
-        text = awaited(progress)
+        text = self._about + awaited(progress)
         if not self._live:
             if text != self._last:
                 typer.echo(text)

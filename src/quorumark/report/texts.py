@@ -158,7 +158,9 @@ SENTENCES: dict[str, str] = {
         "the query left out {count:,} leaves of the key that no known audit opened: verify partial --audit explains it"
     ),
     "guard.leaf-not-zero": "the vector x was not zero on the leaf {leaf}, which an audit opened",
-    "guard.budget": "the query would have opened more than the {budget} equations of the consortium's life",
+    "guard.budget": (
+        "the query would have opened more than the {budget} equations about the key that the consortium may ever open"
+    ),
     "guard.max-answers": "all {answers} answers that this member's policy allows were given",
     "guard.norms": "the query's norms were not those of its vector x",
     "guard.narrow": "the query rested on {effective} coordinates, fewer than {least}",
@@ -356,8 +358,8 @@ PHRASES: dict[str, str] = {
         "are sealed to {examiner} (card {card}), who alone sees numbers by layer"
     ),
     "cost": (
-        "an answer opens {equations} of the {budget:,} equations of the consortium's life, {used:,} of which are used; "
-        "if the query does not pass, z* rises from {now} to {then} for the next ones"
+        "an answer opens {equations} of the {budget:,} equations about the key that the consortium may ever open, "
+        "{used:,} of which are open; if the query does not pass, z* rises from {now} to {then} for the next ones"
     ),
     "not-checked": "not checked: {what}",
     "left-out": (
@@ -373,10 +375,10 @@ PHRASES: dict[str, str] = {
     "quorum-all": "all {enough} members must answer, and one who lies could have set the number (uncorroborated)",
     "charges-by-layers": (
         "z and Q are two tests, and the asker had a choice of what to leave out and how to read the suspect: both "
-        "thresholds pay for all of that, 10^{log10_choices} ways in all; z* is {charged} instead of {agreed}"
+        "thresholds pay for all of that, {ways} ways in all; z* is {charged} instead of {agreed}"
     ),
     "charges": (
-        "the asker had up to 10^{log10_choices} ways to read the suspect and to leave something out; the threshold "
+        "the asker had up to {ways} ways to read the suspect and to leave something out; the threshold "
         "pays for that: {charged} instead of {agreed}"
     ),
 }
@@ -459,6 +461,11 @@ def about_charges(finding: Finding) -> list[str]:
         return []
     return [
         PHRASES["charges" if finding.layers is None else "charges-by-layers"].format(
-            log10_choices=finding.log10_choices, charged=finding.charged, agreed=finding.agreed
+            ways=_ways(finding.log10_choices), charged=finding.charged, agreed=finding.agreed
         )
     ]
+
+
+def _ways(log10: str) -> str:
+    """A count, from its logarithm, which is rounded up: as a number where that is short."""
+    return f"{int(10 ** float(log10)):,}" if float(log10) < 6 else f"10^{log10}"
