@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from quorumark.cli.new import NEXT
 from tests.kit.blocks import blocks_of, commands_of
 
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
@@ -180,6 +181,12 @@ def test_the_commands_that_the_page_prints_lead_to_passed(tmp_path: Path, flower
     verdict, z = bash(f"{sys.executable} verify.py").split()[-2:]
     assert verdict == "PASSED"
     assert float(z) > 12
+    # what `quorumark new flower` says, in an app like this one
+    prepare, partial, combine = re.findall(r"quorumark verify (?:\\\n|.)*", "\n".join(NEXT["flower"]))
+    bash(prepare)
+    for name in ("Avon", "Birch", "Delta", "Elm"):
+        bash(partial.replace("Avon", name))
+    assert f"PASSED: z = {float(z):.6f}" in bash(combine)
 
 
 def test_the_plain_app_with_the_documented_diff_passes_on_the_first_try(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def test_a_home_is_named_by_the_environment_and_knows_its_key_file(
     restored = tmp_path / "restored"
     said(there, "member", "restore", backup, "--home", restored)
     assert "must be given where nobody can be asked" in said(environment, "share", "verify", "--home", restored, code=2)
+    misspelt = ["--terms", three.terms, "--folder", tmp_path / "exchange", "--home", tmp_path / "Brich"]
+    nowhere = said(environment, "setup", "dkg", *misspelt, code=2)
+    assert "--home must be a member's home, which quorumark member init makes, but got " in nowhere
     HomeFolder(restored).remember_key_file(tmp_path / "gone.key")
     assert "it is not at" in said(environment, "share", "verify", "--home", restored, code=2)
 

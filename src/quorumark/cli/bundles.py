@@ -105,6 +105,8 @@ class Keys:
             if not remembered.exists():
                 raise InputError("--key-file", f"must name this home's key file: it is not at {str(remembered)!r}")
             return Unlock.key_file(remembered)
+        if not new and not (home / "identity.sealed").exists():
+            raise InputError("--home", "must be a member's home, which quorumark member init makes", str(home))
         if not sys.stdin.isatty():
             raise InputError("--key-file or --passphrase-file", "must be given where nobody can be asked")
         return Unlock.passphrase(answered(lambda: typer.prompt("passphrase", hide_input=True, confirmation_prompt=new)))

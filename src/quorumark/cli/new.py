@@ -23,6 +23,10 @@ FILES = {
 NEXT = {
     "flower": (
         "./prepare makes five members' homes and their key for a simulation, plans the rounds, and prints the command",
+        "is final_model.pt theirs? quorumark verify prepare final_model.pt --manifest consortium/consortium.json",
+        "any four answer: quorumark verify partial query.json --suspect final_model.pt --approve \\\n"
+        "    --manifest consortium/consortium.json --home consortium/Avon",
+        "together: quorumark verify combine query.json partial-*.json --manifest consortium/consortium.json",
         "your own model: change quickstart/task.py, and the example input in prepare",
     ),
     "nvflare": (

@@ -149,7 +149,8 @@ class Reference:
         for path, what, option in ((layout_path, "layout", "--layout"), (anchor_path, "anchor", "--anchor")):
             if not path.exists():
                 raise RecordError(
-                    f"the {what} is not at {str(path)!r}: put it beside the manifest, or name it with {option}"
+                    f"the {what} is not at {str(path)!r}: put it beside the manifest, name it with "
+                    f"{option}, or name the manifest of a public folder with --manifest"
                 )
         chain = read_chain(manifest)
         shape = read_as(layout_path, "a layout", ModelLayout.from_bytes)
