@@ -284,7 +284,7 @@ def sign(
 @bundled
 def check(
     certificate: Annotated[Path, typer.Argument(help="The certificate.")],
-    manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/ beside it.")],
+    manifest: Annotated[Path, typer.Option(help="The consortium's manifest; earlier ones in history/, or beside it.")],
     suspect: Annotated[Path | None, typer.Option(help="The model that was tested.")] = None,
     *,
     files: AgreedFiles,

@@ -465,12 +465,15 @@ def history_name(digest: str) -> str:
     return f"{digest[:16]}.json"
 
 
-def follow_back(manifest: Manifest, history: Path) -> list[Manifest]:
-    """The chain that ends with a manifest, from the files of its predecessors; every link is checked."""
+def follow_back(manifest: Manifest, *folders: Path) -> list[Manifest]:
+    """The chain that ends with a manifest, from the files of its predecessors, each in the first of the folders that
+    has it; every link is checked."""
     chain = [manifest]
     while chain[0].predecessor is not None:
         wanted = chain[0].predecessor
-        before = read_as(history / history_name(wanted), "an earlier manifest", _manifest)
+        paths = [folder / history_name(wanted) for folder in folders]
+        path = next((path for path in paths if path.exists()), paths[0])
+        before = read_as(path, "an earlier manifest", _manifest)
         if before.digest().hex() != wanted:
             raise RecordError(f"{history_name(wanted)!r} is not the manifest that its successor names")
         chain.insert(0, before)

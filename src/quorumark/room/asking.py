@@ -44,6 +44,7 @@ from quorumark.room.client import Client, Notice
 from quorumark.room.combining import Combining, Papers
 from quorumark.room.desk import Matter
 from quorumark.room.heads import Heads, say_head
+from quorumark.room.past import Past
 from quorumark.room.place import Place
 from quorumark.room.question import ASK, LARGEST_CERTIFICATE, LARGEST_QUERY, LARGEST_WORD, Asked, header
 from quorumark.room.seat import Seat, sha256_of
@@ -146,9 +147,9 @@ def send_question(
 class _EarlierError(RoomError):
     """A query under a manifest that is not in force any more."""
 
-    def __init__(self, query: Query, manifest: Manifest) -> None:
+    def __init__(self, past: Past) -> None:
         super().__init__("the query is about an earlier manifest: ask again", code="room.other-query")
-        self.query, self.manifest = query, manifest
+        self.past = past
 
 
 class Asking:
@@ -160,6 +161,7 @@ class Asking:
         self._heads = Heads(seat)
         self._answering = Answering(seat, self._combining, self._heads)
         self._asked: dict[str, Asked] = {}
+        self._past: dict[str, Past] = {}  # with a certificate, under an earlier manifest
         self._refused: dict[str, frozenset[str]] = {}
         self._references: dict[str, Reference] = {}
         self._names: dict[str, str] = {}  # of queries that were refused
@@ -223,14 +225,17 @@ class Asking:
 
     def _earlier(self, client: Client, about: str, asker: str, error: _EarlierError) -> Matter:
         """A query under a manifest that is not in force any more: over, with a certificate or without."""
-        name = error.query.digest()
-        files = ", ".join(file.name for file in error.query.files[:3])
+        past = error.past
+        name = past.query.digest()
+        files = ", ".join(file.name for file in past.query.files[:3])
         matter = Matter("query", about, f"Is {files!r} ours?", (("query", name),), "refused", str(error), error.code)
-        certificate, _ = self._combining.certificate(client, asker, error.query, error.manifest)
+        certificate, number = self._combining.certificate(client, asker, past.query, past.manifest)
         if certificate is None:
             return matter
+        self._combining.keep(past, certificate, number)
+        self._past[about] = past
         verdict = certificate.finding.verdict
-        text = f"{verdict}, under the manifest {error.query.manifest[:16]}… before the one in force"
+        text = f"{verdict}, under the manifest {past.query.manifest[:16]}… before the one in force"
         return replace(matter, state="done", status=text, code="", verdict=verdict)
 
     def _ledgers(self) -> frozenset[str]:
@@ -264,7 +269,8 @@ class Asking:
             raise RoomError("the query is about a consortium that is not in this home", code="room.other-query")
         manifest = ours.manifest()
         if manifest.digest().hex() != query.manifest:
-            raise _EarlierError(query, next(one for one in ours.chain() if one.digest().hex() == query.manifest))
+            before = next(one for one in ours.chain() if one.digest().hex() == query.manifest)
+            raise _EarlierError(Past(query, ours, before, self._seat.place.folder("suspects", name)))
         # 2. A member of it asks, in words that it signed for this query.
         terms = manifest.terms
         point = terms.point_of(word.author)
@@ -339,7 +345,7 @@ class Asking:
 
     def report(self, about: str) -> Papers | None:
         """Certificate and report of a query that is done."""
-        asked = self._asked.get(about)
+        asked = self._asked.get(about) or self._past.get(about)
         return None if asked is None else self._combining.report(asked)
 
     def _facts(self, asked: Asked) -> tuple[tuple[str, str], ...]:

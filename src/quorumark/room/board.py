@@ -67,6 +67,7 @@ class Question:
     purpose: str = ""
     answers: int = 0
     files: tuple[str, ...] = ()
+    manifest: str = ""
     kind: str = "plain"
     asked: str = ""
     answered: list[str] = field(default_factory=list)
@@ -99,7 +100,8 @@ class Board:
         entries = store.entries(consortium)
         self.proposals = self._proposals(entries)
         self.questions = self._questions(entries)
-        self.manifest, body = self._manifest(entries)
+        self.chain = self._chain(entries)
+        self.manifest, body = self.chain[-1] if self.chain else (None, {})
         self.in_force = next((one for one in self.proposals if one.digest == _genesis(body)), None)
         if self.in_force is not None and body.get("predecessor") is not None:
             self.in_force = self._as_it_is(self.in_force, body)
@@ -112,6 +114,18 @@ class Board:
                 return one
         raise RoomError("there is no such query here", code="room.not-found")
 
+    def chain_of(self, one: Question) -> list[Entry]:
+        """The manifest that a query is about, and all before it, the first one first; none if the room lacks it."""
+        names = [entry.name for entry, _ in self.chain]
+        end = names.index(_manifest_name(one.manifest)) + 1 if _manifest_name(one.manifest) in names else 0
+        return [entry for entry, _ in self.chain[:end]]
+
+    def terms_of(self, one: Question) -> Proposal | None:
+        """The consortium as it was when a query was asked; as it is, if the room lacks that manifest."""
+        count = len(self.chain_of(one))
+        body = self.chain[count - 1][1] if count else {}
+        return self.in_force if self.in_force is None or not count else self._as_it_is(self.in_force, body)
+
     def _read(self, entry: Entry) -> bytes:
         if entry.gone or entry.size > _LARGEST:
             return b""
@@ -120,10 +134,10 @@ class Board:
         except RoomError:
             return b""
 
-    def _manifest(self, entries: Iterable[Entry]) -> tuple[Entry | None, dict[str, Any]]:
-        """The manifest in force, as far as a room can tell: of the first ones that all of their members signed and
-        uploaded the largest consortium's, then the latest (some members can agree on another one among themselves);
-        and from there on each successor of the kind that keeps enough members of the one before."""
+    def _chain(self, entries: Iterable[Entry]) -> list[tuple[Entry, dict[str, Any]]]:
+        """The manifest in force after all before it, as far as a room can tell: of the first ones that all of their
+        members signed and uploaded the largest consortium's, then the latest (some members can agree on another one
+        among themselves); and from there on each successor of the kind that keeps enough members of the one before."""
         uploaded: dict[str, dict[str, Entry]] = {}
         for entry in entries:
             if entry.name.startswith("manifest/") and not entry.gone:
@@ -134,19 +148,20 @@ class Board:
             body = _object(self._read(last))
             roster = _keys(body)
             about = _manifest_digest(body)
-            complete = len(roster) > 1 and roster <= by.keys() and last.name == f"manifest/{about}.json"
+            complete = len(roster) > 1 and roster <= by.keys() and last.name == _manifest_name(about)
             if complete and _is_signed(body, about):
                 whole.append((last, body))
         first = [one for one in whole if one[1].get("predecessor") is None]
         if not first:
-            return None, {}
-        found = max(first, key=lambda one: (len(_keys(one[1])), one[0].number))
+            return []
+        found = [max(first, key=lambda one: (len(_keys(one[1])), one[0].number))]
         for _ in whole:
-            name = found[0].name.removeprefix("manifest/").removesuffix(".json")
-            later = [one for one in whole if one[1].get("predecessor") == name and _keeps_enough(one[1], found[1])]
+            entry, body = found[-1]
+            name = entry.name.removeprefix("manifest/").removesuffix(".json")
+            later = [one for one in whole if one[1].get("predecessor") == name and _keeps_enough(one[1], body)]
             if not later:
                 break
-            found = max(later, key=lambda one: one[0].number)
+            found.append(max(later, key=lambda one: one[0].number))
         return found
 
     def _as_it_is(self, proposal: Proposal, body: dict[str, Any]) -> Proposal:
@@ -250,6 +265,7 @@ class Board:
                 aligned = "aligned" if body.get("alignment") not in (None, "none") else "plain"
                 asked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.time))
                 found[about] = Question(about, who, files=tuple(names), kind=aligned, asked=asked)
+                found[about].manifest = _text(body, "manifest")
                 if body.get("layers") is not None:
                     found[about].kind = "by layers"
             if about not in found:
@@ -319,6 +335,10 @@ def _manifest_digest(body: dict[str, Any]) -> str:
         return digest("manifest", canonical({name: body[name] for name in body if name != "signatures"})).hex()
     except (QuorumarkError, ValueError, TypeError):
         return ""
+
+
+def _manifest_name(about: str) -> str:
+    return f"manifest/{about}.json"
 
 
 def _is_signed(body: dict[str, Any], about: str) -> bool:

@@ -19,6 +19,7 @@ from quorumark.files import write_private, write_shared
 from quorumark.report import certificate_page, write_page
 from quorumark.room.client import Client
 from quorumark.room.numbering import again, count_in
+from quorumark.room.past import Past
 from quorumark.room.question import LARGEST_CERTIFICATE, LARGEST_PARTIAL, LARGEST_WORD, Asked, header
 from quorumark.room.seat import Seat
 from quorumark.verify.certificate import Certificate, verify_signatures
@@ -211,7 +212,7 @@ class Combining:
             for path in (papers.report, papers.certificate):
                 self._seat.send(client, path, f"{asked.start}/{path.name}")
 
-    def _folder(self, asked: Asked, count: int) -> Papers:
+    def _folder(self, asked: Asked | Past, count: int) -> Papers:
         folder = self._seat.place.folder("certificates", asked.query.digest())
         return Papers(folder / again("certificate.json", count), folder / again("report.html", count))
 
@@ -254,15 +255,15 @@ class Combining:
 
         return tuple((member.name, what(member.point)) for member in asked.terms.roster)
 
-    def keep(self, asked: Asked, final: Certificate, count: int) -> None:
+    def keep(self, asked: Asked | Past, final: Certificate, count: int) -> None:
         """A certificate that holds, for this member's page."""
         path = self._folder(asked, count).certificate
         if not path.exists():
             write_shared(path, final.to_bytes())
 
-    def report(self, asked: Asked) -> Papers | None:
+    def report(self, asked: Asked | Past) -> Papers | None:
         """Certificate and report of a query, once it is done, the latest ones; the report is made here."""
-        counts = (*range(asked.terms.members, 0, -1), 0)
+        counts = (*range(asked.manifest.terms.members, 0, -1), 0)
         found = next((p for n in counts if (p := self._folder(asked, n)).certificate.exists()), None)
         if found is not None and not found.report.exists():
             _write_report(found.report, Certificate.from_bytes(found.certificate.read_bytes()), asked)
@@ -300,13 +301,15 @@ class Combining:
         return certificate
 
 
-def _write_report(path: Path, certificate: Certificate, asked: Asked) -> None:
-    """The page of a certificate, after the whole check."""
+def _write_report(path: Path, certificate: Certificate, asked: Asked | Past) -> None:
+    """The page of a certificate, after the whole check, by the manifest that it was made under."""
+    chain = asked.ours.chain()
+    suspect = asked.tested
     checked, left = check_certificate(
         certificate,
-        asked.ours.chain(),
-        suspect=asked.suspect,
-        reference=asked.reference,
+        chain[: [link.digest() for link in chain].index(asked.manifest.digest()) + 1],
+        suspect=suspect,
+        reference=None if suspect is None else asked.compared_with(),
         audits=Ledger.open(asked.ours, asked.manifest).audits(),
     )
     signers = certificate.signers(asked.manifest)

@@ -19,7 +19,7 @@ from quorumark.checks import is_hex
 from quorumark.errors import RoomError
 from quorumark.room.board import Board
 from quorumark.room.codes import STATUS
-from quorumark.room.store import Seat, Store
+from quorumark.room.store import Entry, Seat, Store
 
 __all__ = ["Pages", "environment"]
 
@@ -38,6 +38,11 @@ def environment() -> Environment:
 
 def static(name: str) -> Path:
     return Path(__file__).parent / "static" / name
+
+
+def short_name(entry: Entry) -> str:
+    """The name of an earlier manifest beside later ones, as in a member's folder `history`."""
+    return f"{entry.name.removeprefix('manifest/')[:16]}.json"
 
 
 class Pages:
@@ -61,7 +66,9 @@ class Pages:
             Route("/c/{id}/q/{query}", self._shown(self._query)),
             Route("/c/{id}/q/{query}/report", self._shown(self._report)),
             Route("/c/{id}/q/{query}/certificate.json", self._shown(self._certificate)),
+            Route("/c/{id}/q/{query}/consortium.json", self._shown(self._manifest_then)),
             Route("/c/{id}/consortium.json", self._shown(self._manifest)),
+            Route("/c/{id}/manifest/{name}", self._shown(self._earlier)),
             Route("/c/{id}/public/{name}", self._shown(self._public)),
         ]
 
@@ -145,7 +152,10 @@ class Pages:
         seat = self._seat(request, request.path_params["query"])
         board, digest = await self._board(seat.consortium), request.path_params["query"]
         one = board.question(digest)
-        return self._shown_page("query.html", board, seat, one=one, terms=board.in_force, digest=digest)
+        earlier = [short_name(entry) for entry in board.chain_of(one)[:-1]]
+        return self._shown_page(
+            "query.html", board, seat, one=one, terms=board.terms_of(one), earlier=earlier, digest=digest
+        )
 
     async def _report(self, request: Request) -> Response:
         """A member's page, in a sandbox: no scripts, no cookies, nothing from elsewhere."""
@@ -171,6 +181,24 @@ class Pages:
         if manifest is None:
             raise RoomError("there is no manifest yet", code="room.not-found")
         return self._send(seat.consortium, manifest.sha256)
+
+    async def _manifest_then(self, request: Request) -> Response:
+        """The manifest that a query is about: a certificate is checked against that one."""
+        query = request.path_params["query"]
+        seat = self._seat(request, query)
+        board = await self._board(seat.consortium)
+        chain = board.chain_of(board.question(query))
+        if not chain:
+            raise RoomError("the manifest of this query is not in the room", code="room.not-found")
+        return self._send(seat.consortium, chain[-1].sha256)
+
+    async def _earlier(self, request: Request) -> Response:
+        """One manifest of those up to the one in force, under the name by which `verify check` looks for it."""
+        seat, name = self._seat_anywhere(request), request.path_params["name"]
+        for entry, _ in (await self._board(seat.consortium)).chain:
+            if short_name(entry) == name:
+                return self._send(seat.consortium, entry.sha256)
+        raise RoomError("there is no such manifest here", code="room.not-found")
 
     async def _public(self, request: Request) -> Response:
         """Layout, anchor and groups: what anybody needs who checks a certificate."""

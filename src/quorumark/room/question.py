@@ -56,6 +56,14 @@ class Asked:
             return "by layers"
         return "plain" if self.query.alignment == "none" else "aligned"
 
+    @property
+    def tested(self) -> Path | None:
+        """Where the suspect is."""
+        return self.suspect
+
+    def compared_with(self) -> Reference | None:
+        return self.reference
+
     def kept(self, place: Place, what: str) -> Path:
         """Where this member keeps what it sends about it: kept first, sent again if need be, never made anew."""
         return place.folder("answers") / f"{self.query.digest()}-{what}"

@@ -24,7 +24,7 @@ from quorumark.field import parallel
 from quorumark.model.layout import ModelLayout, Source
 from quorumark.model.suspect import Suspect, read_suspect
 
-__all__ = ["Reference", "describe_lora", "digest_of_anchor", "read_chain"]
+__all__ = ["ANCHOR", "GROUPS", "LAYOUT", "LORA", "Reference", "describe_lora", "digest_of_anchor", "read_chain"]
 
 _BLOCK = 1 << 20  # weights at a time: as field elements they stay in a cache until they are hashed
 LAYOUT, ANCHOR, GROUPS, LORA = "layout.json", "anchor.safetensors", "groups.json", "lora.json"
@@ -34,11 +34,12 @@ BASE = ("base.safetensors", "base")
 def read_chain(manifest: str | os.PathLike[str]) -> list[Manifest]:
     """All manifests up to one in a file, the earlier ones from the folder `history` beside it; every link checked.
 
-    A manifest that is in such a folder itself has the earlier ones beside it.
+    Those that are not there may lie beside the manifest itself, as a browser saves them, or as in such a folder.
     """
     path = Path(manifest)
-    history = path.parent if Path(os.path.realpath(path)).parent.name == "history" else path.parent / "history"
-    return follow_back(read_as(path, "a consortium's manifest", Manifest.from_bytes), history)
+    inside = Path(os.path.realpath(path)).parent.name == "history"
+    folders = [path.parent] if inside else [path.parent / "history", path.parent]
+    return follow_back(read_as(path, "a consortium's manifest", Manifest.from_bytes), *folders)
 
 
 @dataclass(frozen=True, eq=False)
