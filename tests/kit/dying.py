@@ -91,9 +91,12 @@ def watch_agent(deaths: Deaths) -> None:
 
 
 def watch_room(deaths: Deaths) -> None:
-    """What a room writes: parts, whole files, entries, nonces."""
+    """What a room writes: consortia and their people, parts, whole files, entries, nonces."""
     from quorumark.room.store import Store
 
+    _around(Store, "create_consortium", deaths, lambda *_: "a consortium")
+    _around(Store, "invite", deaths, lambda *_: "invitations")
+    _around(Store, "join", deaths, lambda *_: "somebody joins")
     _around(Store, "begin_part", deaths, lambda *_: "begin a part")
     _around(Store, "finish", deaths, lambda *_: "a whole file")
     _around(Store, "add_entry", deaths, lambda _, __, ___, name, *____: f"entry {re.sub('/[0-9]+', '/n', name)}")

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from quorumark.consortium.home import HomeFolder
+from quorumark.consortium.keystore import Unlock
 from quorumark.room.demo import press
 from quorumark.room.drafts import Draft
 from quorumark.room.place import Place
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.ledger import Ledger
 from tests.kit.consortium import NAMES
-from tests.kit.rooms import Group, RoomProcess, free_port, until
+from tests.kit.rooms import Group, RoomProcess, free_port, make_home, until
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
@@ -34,12 +39,15 @@ PATIENCE = 900.0  # seconds for all deaths of one scenario; each costs the start
 class Mortal:
     """A process that is started again whenever it was killed, until it is stopped."""
 
-    def __init__(self, died: Path, log: Path, every: int, *arguments: str, mortal: bool = True) -> None:
+    def __init__(
+        self, died: Path, log: Path, every: int, *arguments: str, mortal: bool = True, again: bool = False
+    ) -> None:
+        """`again`: a person types the command once more whenever it ended, since the room was away."""
         self._start = [sys.executable, "-c", "from quorumark.cli import main; main()"]
         if mortal:
             self._start = [sys.executable, "-m", "tests.kit.dying", str(died), "--"]
         self._start += ["room", *arguments]
-        self._log, self._every = log, every
+        self._log, self._every, self._again = log, every, again
         self._stopped = False
         self.deaths = 0
         self.ended = ""
@@ -57,10 +65,10 @@ class Mortal:
             code = self._process.wait()
             if self._stopped:
                 return
-            if code != -9:
+            if code != -9 and not self._again:
                 self.ended = f"it ended by itself ({code}): {self._log.read_text()[-2000:]}"
                 return
-            self.deaths += 1
+            self.deaths += code == -9
             self._process = self._run()
 
     def stop(self) -> None:
@@ -165,6 +173,96 @@ def check_all(group: Group, folder: Path) -> None:
     expected = {"ask.msg": 1, "query.json": 1, "file/0": 1, "partial.json": 3, "combined.msg": 1, "signed.json": 3}
     assert {name: names[name] for name in expected} == expected
     assert names["certificate.json"] == names["report.html"] == 1
+
+
+def founding(tmp_path: Path, victim: str, every: int) -> tuple[int, list[str]]:
+    """One founds, one joins by an invitation, each by the same command again and again; how often it died, where."""
+    died, port = tmp_path / "died", free_port()
+    folder, members = tmp_path / "room", tmp_path / "members"
+    for place in (folder, members):
+        place.mkdir()
+    room = RoomProcess(folder, port)
+    homes = [make_home(members, name) for name in NAMES[:2]]
+    running: dict[str, Mortal] = {}
+    serve = ("serve", "--data", str(folder / "data"), "--address", room.address, "--port", str(port))
+
+    def log(name: str) -> Path:
+        return tmp_path / f"{name}.log"
+
+    def start(name: str, *arguments: str) -> None:
+        running[name] = Mortal(died, log(name), every, *arguments, mortal=victim == name, again=victim == "room")
+
+    def sound() -> None:
+        problems = [f"{name}: {one.ended}" for name, one in running.items() if one.ended]
+        assert not problems, problems
+
+    def invitations() -> list[str]:
+        sound()
+        said = log("Avon").read_text() if log("Avon").exists() else ""
+        return re.findall(r"room join '(\S+)'", said)
+
+    def settled() -> bool:
+        """Both agents run, both have introduced themselves, and have heard of each other."""
+        sound()
+        for home, _ in homes:
+            place = Place(home.path)
+            if not place.joined or not place.page.exists() or len(list(place.people.glob("*-*.json"))) < 2:
+                return False
+        return True
+
+    try:
+        start("room", *serve, "--anyone-may-found")
+        where = ("--examples", "100", "--home", str(homes[0][0].path))
+        start("Avon", "join", room.address, "--found", "hospitals", "--invite", "1", *where)
+        until(invitations, "an invitation", PATIENCE)
+        where = ("--examples", "200", "--home", str(homes[1][0].path))
+        start("Birch", "join", invitations()[-1], *where)
+        until(settled, "both are there", PATIENCE)
+        time.sleep(3)
+        until(settled, "both are there still", PATIENCE)
+        deaths = running[victim].deaths
+    finally:
+        for one in running.values():
+            one.stop()
+    check_founded(folder, homes)
+    return deaths, died.read_text().splitlines()
+
+
+def check_founded(folder: Path, homes: Sequence[tuple[HomeFolder, Unlock]]) -> None:
+    """One consortium, with both in it, once; and both homes know it."""
+    database = sqlite3.connect(folder / "data" / "room.db")
+    consortia = database.execute("SELECT id, name, founder FROM consortia").fetchall()
+    people = database.execute("SELECT consortium, name, active FROM members ORDER BY name").fetchall()
+    said = database.execute("SELECT author, name FROM entries WHERE name LIKE 'person/%'").fetchall()
+    database.close()
+    keys = [home.card().ed25519 for home, _ in homes]
+    ((consortium, name, founder),) = consortia
+    assert (name, founder) == ("hospitals", keys[0])
+    assert people == [(consortium, "Avon", 1), (consortium, "Birch", 1)]
+    assert sorted(said) == sorted(zip(keys, ("person/100.json", "person/200.json"), strict=True))
+    for (home, _), examples in zip(homes, (100, 200), strict=True):
+        settings = Place(home.path).settings()
+        assert (settings.consortium, settings.examples) == (consortium, examples)
+
+
+@pytest.mark.parametrize("victim", ["Avon", "room"])
+def test_some_steps_of_founding_and_joining(tmp_path: Path, victim: str) -> None:
+    deaths, labels = founding(tmp_path, victim, every=7)
+    assert deaths >= 2, labels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["Avon", "Birch", "room"])
+def test_every_step_of_founding_and_joining(tmp_path: Path, victim: str) -> None:
+    deaths, labels = founding(tmp_path, victim, every=1)
+    assert deaths == len(labels) == len(set(labels))
+    needed = {
+        "Avon": ["answered POST hospitals", "after file room/room.json", "answered POST #/invite"],
+        "Birch": ["answered POST #/join", "after file room/room.json"],
+        "room": ["after a consortium", "after invitations", "after somebody joins"],
+    }
+    assert set(needed[victim]) <= set(labels), labels
+    sys.stdout.write(f"{victim}: {len(labels)} labels of founding and joining\n")
 
 
 @pytest.mark.parametrize("victim", ["Avon", "room"])

@@ -19,7 +19,7 @@ from quorumark.verify.certificate import Certificate
 from quorumark.verify.ledger import Ledger
 from tests.kit.commands import run
 from tests.kit.consortium import NAMES
-from tests.kit.rooms import Group, RoomProcess, room_on, until
+from tests.kit.rooms import Group, RoomProcess, make_home, room_on, until
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
@@ -150,3 +150,44 @@ def test_the_room_and_an_agent_die_again_and_again_and_all_is_done_once(
     refused = run(environment, "room", "join", "--home", home)
     assert refused.returncode == 2
     assert "another agent" in refused.stderr
+
+
+def test_a_founder_that_dies_before_it_remembers_where_founds_once(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command again goes on, after either of the two steps at which it can have died."""
+    with room_on(tmp_path / "room") as room:
+        home, _ = make_home(tmp_path, "Avon")
+
+        class Died(BaseException):
+            pass
+
+        def dies(*_: object) -> None:
+            raise Died
+
+        def enter(name: str = "hospitals") -> int:
+            command = ("room", "join", room.address, "--found", name, "--home", str(home.path), "--invite", "1")
+            return run(environment, *command).returncode
+
+        def founded() -> list[str]:
+            database = sqlite3.connect(room.folder / "data" / "room.db", timeout=30)
+            found = [str(one) for (one,) in database.execute("SELECT id FROM consortia")]
+            database.close()
+            return found
+
+        monkeypatch.setattr("quorumark.room.agent.Agent.start", dies)
+        with monkeypatch.context() as patch:
+            patch.setattr(Place, "remember", dies)
+            with pytest.raises(Died):
+                enter()
+            with pytest.raises(Died):
+                enter()
+        assert len(founded()) == 1
+        with pytest.raises(Died):  # in the agent's start: all before it was done
+            enter()
+        assert Place(home.path).settings().consortium == founded()[0]
+        with pytest.raises(Died):
+            enter()
+        assert len(founded()) == 1
+        assert enter("clinics") == 2  # it is in a room already
+        assert len(founded()) == 1

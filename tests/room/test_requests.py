@@ -133,6 +133,25 @@ def found(store: Store) -> str:
     return consortium
 
 
+def test_a_founding_whose_answer_was_lost_is_not_done_twice(store: Store) -> None:
+    """The same place, while it is empty; another name, another founder, or a place that is in use: another one."""
+
+    def create(who: Identity, name: str = "hospitals") -> str:
+        return store.create_consortium(who.ed25519, who.card().to_bytes(), name, NOW)
+
+    first = create(AVON)
+    (code,) = store.invite(first, AVON.ed25519, 1, NOW)
+    assert create(AVON) == first
+    other = create(BIRCH)
+    assert other != first
+    store.join(first, BIRCH.ed25519, BIRCH.card().to_bytes(), code, NOW)  # the invitation holds all the same
+    assert code_of(create, AVON) == "room.quota"  # it would be a third one
+    put(store, other, BIRCH.ed25519, b"one")
+    assert create(BIRCH) == other
+    store.add_entry(other, BIRCH.ed25519, "note/1", hashlib.sha256(b"one").hexdigest(), NOW)
+    assert code_of(create, BIRCH) == "room.quota"
+
+
 def put(store: Store, consortium: str, author: str, data: bytes, part: int = 1 << 20) -> str:
     sha256 = hashlib.sha256(data).hexdigest()
     at, whole = store.have(consortium, author, sha256)

@@ -200,12 +200,14 @@ def _enter(
     address = address_of(url) if url is not None else before.address if before is not None else ""
     parts = urlsplit(url or "")
     named = parts.path.removeprefix("/c/") if parts.path.startswith("/c/") else ""
-    consortium = named or (before.consortium if before is not None and found is None else "")
+    consortium = named or (before.consortium if before is not None else "")
     client = Client(address, identity, consortium, ca)
-    if found is not None:
-        if before is not None:
-            raise InputError("--found", "is for a home that is in no room yet", before.address)
+    if found is not None and before is None:
         consortium = client.create_consortium(found)
+    elif found is not None and before is not None:
+        said = client.about()  # the same command again goes on
+        if (said.get("name"), said.get("founder")) != (found, identity.ed25519):
+            raise InputError("--found", "is for a home that is in no room yet", before.address)
     elif not consortium:
         raise InputError("URL", "must be your invitation, or --found must be given", url or "")
     if before is not None and before.consortium != consortium:

@@ -149,7 +149,8 @@ class Store:
     # --- people ---
 
     def create_consortium(self, key: str, card: bytes, name: str, now: int) -> str:
-        """A new consortium's place in the room; its id."""
+        """A new consortium's place in the room; its id. Asked again by who did not hear the answer, it is the same one,
+        as long as nobody else is there and nothing was put there."""
         founders = self.limits.founders
         if founders is not None and key not in founders:
             raise RoomError(
@@ -157,6 +158,13 @@ class Store:
             )
         if not is_name(name):
             raise RoomError("a consortium's name must be 1 to 100 printable characters", code="room.malformed")
+        same = self._db.execute(
+            "SELECT id FROM consortia WHERE founder = ? AND name = ? AND id NOT IN (SELECT consortium FROM entries) "
+            "AND (SELECT COUNT(*) FROM members WHERE consortium = id) = 1",
+            (key, name),
+        ).fetchone()
+        if same is not None:
+            return str(same[0])
         (count,) = self._db.execute("SELECT COUNT(*) FROM consortia").fetchone()
         if count >= self.limits.consortia:
             raise RoomError(f"this room has place for {count} consortia: ask its host", code="room.quota")
