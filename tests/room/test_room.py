@@ -15,21 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quorumark import field, shamir
 from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
 from quorumark.errors import RoomError
+from quorumark.room.agent_page import AgentPage
 from quorumark.room.asking import ask
 from quorumark.room.board import STEPS
 from quorumark.room.client import Client
-from quorumark.room.place import Policy
+from quorumark.room.place import Place, Policy
 from quorumark.room.requests import sign_request
+from quorumark.room.store import hashed
 from quorumark.setup.dkg import DkgMember
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.check import check_certificate
 from quorumark.verify.ledger import Ledger
 from quorumark.verify.reference import Reference
-from tests.kit.overheard import samples, search, texts, windows
+from tests.kit.overheard import search, texts, windows
 from tests.kit.rooms import Group, RoomProcess, room_on, until, visit
+from tests.kit.secrets import Seeds, secrets_of, signs_of
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
@@ -41,7 +45,12 @@ class World:
     def __init__(self, folder: Path, room: RoomProcess) -> None:
         self.folder, self.room = folder, room
         self.group = Group.join(folder / "members", room.address)
+        self.seeds = Seeds(folder / "members")
+        self.seeds.start()
         self.group.start()
+        self.pages = [AgentPage(agent) for agent in self.group.agents]
+        for page in self.pages:
+            page.start()
         self.manifest: Manifest = self.group.found()
         self.suspect = self.group.marked()
         self.passed = self.ask(self.suspect)
@@ -79,6 +88,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with room_on(folder / "room") as room:
         made = World(folder, room)
         yield made
+        made.seeds.stop()
+        for page in made.pages:
+            page.stop()
         made.group.stop()
 
 
@@ -200,21 +212,27 @@ def test_strangers_former_members_and_members_of_others_get_nothing(world: World
         ("delete", {"sha256": sha256}),
         ("remove", {"name": "Avon"}),
         ("unlink", {"label": "court"}),
-        ("join", {"code": "wrong", "card": invited.card().to_bytes().decode()}),
     ]
+    used = {"code": code}  # by Pine, before it was removed
     for client in (stranger, other, former):
-        codes = set()
         for path in paths:
             with pytest.raises(RoomError) as caught:
                 client._send("GET", f"/api/c/{group.consortium}{path}", b"")
-            codes.add(caught.value.code)
+            assert caught.value.code == "room.not-a-member", path
             status, _, text = visit(f"{address}/api/c/{group.consortium}{path}")
             assert (status, json.loads(text)["code"]) == (401, "room.not-signed")
         for name, fields in posts:
             with pytest.raises(RoomError) as caught:
                 client.post(name, **fields)
-            codes.add(caught.value.code)
-        assert codes <= {"room.not-a-member", "room.no-invitation", "room.malformed"}
+            assert caught.value.code == "room.not-a-member", name
+        for code, card, expected in (
+            ("wrong", client._identity.card(), "room.no-invitation"),
+            (used["code"], client._identity.card(), "room.no-invitation"),
+            ("wrong", group.homes[0][0].card(), "room.malformed"),  # somebody else's card
+        ):
+            with pytest.raises(RoomError) as caught:
+                client.post("join", code=code, card=card.to_bytes().decode())
+            assert caught.value.code == expected
     assert visit(place, cookie=cookie)[0] == 403
     for path in ("", f"/q/{world.passed}", "/events", "/consortium.json", "/public/layout.json"):
         status, _, text = visit(f"{address}/c/{group.consortium}{path}")
@@ -274,35 +292,60 @@ def test_a_policy_answers_without_a_person_and_a_suspect_may_stay_at_home(world:
 
 
 def test_nothing_secret_is_in_the_room(world: World) -> None:
-    """Shares, keys and seeds in the room's database, files and log, in all the ways that people write bytes; with the
-    same search for what must be there."""
-    content = b"".join(p.read_bytes() for p in sorted(world.room.folder.rglob("*")) if p.is_file())
-    wanted, tokens = {}, []
-    for home, unlock in world.group.homes:
-        identity, ours = home.identity(unlock), home.only_consortium()
-        share = ours.share(unlock).vector()
-        wanted[f"share of {identity.name}"] = windows(share)
-        wanted[f"samples of {identity.name}"] = samples(share)
-        wanted[f"keys of {identity.name}"] = texts(identity.to_secret_bytes())
-        wanted[f"key file of {identity.name}"] = texts((home.path.parent / f"{identity.name}.key").read_bytes())
-        tokens += (
-            re.findall(rb"[A-Za-z0-9_-]{43}", (home.path / "room" / "page").read_bytes())
-            if (home.path / "room" / "page").exists()
-            else []
+    """What every member has for itself, the key that all of them have together, and what opens pages: looked for in
+    the room's database, files and log, in all the ways that people write bytes. The same search finds what must be
+    there, and each kind of secret once it is put there."""
+    wanted: dict[str, Any] = {}
+    shares, put = {}, {}
+    for point, (home, unlock) in enumerate(world.group.homes, 1):
+        identity, share = home.identity(unlock), home.only_consortium().share(unlock)
+        key_file, seeds = (
+            (home.path.parent / f"{identity.name}.key").read_bytes(),
+            world.seeds.of(home.path.name, unlock),
         )
-    suspect = np.frombuffer(world.suspect.read_bytes(), np.uint8)
-    wanted["control: a suspect"] = windows(suspect[-4096:])
-    wanted["control: a public key"] = texts(bytes.fromhex(world.group.homes[0][0].card().ed25519))
-    found = search(content, wanted)
-    control = {name: part for name, part in found.items() if name.startswith("control")}
-    assert control["control: a suspect"] > 0.99
-    assert control["control: a public key"] > 0.1
-    assert {name: part for name, part in found.items() if part > 0 and name not in control} == {}
-    # the same search finds a share that was put there, raw or in base64
-    share = world.group.homes[0][0].only_consortium().share(world.group.homes[0][1]).vector()
-    planted = search(content + base64.b64encode(share[:400].tobytes()) + share[500:600].tobytes(), wanted)
-    assert planted["share of Avon"] > 0
-    assert planted["samples of Avon"] > 0
+        assert len(seeds) == 1, "the seed of the ceremony must be known to be looked for"
+        wanted |= secrets_of(identity.name, identity, share, key_file, seeds)
+        shares[point] = share.vector()
+        page = world.pages[point - 1].address.split("/")[3]
+        assert page in Place(home.path).page.read_text()
+        wanted[f"{identity.name}'s page"] = texts(page.encode())
+        if identity.name == "Avon":
+            put = {
+                "Avon's share": shares[point][1000:1008].tobytes(),
+                "Avon's share, written otherwise": ", ".join(map(str, shares[point][:8].tolist())).encode(),
+                "Avon's salts": share.salt.tobytes(),
+                "Avon's key file": base64.b64encode(b"x" + key_file),
+                "Avon's private keys": identity.to_secret_bytes().hex().encode(),
+                "Avon's seed of the ceremony": base64.urlsafe_b64encode(bytes.fromhex(next(iter(seeds)))),
+                "Avon's page": b"http://127.0.0.1/" + page.encode(),
+            }
+    wanted |= signs_of(shares, 3, world.manifest)
+    client = world.group.client(1)
+    link, ticket = client.link("for the search", "", 1), client.ticket()
+    code = world.group.client(0).post("invite", count=1)["invitations"][0].partition("#")[2]
+    cookie, _ = world.opened(link)
+    for name, token in {"link": link, "ticket": ticket, "cookie": cookie, "invitation": code}.items():
+        wanted[f"the {name}"] = texts(re.findall("[A-Za-z0-9_-]{43}", token)[0].encode())
+    content = b"".join(p.read_bytes() + bytes(16) for p in sorted(world.room.folder.rglob("*")) if p.is_file())
+    passed = {
+        "a suspect": windows(np.frombuffer(world.suspect.read_bytes(), np.uint8)[-4096:]),
+        "a public key": texts(bytes.fromhex(world.group.homes[0][0].card().ed25519)),
+        "the hash of a link": texts(bytes.fromhex(hashed(link.rpartition("/")[2]))),
+    }
+    found = search(content, wanted | passed)
+    assert found["a suspect"] > 0.99
+    assert found["a public key"] > 0.1
+    assert found["the hash of a link"] > 0.1
+    assert {name: part for name, part in found.items() if part and name not in passed} == {}
+
+    raw = field.to_signed(shamir.reconstruct({x: shares[x] for x in (1, 2, 3)}, 3))
+    put["the signs, packed"] = np.packbits(raw > 0).tobytes()[40:80]
+    put["the signs, as bytes"] = raw.astype(np.int8)[100:200].tobytes()
+    put["the cookie"] = cookie.encode()
+    planted = search(b"-----".join([content, *put.values(), content]), wanted)
+    found_there = {name for name, part in planted.items() if part}
+    assert put.keys() <= found_there
+    assert found_there - put.keys() <= {"the signs in use, packed", "the signs in use, as bytes"}  # partly the same
 
 
 def test_the_rooms_log_has_no_addresses(world: World) -> None:
