@@ -4,6 +4,7 @@ their members did not see, and say what is wrong."""
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +18,19 @@ from quorumark.canonical import canonical
 from quorumark.consortium.identity import Header, Identity
 from quorumark.consortium.records import Member, Terms
 from quorumark.errors import RoomError
-from quorumark.room import asking
-from quorumark.room.client import Client
+from quorumark.room import asking, combining
+from quorumark.room.agent_page import AgentPage
+from quorumark.room.client import Client, Notice
+from quorumark.room.shares import OwnShare
+from quorumark.setup.ceremony import Ceremony
+from quorumark.setup.dkg import DkgMember
 from quorumark.verify.answer import answer
 from quorumark.verify.certificate import Certificate
 from quorumark.verify.combine import combine
 from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.query import prepare
 from quorumark.verify.reference import Reference
-from tests.kit.rooms import Group, Host, RoomProcess, about, answered, identity, put_question, room_on, until
+from tests.kit.rooms import Group, Host, RoomProcess, about, answered, identity, put_question, room_on, until, visit
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
@@ -172,6 +178,62 @@ def test_a_ceremony_waits_names_who_is_missing_and_goes_on(room: RoomProcess, gr
         group.matter(index, "terms", "done")
 
 
+class _Anything(bytes):
+    """Bytes that are equal to any others: a comparison that is taken out."""
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+    __hash__ = bytes.__hash__
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_two_commitments_of_one_member_make_nothing(
+    room: RoomProcess, group: Group, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """Birch's key signs two commitments; the room shows one to Avon, and the other one to Cedar. Cedar stops where it
+    is revealed, names Birch, and deals nothing: nobody gets a share. Without the comparison the key would be made."""
+    host, (avon, birch, cedar) = Host(room, group), (identity(group, i) for i in range(3))
+    terms = group.terms()
+    digest = group.propose()
+    other = DkgMember(birch, terms, os.urandom(32)).commit()
+    name, real = f"setup/{digest}/1-commit/2.msg", Client.log
+    sha256 = group.client(1).upload(other, "note/other")  # a file that the room has, by its digest
+
+    def log(self: Client, after: int, wait: int = 0) -> list[Notice]:
+        """What the room tells: another story for Cedar."""
+        found = real(self, after, wait)
+        if self._identity.ed25519 != cedar.ed25519:
+            return found
+        lie = {"sha256": sha256, "size": len(other)}
+        return [replace(one, **lie) if (one.author, one.name) == (birch.ed25519, name) else one for one in found]
+
+    monkeypatch.setattr(Client, "log", log)
+    if not checked:
+        commitment = Ceremony._commitment
+        monkeypatch.setattr(Ceremony, "_commitment", lambda *arguments: _Anything(commitment(*arguments)))
+    group.start()
+    for index in range(3):
+        group.decide(index, "terms")
+    places = [home.consortium(terms) for home, _ in group.homes]
+    if not checked:
+        for index in range(3):
+            group.matter(index, "terms", "done")
+        assert len({place.manifest().digest() for place in places}) == 1
+        return
+    until(lambda: (one := group.agent(2).desk.find(digest)) and one.code == "message.not-as-committed", "Cedar stops")
+    found = group.agent(2).desk.find(digest)
+    assert found is not None
+    assert "Birch" in found.status
+    assert "Avon" not in found.status
+    until(lambda: "waiting for Cedar" in group.matter(0, "terms", "working").status, "Avon waits for Cedar")
+    assert not [one for one in host.names(f"setup/{digest}/3-deal/") if one[0] == cedar.ed25519]
+    for place in places:
+        assert not place.manifest_path.exists()
+        assert not list(place.path.glob("share-*"))
+    assert avon.ed25519 in {author for author, _ in host.names(f"setup/{digest}/2-reveal/")}
+
+
 def test_a_home_that_was_set_back_sends_nothing(room: RoomProcess, group: Group) -> None:
     host = Host(room, group)
     group.terms()
@@ -235,9 +297,37 @@ def _another_asker(group: Group, host: Host, query: Query, _: Path) -> None:
         host.withhold(avon, f"{start}/{name}")
 
 
+def _renamed(query: Query) -> Query:
+    """The same bytes under another name, as people would read it."""
+    return replace(query, files=(replace(query.files[0], name="harmless.safetensors"),))
+
+
+def _other_name_of_the_suspect(group: Group, host: Host, query: Query, _: Path) -> None:
+    host.put(identity(group, 0).ed25519, f"query/{query.digest()}/query.json", _renamed(query).to_bytes())
+
+
+def _other_name_and_digest(group: Group, host: Host, query: Query, _: Path) -> None:
+    """The suspect's other name all through, with the asker's words: they are about the query that it signed."""
+    avon, start, other = identity(group, 0).ed25519, f"query/{query.digest()}", _renamed(query)
+    moved = f"query/{other.digest()}"
+    host.put(avon, f"{moved}/query.json", other.to_bytes())
+    for name in ("file/0", "ask.msg"):
+        host.put(avon, f"{moved}/{name}", host.read(avon, f"{start}/{name}"))
+    for name in ("query.json", "file/0", "ask.msg"):
+        host.withhold(avon, f"{start}/{name}")
+
+
 @pytest.mark.parametrize(
     "lie",
-    [_swap_query, _swap_suspect, _other_purpose, _altered_purpose, _words_of_another_query, _another_asker],
+    [
+        _swap_query,
+        _swap_suspect,
+        _other_name_of_the_suspect,
+        _other_purpose,
+        _altered_purpose,
+        _words_of_another_query,
+        _another_asker,
+    ],
 )
 def test_a_query_that_was_swapped_is_not_put_before_the_member(
     founded: Founded, lie: Callable[[Group, Host, Query, Path], None]
@@ -257,21 +347,138 @@ def test_a_query_that_was_swapped_is_not_put_before_the_member(
         group.stop()
 
 
-def test_without_the_checks_the_same_lies_would_be_believed(founded: Founded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: a signature that is not checked lets another purpose through, a digest that is not, another suspect."""
+def test_a_suspect_under_another_name_and_digest_is_not_put_before_the_member(founded: Founded) -> None:
     group, host, suspect = founded[0], founded[1], founded[2]()
-
-    def unchecked(data: bytes, *_: object) -> bytes:
-        return data[4 + int.from_bytes(data[:4], "big") + 64 :]
-
     query = put_question(group, suspect)
-    _altered_purpose(group, host, query, suspect)
-    monkeypatch.setattr(asking, "open_message", unchecked)
+    _other_name_and_digest(group, host, query, suspect)
+    group.start(2)
+    try:
+        matter = until(about(group, 2, _renamed(query).digest()), "the query at Cedar")
+        assert (matter.state, matter.code) == ("refused", "room.other-query")
+        assert "step 'room/ask'" in matter.status
+        assert "harmless" not in f"{matter.title} {matter.facts}"
+    finally:
+        group.stop()
+
+
+def test_the_name_that_the_member_sees_is_the_one_that_it_answers_for(founded: Founded) -> None:
+    """The room has another name on its own pages; the member's page shows the asker's, and that is what is signed."""
+    group, host, suspect = founded[0], founded[1], founded[2]()
+    query = put_question(group, suspect)
+    birch, cedar, start = identity(group, 1).ed25519, identity(group, 2).ed25519, f"query/{query.digest()}"
+    host.put(birch, f"{start}/query.json", _renamed(query).to_bytes())  # nobody's word, but there
+    group.start(2)
+    page = AgentPage(group.agent(2))
+    page.start()
+    try:
+        matter = until(about(group, 2, query.digest()), "the query at Cedar")
+        text = visit(page.address)[2]
+        assert query.files[0].name in text
+        assert "harmless" not in text
+        group.agent(2).desk.decide(matter.digest, matter.shown, "yes", "person")
+        until(lambda: (cedar, f"{start}/partial.json") in host.names(start), "Cedar's answer")
+        partial = Partial.from_bytes(host.read(cedar, f"{start}/partial.json"))
+        assert partial.query == query.digest() != _renamed(query).digest()
+    finally:
+        page.stop()
+        group.stop()
+
+
+def _unchecked_signature(patch: pytest.MonkeyPatch, _: Query) -> None:
+    patch.setattr(asking, "open_message", lambda data, *_: data[4 + int.from_bytes(data[:4], "big") + 64 :])
+
+
+def _not_computed_again(patch: pytest.MonkeyPatch) -> None:
+    real = prepare
+    patch.setattr(asking, "prepare_again", lambda reference, path, query: replace(real(reference, path), query=query))
+
+
+def _unchecked_digest(patch: pytest.MonkeyPatch, query: Query) -> None:
+    real, other = Query.digest, _renamed(query)
+    patch.setattr(Query, "digest", lambda one: real(query) if one == other else real(one))
+    _not_computed_again(patch)  # which notices it as well
+
+
+def _unchecked_suspect(patch: pytest.MonkeyPatch, _: Query) -> None:
+    """Whatever the room has is fetched; nobody computes the query again, and there is no guard."""
+
+    def fetch(self: asking.Asking, client: Client, query: Query, author: str) -> Path:
+        notice = self._seat.mirror.find(author, f"query/{query.digest()}/file/0")
+        assert notice is not None
+        path = self._seat.place.folder("suspects", query.digest()) / query.files[0].name
+        client.download(notice.sha256, notice.size, path)
+        return path
+
+    patch.setattr(asking.Asking, "_fetch_suspect", fetch)
+    patch.setattr(OwnShare, "check", lambda *_: None)
+    _not_computed_again(patch)
+
+
+@pytest.mark.parametrize(
+    ("lie", "without"),
+    [
+        (_altered_purpose, _unchecked_signature),
+        (_other_name_of_the_suspect, _unchecked_digest),
+        (_swap_suspect, _unchecked_suspect),
+    ],
+)
+def test_without_the_check_the_same_lie_would_be_believed(
+    founded: Founded,
+    monkeypatch: pytest.MonkeyPatch,
+    lie: Callable[[Group, Host, Query, Path], None],
+    without: Callable[[pytest.MonkeyPatch, Query], None],
+) -> None:
+    """Controls: a signature that is not checked lets another purpose through; a digest that is not, another name; and
+    files that are not compared, another suspect."""
+    group, host, suspect = founded[0], founded[1], founded[2]()
+    query = put_question(group, suspect)
+    lie(group, host, query, suspect)
+    without(monkeypatch, query)
     group.start(2)
     try:
         matter = until(about(group, 2, query.digest()), "the query at Cedar")
-        assert matter.state == "waiting"
-        assert dict(matter.facts)["why"] == "a customer"
+        assert matter.state == "waiting", matter
+        facts = dict(matter.facts)
+        assert (facts["why"] == "a customer") == (lie is _altered_purpose)
+        assert ("harmless" in facts["suspect"]) == (lie is _other_name_of_the_suspect)
+        folder = group.homes[2][0].path / "room" / group.consortium / "suspects" / query.digest()
+        (fetched,) = folder.iterdir()
+        assert (fetched.read_bytes() != suspect.read_bytes()) == (lie is _swap_suspect)
+    finally:
+        group.stop()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_old_answer_is_none_to_a_new_query(founded: Founded, monkeypatch: pytest.MonkeyPatch, checked: bool) -> None:
+    """The room puts Cedar's answer to one query where its answer to the next would be. It is named and does not count;
+    without the check the asker would count it."""
+    group, host, suspects = founded[0], founded[1], [founded[2](), founded[2]()]
+    cedar = identity(group, 2).ed25519
+    first = put_question(group, suspects[0])
+    group.start(0, 2)
+    try:
+        one = until(about(group, 2, first.digest()), "the first query at Cedar")
+        group.agent(2).desk.decide(one.digest, one.shown, "yes", "person")
+        old = f"query/{first.digest()}/partial.json"
+        until(lambda: (cedar, old) in host.names(old), "Cedar's answer")
+        second = put_question(group, suspects[1])
+        if not checked:
+            monkeypatch.setattr(combining, "require", lambda *_: None)
+        host.put(cedar, f"query/{second.digest()}/partial.json", host.read(cedar, old))
+        desk = group.agent(0).desk
+
+        def people() -> str:
+            found = about(group, 0, second.digest())()
+            return "" if found is None else dict(found.people).get("Cedar", "")
+
+        if checked:
+            text = until(lambda: [t for t in desk.troubles.values() if "the answer of Cedar is not used" in t], "named")
+            assert "to this query" in text[0]
+            until(lambda: about(group, 0, second.digest())(), "the second query")
+            assert people() == ""
+            assert second.x not in answered(group, 2)
+        else:
+            until(lambda: people() == "answered", "it counts")
     finally:
         group.stop()
 
