@@ -293,6 +293,14 @@ def test_groups_from_a_file_of_code_to_the_terms(tmp_path: Path, environment: di
     terms = Terms.from_bytes((tmp_path / "terms" / "terms.json").read_bytes())
     assert terms.policy == Policy(groups=found.digest())
     assert (tmp_path / "terms" / "groups.json").read_bytes() == Path(out).read_bytes()
+    at_once = [*create, "--out", str(tmp_path / "once"), "--example", "1,1,8,8"]
+    done = run(environment, *at_once, "--groups", f"{code}:make")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "once" / "groups.json").read_bytes() == Path(out).read_bytes()
+    for given in ((), ("--groups", out)):
+        refused = run(environment, *create, "--out", str(tmp_path / "twice"), "--example", "1,1,8,8", *given)
+        assert refused.returncode == 2
+        assert "--groups must be like FILE.py:FUNCTION" in refused.stderr
     shown = run(environment, "consortium", "show", str(tmp_path / "terms" / "terms.json"))
     assert f"groups   {found.digest()}" in shown.stdout
     assert "are in groups" in shown.stdout

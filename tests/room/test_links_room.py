@@ -88,7 +88,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def test_a_judges_link_ends_when_it_was_said(place: Place) -> None:
-    """The cookie that it gave ends with it. With another end of it on the room's disk, the same requests are answered."""
+    """The cookie that it gave ends with it. With another end on the room's disk, the same requests are answered."""
     avon = place.consortium("hospitals", "Avon")
     link, page = avon.link("court", QUERY, 3), f"/c/{avon.consortium}/q/{QUERY}"
     status, cookie, where = place.open(link)

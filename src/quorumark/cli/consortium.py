@@ -49,7 +49,14 @@ def create(
     ] = None,
     groups: Annotated[
         Path | None,
-        typer.Option(help="Coupled channels from `quorumark groups`, for alignment; they cannot be added later."),
+        typer.Option(
+            help="Coupled channels for alignment, which cannot be added later: what `quorumark groups` wrote, or, with "
+            "--example, FILE.py:FUNCTION that gives the module, to find them now."
+        ),
+    ] = None,
+    example: Annotated[
+        list[str] | None,
+        typer.Option(help="With --groups FILE.py:FUNCTION: the shape of an input, as `quorumark groups` takes it."),
     ] = None,
     without_alignment: Annotated[
         bool, typer.Option("--without-alignment", help="Do without groups: renumbered channels will hide the mark.")
@@ -93,6 +100,7 @@ def create(
 
     from quorumark.align.groups import Groups
     from quorumark.align.lora import base_layout
+    from quorumark.cli.groups import find_groups
     from quorumark.consortium.hiding import check_roster
     from quorumark.consortium.home import read_as
     from quorumark.consortium.policy import Policy
@@ -130,7 +138,11 @@ def create(
         "anchor": anchor,
         "buffers": layout.buffers_digest(model).hex(),
     }
-    coupled = None if groups is None else read_as(groups, "a model's groups", Groups.from_bytes)
+    coupled, unknown = None, list[str]()
+    if example:
+        coupled, _, unknown = find_groups("--groups", "" if groups is None else str(groups), example)
+    elif groups is not None:
+        coupled = read_as(groups, "a model's groups", Groups.from_bytes)
     if setup != "sums" and not coupled and not without_alignment:
         given = "none" if coupled is None else f"{groups} without a group"
         raise InputError("--groups", "must name what `quorumark groups` wrote, or pass --without-alignment", given)
@@ -186,7 +198,7 @@ def create(
         f"terms {terms.digest().hex()}\nwritten to {out}; every member should compare this digest"
     )
     covered = _coverage(coupled, layout if adapted is None else base_layout(adapted)) if terms.has_key else []
-    typer.echo("\n".join([*covered, *expected, *_optimised(terms)]))
+    typer.echo("\n".join([*unknown, *covered, *expected, *_optimised(terms)]))
     if room is not None:
         Place(room).hand_over(terms.digest().hex(), out)
         typer.echo("your agent proposes it to all who are in the room")
