@@ -6,7 +6,7 @@ A step is anything that the outside can notice: before and after each file takes
 after each answer came (an agent); before and after each change of the database or of a file (a room). Each has a label
 without what differs between runs. A process dies at the first step whose label is not in the file DIED yet, and adds it
 there first; so a scenario that ends has survived a death at every step that it has, each one once. With EVERY=n in the
-environment it dies at every n-th label only.
+environment it dies at every n-th label only, with ONLY=pattern at labels that the pattern is found in.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DIFFERS = re.compile(r"[0-9a-f]{16,}|\.[0-9a-f]{12}\.partial|[0-9]{5,}")
 class Deaths:
     """The labels at which processes have died, on disk."""
 
-    def __init__(self, path: Path, every: int = 1) -> None:
-        self._path, self._every = path, every
+    def __init__(self, path: Path, every: int = 1, only: str = "") -> None:
+        self._path, self._every, self._only = path, every, re.compile(only)
         self._lock = threading.Lock()
         self._died = set(path.read_text().splitlines()) if path.exists() else set()
 
@@ -36,7 +36,7 @@ class Deaths:
         """Dies here, unless that was done before."""
         label = _DIFFERS.sub("#", label)
         with self._lock:
-            if label in self._died:
+            if label in self._died or not self._only.search(label):
                 return
             dies = len(self._died) % self._every == 0
             self._died.add(label)
@@ -115,7 +115,7 @@ def watch_room(deaths: Deaths) -> None:
 def main() -> None:
     path, dashes, *arguments = sys.argv[1:]
     assert dashes == "--"
-    deaths = Deaths(Path(path), int(os.environ.get("EVERY", "1")))
+    deaths = Deaths(Path(path), int(os.environ.get("EVERY", "1")), os.environ.get("ONLY", ""))
     (watch_room if arguments[1] == "serve" else watch_agent)(deaths)
     sys.argv = ["quorumark", *arguments]
     from quorumark.cli import main as quorumark

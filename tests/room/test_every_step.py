@@ -40,14 +40,21 @@ class Mortal:
     """A process that is started again whenever it was killed, until it is stopped."""
 
     def __init__(
-        self, died: Path, log: Path, every: int, *arguments: str, mortal: bool = True, again: bool = False
+        self,
+        died: Path,
+        log: Path,
+        every: int,
+        *arguments: str,
+        mortal: bool = True,
+        again: bool = False,
+        only: str = "",
     ) -> None:
-        """`again`: a person types the command once more whenever it ended, since the room was away."""
+        """`again`: a person types the command once more whenever it ended, since the room was away. `only`: labels."""
         self._start = [sys.executable, "-c", "from quorumark.cli import main; main()"]
         if mortal:
             self._start = [sys.executable, "-m", "tests.kit.dying", str(died), "--"]
         self._start += ["room", *arguments]
-        self._log, self._every, self._again = log, every, again
+        self._log, self._every, self._again, self._only = log, every, again, only
         self._stopped = False
         self.deaths = 0
         self.ended = ""
@@ -56,7 +63,13 @@ class Mortal:
         self._thread.start()
 
     def _run(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "EVERY": str(self._every), "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "EVERY": str(self._every),
+            "ONLY": self._only,
+            "NUMBA_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         with self._log.open("ab") as log:
             return subprocess.Popen(self._start, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
@@ -78,8 +91,9 @@ class Mortal:
         self._thread.join()
 
 
-def scenario(tmp_path: Path, victim: str, every: int) -> tuple[int, list[str]]:
-    """Founding with three members and one query, with one mortal process; how often it died, and where."""
+def scenario(tmp_path: Path, victim: str, every: int, only: str = "", declines: bool = False) -> tuple[int, list[str]]:
+    """Making a key with three members and one query, with one mortal process; how often it died, and where. `declines`:
+    Cedar does not answer the query."""
     died = tmp_path / "died"
     folder = tmp_path / "room"
     folder.mkdir()
@@ -97,17 +111,17 @@ def scenario(tmp_path: Path, victim: str, every: int) -> tuple[int, list[str]]:
         for index, name in enumerate(NAMES[:3]):
             log = tmp_path / f"{name}.log"
             home = str(group.homes[index][0].path)
-            running[name] = Mortal(died, log, every, "join", "--home", home, mortal=victim == name)
-        go_through(group, running)
+            running[name] = Mortal(died, log, every, "join", "--home", home, mortal=victim == name, only=only)
+        go_through(group, running, declines)
     finally:
         for one in running.values():
             one.stop()
         room.kill()
-    check_all(group, folder)
+    check_all(group, folder, declines)
     return running[victim].deaths, died.read_text().splitlines()
 
 
-def go_through(group: Group, running: dict[str, Mortal]) -> None:
+def go_through(group: Group, running: dict[str, Mortal], declines: bool = False) -> None:
     def wait(true: object, what: str) -> None:
         def sound() -> bool:
             problems = [f"{name}: {one.ended}" for name, one in running.items() if one.ended]
@@ -116,16 +130,16 @@ def go_through(group: Group, running: dict[str, Mortal]) -> None:
 
         until(sound, what, PATIENCE)
 
-    def pressed(index: int) -> bool:
+    def pressed(index: int, say: str) -> bool:
         page = Place(group.homes[index][0].path).page
-        return page.exists() and press(page.read_text(), "yes")
+        return page.exists() and press(page.read_text(), say)
 
-    def decided(index: int, count: int) -> bool:
+    def decided(index: int, count: int, say: str = "yes") -> bool:
         """Presses until the decision is on disk: the agent may die while it is made."""
         path = group.homes[index][0].path / "room" / group.consortium / "decisions.json"
         made = json.loads(path.read_text())["made"] if path.exists() else {}
         if len(made) < count:
-            pressed(index)
+            pressed(index, say)
         return len(made) >= count
 
     terms = group.terms()
@@ -139,29 +153,31 @@ def go_through(group: Group, running: dict[str, Mortal]) -> None:
     folder = group.homes[0][0].path / "room" / group.consortium / "drafts" / ("ab" * 8)
     (folder / "files").mkdir(parents=True)
     (folder / "files" / "suspect.safetensors").write_bytes(group.marked().read_bytes())
-    (folder / "draft.json").write_bytes(Draft("why", answers=3).to_bytes())
-    for index in range(3):
-        wait(lambda index=index: decided(index, 2), f"the query at {NAMES[index]}")
+    (folder / "draft.json").write_bytes(Draft("why", answers=2 if declines else 3).to_bytes())
+    for index in reversed(range(3)):  # who declines comes first: it is not decided without Cedar
+        say = "no" if declines and index == 2 else "yes"
+        wait(lambda index=index, say=say: decided(index, 2, say), f"the query at {NAMES[index]}")
     found = [home.path / "room" / group.consortium / "certificates" for home, _ in group.homes]
     wait(lambda: all(list(path.glob("*/certificate.json")) for path in found), "the certificate at all members")
     time.sleep(4)  # what comes after it
 
 
-def check_all(group: Group, folder: Path) -> None:
+def check_all(group: Group, folder: Path, declines: bool = False) -> None:
     """Nothing is lost, and nothing was done twice."""
     manifests = {home.only_consortium().manifest().digest() for home, _ in group.homes}
     assert len(manifests) == 1
-    for home, unlock in group.homes:
+    count = 2 if declines else 3
+    for index, (home, unlock) in enumerate(group.homes):
         ours = home.only_consortium()
         ours.verify_share(unlock)
         assert not ours.ceremony_path.exists()
         kinds = Counter(entry["kind"] for entry in Ledger.open(ours, ours.manifest()).entries)
-        assert kinds["answered"] == 1
+        assert kinds["answered"] == (0 if index == count else 1)
         assert not kinds["refused"]
         certificates = list((home.path / "room" / group.consortium / "certificates").glob("*/certificate.json"))
         assert len(certificates) == 1
         finding = Certificate.from_bytes(certificates[0].read_bytes()).finding
-        assert (finding.verdict, len(finding.partials), finding.wrong) == ("PASSED", 3, ())
+        assert (finding.verdict, len(finding.partials), finding.wrong) == ("PASSED", count, ())
         assert not list((home.path / "room" / group.consortium / "drafts").iterdir())
     room = RoomProcess(folder, free_port())
     room.start()
@@ -170,7 +186,8 @@ def check_all(group: Group, folder: Path) -> None:
         names = Counter(one.name.partition("/")[2].partition("/")[2] for one in group.client(0).whole_log())
     finally:
         room.kill()
-    expected = {"ask.msg": 1, "query.json": 1, "file/0": 1, "partial.json": 3, "combined.msg": 1, "signed.json": 3}
+    expected = {"ask.msg": 1, "query.json": 1, "file/0": 1, "combined.msg": 1}
+    expected |= {"partial.json": count, "signed.json": count, "declined.msg": 3 - count}
     assert {name: names[name] for name in expected} == expected
     assert names["certificate.json"] == names["report.html"] == 1
 
@@ -269,6 +286,14 @@ def test_every_step_of_founding_and_joining(tmp_path: Path, victim: str) -> None
 def test_some_steps(tmp_path: Path, victim: str) -> None:
     deaths, labels = scenario(tmp_path, victim, every=20 if victim == "Avon" else 12)
     assert deaths >= 3, labels
+
+
+@pytest.mark.slow
+def test_declining(tmp_path: Path) -> None:
+    """A member that declines dies at each step of it: its word is there once, and it has answered nothing."""
+    deaths, labels = scenario(tmp_path, "Cedar", every=1, only="declined", declines=True)
+    assert deaths == len(labels)
+    assert {"before", "after", "answered"} <= {label.partition(" ")[0] for label in labels}, labels
 
 
 @pytest.mark.slow

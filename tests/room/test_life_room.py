@@ -265,7 +265,7 @@ Lie = Callable[[Group, Host, Call, Terms], None]
 
 def _other_terms(group: Group, host: Host, called: Call, terms: Terms) -> None:
     """The terms of the call with a threshold that lets fewer prove ownership."""
-    other = replace(terms, roster=(*terms.roster[:2], replace(terms.roster[2], examples=999)))
+    other = replace(terms, threshold=1)
     host.put(identity(group, AVON).ed25519, f"call/{called.digest()}/terms.json", other.to_bytes())
 
 
