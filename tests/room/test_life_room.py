@@ -23,8 +23,9 @@ from quorumark.room.client import Client
 from quorumark.room.desk import Matter
 from quorumark.room.place import Place, Policy, Settings
 from quorumark.setup import amend
-from tests.kit.overheard import samples, search, texts, windows
+from tests.kit.overheard import search, texts, windows
 from tests.kit.rooms import Group, Host, RoomProcess, identity, make_home, put_question, room_on, until
+from tests.kit.secrets import Seeds, secrets_of, signs_of
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
@@ -72,16 +73,24 @@ class Scene:
     def __init__(self, folder: Path, room: RoomProcess) -> None:
         self.room = room
         self.group = Group.join(folder / "members", room.address, members=4, threshold=2)
+        self.seeds = Seeds(folder / "members")
+        self.seeds.start()
         self.group.start()
         self.group.found()
         self.host = Host(room, self.group)
-        self.shares: dict[str, Any] = {}
+        self.shares: dict[str, tuple[Any, Any]] = {}  # with their salts
+        self.secrets: dict[str, Any] = {}
         self.keep("first")
 
     def keep(self, when: str) -> None:
+        """What every member has for itself now, with the seeds of all ceremonies so far."""
         for index, (home, unlock) in enumerate(self.group.homes):
             if ours(self.group, index).share_path().exists():
-                self.shares[f"share of {home.card().name}, {when}"] = ours(self.group, index).share(unlock).vector()
+                name, mine = home.card().name, home.identity(unlock)
+                share, key_file = ours(self.group, index).share(unlock), home.path.parent / f"{home.card().name}.key"
+                self.shares[f"{name} {when}"] = share.vector(), share.salt
+                seeds = self.seeds.of(home.path.name, unlock)
+                self.secrets |= secrets_of(f"{name} {when}", mine, share, key_file.read_bytes(), seeds)
 
     def certified(self, seed: int, *indices: int) -> str:
         """Somebody asks, and these approve; the verdict."""
@@ -104,6 +113,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with room_on(folder / "room") as room:
         made = Scene(folder, room)
         yield made
+        made.seeds.stop()
         made.group.stop()
 
 
@@ -215,27 +225,39 @@ def refused(client: Client) -> str:
 
 
 def test_nothing_secret_of_any_ceremony_is_in_the_room(scene: Scene) -> None:
-    """Shares of every epoch, keys and what sealed state holds, in the room's database, files and log; with controls."""
-    content = b"".join(p.read_bytes() for p in sorted(scene.room.folder.rglob("*")) if p.is_file())
-    wanted = {name: windows(share) for name, share in scene.shares.items()}
-    wanted |= {f"samples of {name}": samples(share) for name, share in scene.shares.items()}
+    """Shares and salts of every epoch, the seeds of all ceremonies, keys and the signs that they are for, in the room's
+    database, files and log; with controls."""
+    content = b"".join(p.read_bytes() + bytes(16) for p in sorted(scene.room.folder.rglob("*")) if p.is_file())
     assert len(scene.shares) >= 12
-    for home, unlock in scene.group.homes:
-        mine = home.identity(unlock)
-        wanted[f"keys of {mine.name}"] = texts(mine.to_secret_bytes())
-        wanted[f"key file of {mine.name}"] = texts((home.path.parent / f"{mine.name}.key").read_bytes())
+    seeds = {home.path.name: scene.seeds.of(home.path.name, unlock) for home, unlock in scene.group.homes}
+    assert {name: len(found) for name, found in seeds.items()} == {
+        "Avon": 3,
+        "Birch": 3,
+        "Cedar": 3,
+        "Delta": 2,  # it left
+        "Elm": 1,  # it came
+    }
+    vectors = {point: scene.shares[f"{name} first"][0] for point, name in ((1, "Avon"), (2, "Birch"))}
+    signs = signs_of(vectors, 2, ours(scene.group, AVON).chain()[0])
     suspect = np.frombuffer((scene.group.folder / "12.safetensors").read_bytes(), np.uint8)
-    wanted["control: a suspect"] = windows(suspect[-4096:])
-    wanted["control: a public key"] = texts(bytes.fromhex(scene.group.homes[ELM][0].card().ed25519))
-    found = search(content, wanted)
-    control = {name: part for name, part in found.items() if name.startswith("control")}
-    assert control["control: a suspect"] > 0.99
-    assert control["control: a public key"] > 0.1
-    assert {name: part for name, part in found.items() if part > 0 and name not in control} == {}
-    share = scene.shares["share of Elm, reshared"]
-    planted = search(content + base64.b64encode(share[:400].tobytes()) + share[500:600].tobytes(), wanted)
-    assert planted["share of Elm, reshared"] > 0
-    assert planted["samples of share of Elm, reshared"] > 0
+    passed = {
+        "a suspect": windows(suspect[-4096:]),
+        "a public key": texts(bytes.fromhex(scene.group.homes[ELM][0].card().ed25519)),
+    }
+    wanted = scene.secrets | signs
+    found = search(content, wanted | passed)
+    assert found["a suspect"] > 0.99
+    assert found["a public key"] > 0.1
+    assert {name: part for name, part in found.items() if part and name not in passed} == {}
+    share, salt = scene.shares["Elm reshared"]
+    put = {
+        "Elm reshared's share": share[500:600].tobytes(),
+        "Elm reshared's share, written otherwise": base64.b64encode(share[:400].tobytes()),
+        "Elm reshared's salts": salt.tobytes(),
+        "Elm reshared's seed of the ceremony": next(iter(seeds["Elm"])).encode(),
+    }
+    planted = search(b"-----".join([content, *put.values()]), wanted)
+    assert {name for name, part in planted.items() if part} == put.keys()
 
 
 # --- a room that lies -------------------------------------------------------------------------------------
@@ -264,8 +286,8 @@ Lie = Callable[[Group, Host, Call, Terms], None]
 
 
 def _other_terms(group: Group, host: Host, called: Call, terms: Terms) -> None:
-    """The terms of the call with a threshold that lets fewer prove ownership."""
-    other = replace(terms, threshold=1)
+    """The terms of the call with another threshold."""
+    other = replace(terms, threshold=3)
     host.put(identity(group, AVON).ed25519, f"call/{called.digest()}/terms.json", other.to_bytes())
 
 
