@@ -100,6 +100,33 @@ def test_the_manifest_is_one_that_all_of_its_members_uploaded(shelf: Shelf) -> N
     assert shelf.board.in_force.digest == about
 
 
+def test_a_query_has_the_manifest_and_the_members_of_its_time(shelf: Shelf) -> None:
+    """Also once Mallory has left; a manifest that not all of its members uploaded is nobody's."""
+    terms = terms_of(*PEOPLE)
+    about, data = written(terms)
+    shelf.put(AVON, f"proposal/{about}/terms.json", data)
+    first, body = manifest_of(terms, about)
+    for author in (AVON, BIRCH, MALLORY):
+        shelf.put(author, first, body)
+    before = first.split("/")[1].removesuffix(".json")
+    later, body = manifest_of(terms_of(*PEOPLE[:2]), about, before, epoch=1)
+    for author in (AVON, BIRCH):
+        shelf.put(author, later, body)
+    alone, body = manifest_of(terms, about, before, epoch=1)
+    shelf.put(MALLORY, alone, body)
+    asked = {"01" * 32: first, "02" * 32: later, "03" * 32: alone}
+    for query, name in asked.items():
+        named = name.split("/")[1].removesuffix(".json")
+        shelf.put(AVON, f"query/{query}/query.json", canonical({"files": [], "manifest": named}))
+        shelf.put(AVON, f"query/{query}/ask.msg", b"x" + query.encode())
+    board = shelf.board
+    chains = [[entry.name for entry in board.chain_of(board.question(query))] for query in asked]
+    assert chains == [[first], [first, later], []]
+    found = [board.terms_of(board.question(query)) for query in asked]
+    names = [one.members for one in found if one is not None]
+    assert names == [("Avon", "Birch", "Mallory"), ("Avon", "Birch"), ("Avon", "Birch")]
+
+
 def test_a_successor_counts_once_all_of_its_own_members_uploaded_it(shelf: Shelf, tmp_path: Path) -> None:
     """Mallory leaves: the smaller consortium that follows is in force, whatever larger one was before."""
     terms = terms_of(*PEOPLE)
