@@ -205,8 +205,10 @@ def test_two_commitments_of_one_member_make_nothing(
         found = real(self, after, wait)
         if self._identity.ed25519 != cedar.ed25519:
             return found
-        lie = {"sha256": sha256, "size": len(other)}
-        return [replace(one, **lie) if (one.author, one.name) == (birch.ed25519, name) else one for one in found]
+        return [
+            replace(one, sha256=sha256, size=len(other)) if (one.author, one.name) == (birch.ed25519, name) else one
+            for one in found
+        ]
 
     monkeypatch.setattr(Client, "log", log)
     if not checked:

@@ -141,8 +141,8 @@ def test_a_link_for_one_query_opens_no_other(place: Place) -> None:
         assert "Avon-" not in text
 
 
-PAGES = ("", f"/q/{QUERY}", f"/q/{QUERY}/report", f"/q/{QUERY}/consortium.json", "/consortium.json", "/events")
-PAGES += ("/manifest/0123456789abcdef.json", "/public/layout.json")
+PAGES = ["", f"/q/{QUERY}", f"/q/{QUERY}/report", f"/q/{QUERY}/consortium.json", "/consortium.json", "/events"]
+PAGES += ["/manifest/0123456789abcdef.json", "/public/layout.json"]
 
 
 def everybody(place: Place, oak: Client) -> dict[str, str]:

@@ -101,7 +101,8 @@ class Board:
         self.proposals = self._proposals(entries)
         self.questions = self._questions(entries)
         self.chain = self._chain(entries)
-        self.manifest, body = self.chain[-1] if self.chain else (None, {})
+        last: tuple[Entry | None, dict[str, Any]] = self.chain[-1] if self.chain else (None, {})
+        self.manifest, body = last
         self.in_force = next((one for one in self.proposals if one.digest == _genesis(body)), None)
         if self.in_force is not None and body.get("predecessor") is not None:
             self.in_force = self._as_it_is(self.in_force, body)
