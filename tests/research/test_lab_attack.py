@@ -835,9 +835,8 @@ def test_the_docs_table_by_layers_is_what_was_measured(root: Path) -> None:
         bound = f"{row.log10_q:.0f}" if row.log10_q <= -10 else f"{row.log10_q:.1f}"
         by = ["z"] * (row.best >= 6.2) + ["Q"] * (row.log10_q <= LEAST_LOG10)
         cells = (_named_in_layers(row), rate, f"{100 * row.accuracy:.2f} %", f"{row.best:.1f}", f"{row.q:.0f}", bound)
-        measured.add(
-            (*(cell.replace("-", "−") if i > 2 else cell for i, cell in enumerate(cells)), ", ".join(by) or "**none**")
-        )
+        seen = f"({', '.join(by)})" if found.unsolved(row) else ", ".join(by) or "**none**"
+        measured.add((*(cell.replace("-", "−") if i > 2 else cell for i, cell in enumerate(cells)), seen))
     shown = [
         tuple(cell.strip() for cell in line.strip("|").split("|")) for line in section.splitlines() if line[:2] == "| "
     ][1:]
@@ -845,15 +844,30 @@ def test_the_docs_table_by_layers_is_what_was_measured(root: Path) -> None:
     assert set(shown) <= measured
     text, release = " ".join(section.split()), found.original.accuracy
     tested = [row for row in found.rows if row.log10_q is not None and row.attack not in (ORIGINAL, "distillation")]
-    knowing = [row for row in tested if row.attack in KNOWING]
+    unsolved = [row for row in tested if found.unsolved(row)]
+    cells = {
+        (row.settings["estimate"], row.settings.get("coalition", 0), row.settings.get("lr", 1e-3)) for row in unsolved
+    }
+    diverged = {("regression", 0, 1e-3), ("sum", 0, 1e-3), ("regression", 8, 1e-3), ("sum", 8, 1e-3)}
+    assert cells == diverged | {("gls", 0, rate) for rate in rates}, "the oracle's amounts that were not found"
+    assert f"These are {len(unsolved)} models" in text
+    knowing = [row for row in tested if row.attack in KNOWING and row not in unsolved]
     escaped = [row for row in tested if row.escapes]
+    assert not any(row in unsolved for row in escaped)
     assert all(row.settings.get("amounts") == "oracle" and row.settings.get("coalition") in (8, 16) for row in escaped)
     assert f"none of the {len(knowing)} models of those who know the test" in text
-    assert max(row.accuracy for row in escaped) < release - 0.12
-    best = max(row.accuracy for row in escaped)
-    plain = next(row for row in found.last if row.attack == "fine-tuning" and row.settings == {"fraction": 0.2})
-    assert f"at {100 * best:.1f} % at best: {100 * (release - best):.1f} points below the release" in text
-    assert f"costs at this rate ({100 * (release - plain.accuracy):.1f})" in text
+    best = {c: max((r for r in escaped if r.settings["coalition"] == c), key=lambda r: r.accuracy) for c in (8, 16)}
+    lost = {c: 100 * (release - row.accuracy) for c, row in best.items()}
+    assert min(lost.values()) > 12
+    assert f"at {100 * best[16].accuracy:.1f} % at best: {lost[16]:.1f} points below the release" in text
+    assert f"gets there at {100 * best[8].accuracy:.1f} % ({lost[8]:.1f} points below)" in text
+    rate, epoch = best[16].settings["lr"], best[16].settings["epoch"]
+    plain = next(
+        row for row in found.rows
+        if row.attack == "fine-tuning" and row.settings == {"fraction": 0.2, "lr": rate, "epoch": epoch}
+    )  # fmt: skip
+    assert f"at the rate {rates[rate]} after {epoch} epochs, where plain fine-tuning stands at" in text
+    assert f"stands at {100 * plain.accuracy:.1f} %" in text
     assert f"all {len(found.rows) - 1} models" in text
     near = [row for row in tested if row not in escaped and abs(row.z or 99.0) < 6.2 and row.accuracy > 0.45]
     assert max(row.log10_q or 0.0 for row in near if row.attack not in ("removal",)) <= -160
@@ -861,8 +875,13 @@ def test_the_docs_table_by_layers_is_what_was_measured(root: Path) -> None:
         " ".join((root / name).read_text().split()) for name in ("docs/measured.md", "README.md", "docs/attacks.md")
     )
     assert f"of {len(knowing)} models by attackers who know that test, none escaped within twelve points" in short
-    assert round(100 * (release - best)) == 13
-    assert "took a quarter of the members, an oracle who knows the key, and thirteen points." in readme
+    assert f"Of {len(unsolved)} more models the oracle's amounts were not found" in short
+    words = {13: "thirteen", 16: "sixteen"}
+    half, quarter = words[round(lost[16])], words[round(lost[8])]
+    assert found.body["settings"]["members"] == 32, "16 are half of them, 8 a quarter"
+    assert f"took half of the members, an oracle who knows the key, and {half} points." in readme
+    assert f"{half} points below with half of the members, {quarter} with a quarter" in short
+    assert f"half of the members for {half} points of accuracy or a quarter for {quarter}" in attacks
     assert "Q is at 10^−160 or further out" in attacks
 
 
@@ -929,13 +948,20 @@ def test_a_suite_by_layers(folder: Path, tmp_path: Path) -> None:
     for only in ("removal, *estimate=gls*", "adaptive-by-part, *alpha=0.9, estimate=gls*"):
         CliRunner().invoke(app, ["lab", "attack", RUN, "--layers", "--only", only, *places], catch_exceptions=False)
     rows = read_attacked(tmp_path / "attacks")[RUN].rows
+    keys = read_attacked(tmp_path / "attacks")[RUN].body["random_keys"]
     assert rows[0].q is not None
     taken = [row for row in rows if row.attack == "removal"]
     assert {(row.settings["amounts"], row.settings.get("lr", 1e-3)) for row in taken} == {
         ("oracle", 1e-3), ("oracle", 3e-4), ("oracle", 1e-4), ("expected", 1e-3),
     }  # fmt: skip
-    assert min(abs(row.z or 0) for row in taken if row.settings["amounts"] == "oracle") < 6 < (rows[0].z or 0)
-    keys = read_attacked(tmp_path / "attacks")[RUN].body["random_keys"]
+    removed = [row for row in taken if row.settings["amounts"] == "oracle"]
+    assert all(row.left is not None and row.left < 1 and not row.unsolved for row in removed), "each found its amounts"
+    assert all(row.left is None for row in rows if row not in removed)
+    at_once = [row for row in removed if row.settings.get("epoch") == 0]
+    assert len(at_once) * 2 == len(removed) > 0, "a row for each before the repair"
+    assert all(abs(row.z or 0) < 1 and (row.q or 0) < keys["blocks"] for row in at_once)
+    assert all(abs(row.z or 9) < 6 for row in removed)
+    assert (rows[0].z or 0) > 6
     assert keys["keys"] == 10_000
     assert keys["largest_ratio"] <= 0
     assert abs(keys["mean"] / keys["blocks"] - 1) < 0.1
