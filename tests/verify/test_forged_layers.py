@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import isqrt, sqrt
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark import shamir
 from quorumark.consortium.identity import Identity
+from quorumark.errors import EvidenceError
+from quorumark.field import P
 from quorumark.model.blocks import Blocks
+from quorumark.verify import combine as combining
+from quorumark.verify import examine as examiner
 from quorumark.verify import guard
+from quorumark.verify.answer import answer_layers, seal_context
+from quorumark.verify.combine import combine, reconcile
+from quorumark.verify.evidence import Partial
 from quorumark.verify.guard import block_breadth, budget, check_query, layers_offered
-from quorumark.verify.layered import Examiner, Layers, broad_blocks
+from quorumark.verify.layered import Examiner, Layers, broad_blocks, unseal
 from quorumark.verify.null import layers_threshold, log10_layers, raised_threshold, three_digits
 from quorumark.verify.residual import Asked, Residual, residual
 from quorumark.verify.rules import AnswerRules
 from tests.kit.ceremony import make_terms
+from tests.kit.consortium import Tensors, World, trained_from
+from tests.kit.layered import Asked as AskedByLayers
+from tests.kit.layered import ask_by_layers, blocks_in, layered_anchor, layered_world
 from tests.kit.ledgers import PEOPLE, Member, Vector, rounded
 from tests.kit.null import tail_of_q
 from tests.kit.refusals import refused
@@ -120,6 +133,62 @@ def test_two_sets_of_numbers_by_block_calibrate_a_removal_and_q_alone_does_not()
     assert min(q(nothing + amount) for amount in np.linspace(0, 1, 201)) > 2 * threshold
 
 
+def _zero_of(tries: list[tuple[float, float]], lengths: list[float]) -> float:
+    """Where (Y_b − a·c)²/‖x_b − a·g_b‖² is 0, from Q at three amounts a: what leaves the least unexplained."""
+    amounts, q = (np.array(one) for one in zip(*tries, strict=True))
+    best, place = np.inf, 0.0
+    for zero in np.linspace(-1, 2, 1201):
+        shape = np.stack([(zero - amounts) ** 2 / np.array(lengths), np.ones(3)], 1)
+        found = np.linalg.lstsq(shape, q, rcond=None)[0]
+        rest = float(((shape @ found - q) ** 2).sum())
+        if found[0] >= 0 and rest < best:
+            best, place = rest, float(zero)
+    return place
+
+
+def _by_q_alone(seed: int) -> tuple[int, int, float, float]:
+    """Block after block: three asks for Q to three digits give its amount. Asks, blocks, Q before and after."""
+    key, x, guess, spans = _marked(seed)
+    threshold = float(layers_threshold("6", len(spans), HALF))
+    asked = 0
+
+    def q(weights: Floats) -> float:
+        nonlocal asked
+        asked += 1
+        left = x - np.concatenate([w * guess[s] for w, s in zip(weights, spans, strict=True)])
+        z = _z(left, key, spans)
+        return float(three_digits([(round(1e6 * one), 10**12) for one in z]))
+
+    weights = np.zeros(len(spans))
+    now = first = q(weights)
+    for b, s in enumerate(spans):
+        tries = [(0.0, now)]
+        for amount in (0.2, 0.4):
+            other = weights.copy()
+            other[b] = amount
+            tries.append((amount, q(other)))
+        weights[b] = _zero_of(tries, [float(((x[s] - a * guess[s]) ** 2).sum()) for a, _ in tries])
+        now = q(weights)
+        if now < threshold:
+            break
+    return asked, len(spans), first, now
+
+
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_coordinate_descent_by_q_alone_takes_more_certificates_than_small_models_pay_for(seed: int) -> None:
+    """3B + 1 certificates of B equations each calibrate a removal by Q alone, three digits or not. The budget does not
+    pay for so many at d = 72,000, nor for a ResNet-18. docs/layers.md says where it does."""
+    asked, blocks, first, last = _by_q_alone(seed)
+    assert (asked, blocks) == (28, 9)
+    assert last < 5 < 1500 < first
+    assert asked == 3 * blocks + 1
+    for d, rho, count, allowed in ((72_000, "0.1", 9, 4), (11_210_432, "0.05", 51, 34)):
+        affords = budget(make_terms(PEOPLE, 2, d, strength={"rho": rho})) // count
+        assert affords == allowed < 3 * count + 1
+    # that of a language model does: 181 certificates of 60 blocks
+    assert budget(make_terms(PEOPLE, 2, 106_200_000, strength={"rho": "0.05"})) // 60 == 276 > 3 * 60 + 1
+
+
 def test_an_exact_q_and_the_exact_y_show_every_block_where_there_are_few() -> None:
     """Y_b are integers: with three blocks one pair (Y_1, Y_2) fits. Three digits of Q leave millions."""
     d, key = 24_000, _key(24_000, 7)
@@ -147,6 +216,118 @@ def test_an_exact_q_and_the_exact_y_show_every_block_where_there_are_few() -> No
     q = ones**2 / n[0] + twos**2 / n[1] + (sum(y) - ones - twos) ** 2 / n[2]
     alike = int(((q >= float(low)) & (q < 1.01 * float(low) + 0.01)).sum()) * 2500
     assert alike > 10_000
+
+
+# --- through members, examiner and combine -----------------------------------------------------------------
+
+POINTS = (1, 2)
+
+
+def _innocent(seed: int) -> Tensors:
+    return trained_from(layered_anchor(), seed)
+
+
+def _failed_by_layers(world: World, seeds: Iterable[int]) -> tuple[Tensors, list[AskedByLayers]]:
+    """Innocent models that failed plainly and by layers; and the "model" that their answers combine into, block by
+    block: Σ_i Y_ib·(θ_ib − θ_0b)/‖x_ib‖² in each, with something of another training, or it would add nothing new."""
+    anchor, asked = layered_anchor(), []
+    spans = list(blocks_in(world).spans)
+    carriers = [spec.name for spec, _ in world.reference.layout.spans("carrier")]
+    forged = np.zeros(world.reference.layout.coordinates)
+    for seed in seeds:
+        model = _innocent(seed)
+        one = ask_by_layers(world, world.save(model, f"innocent-{seed}.safetensors"), POINTS)
+        certificate = one.certified()
+        assert certificate.finding.verdict == "FAILED"
+        asked.append(one)
+        moved = np.concatenate([(model[n] - anchor[n]).ravel() for n in carriers]).astype(float)
+        values, layers = one.examined().values, one.query.layers
+        assert layers is not None
+        for s, y, norm2 in zip(spans, values, layers.norm2, strict=True):
+            forged[s] += float(y or 0) / norm2 * moved[s] / float(np.linalg.norm(moved[s])) * sqrt(norm2)
+    model = {name: w.copy() for name, w in anchor.items()}
+    rest = _innocent(999)
+    for spec, place in world.reference.layout.spans("carrier"):
+        usual, part = float((rest[spec.name] - anchor[spec.name]).std()), forged[place].reshape(spec.shape)
+        own = 0.15 * (rest[spec.name] - anchor[spec.name])
+        model[spec.name] = (anchor[spec.name] + usual * part / part.std() + own).astype(np.float32)
+    return model, asked
+
+
+def _by_queries(partials: Sequence[Partial]) -> tuple[dict[str, str], dict[str, int], int]:
+    """A naive rule: as many equations as queries that did not pass."""
+    known, blocks, _ = reconcile(partials)
+    return known, blocks, sum(outcome != "passed" for outcome in known.values())
+
+
+def _least_told(partials: Sequence[Partial]) -> tuple[dict[str, str], dict[str, int], int]:
+    """A naive rule: of how many blocks a query was is what the partials say that say least."""
+    known, _, _ = reconcile(partials)
+    told = {x: min(partial.blocks.get(x, 1) for partial in partials) for x in known}
+    return known, {x: count for x, count in told.items() if count > 1}, sum(told.values())
+
+
+def test_failed_layers_answers_combine_into_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty failed queries of nine blocks: √180 = 13.4, where twenty equations raise z* to 10.5, and 180 to 19.4. A
+    member that tells others' B as 1 changes nothing."""
+    world = layered_world(tmp_path, 3, 2)
+    model, failed = _failed_by_layers(world, range(100, 120))
+    suspect = world.save(model, "forged.safetensors")
+    asked = ask_by_layers(world, suspect, POINTS)
+    plain, opened = asked.before.finding, asked.examined().opened
+    layered = combine(world.manifest, asked.query, asked.partials, opened=opened)
+    assert plain.equations == layered.equations == 9 * len(failed) == 180
+    assert (plain.verdict, layered.verdict) == ("FAILED", "FAILED")
+    home, unlock = world.homes[0]
+    liar = Partial.sign(home.identity(unlock), **{**plain.partials[0].as_dict(), "members": (), "blocks": {}})
+    lied = [liar, *plain.partials[1:]]
+    assert combine(world.manifest, plain.query, lied).equations == 180
+    # who counts queries is shown a proof twice, and so is who believes the smaller B
+    for naive, partials in ((_by_queries, plain.partials), (_least_told, lied)):
+        with monkeypatch.context() as patched:
+            patched.setattr(combining, "reconcile", naive)
+            found = combine(world.manifest, plain.query, partials)
+            assert (found.verdict, found.equations) == ("PASSED", 20)
+            assert float(found.z) > 10.5
+    with monkeypatch.context() as patched:
+        patched.setattr(combining, "reconcile", _by_queries)
+        found = combine(world.manifest, asked.query, asked.partials, opened=opened)
+        assert found.layers is not None
+        assert float(found.layers.q) >= float(found.layers.threshold)
+
+
+def _first_of_decoded(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """A naive rule: the number that the first t partials give, whatever the others say."""
+    return lambda points, threshold: decode(dict(list(points.items())[:threshold]), threshold)
+
+
+@pytest.mark.parametrize("answered", [(1, 2, 3), (1, 2, 3, 4, 5)])
+def test_one_lie_in_one_block_gives_an_innocent_model_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: tuple[int, ...]
+) -> None:
+    """z_b = 20 in a block is Q = 400 at least, where 64 are needed. With five partials the liar is corrected; with
+    three, which contradict nothing, the blocks do not add up."""
+    world = layered_world(tmp_path)
+    asked = ask_by_layers(world, world.save(_innocent(55), "innocent.safetensors"), answered)
+    layers = asked.query.layers
+    assert layers is not None
+    numbers = list(unseal(asked.judge, asked.partials[1].sealed, seal_context(asked.query, 2)))
+    numbers[4] = (numbers[4] - 20 * isqrt(layers.norm2[4]) // 3) % P  # λ_2 = −3 for the points 1, 2, 3
+    home, unlock = world.homes[1]
+    lied = list(asked.partials)
+    lied[1] = answer_layers(home.identity(unlock), world.manifest, asked.query, numbers)
+    if len(answered) == 3:
+        with pytest.raises(EvidenceError, match="do not add up"):
+            asked.examined(lied)
+    else:
+        word = asked.examined(lied).opened
+        assert word.wrong == (2,)
+        assert combine(world.manifest, asked.query, lied, opened=word).verdict == "FAILED"
+    with monkeypatch.context() as patched:
+        patched.setattr(examiner.shamir, "decode", _first_of_decoded(shamir.decode))
+        patched.setattr(examiner, "_check_values", lambda *_: None)
+        word = asked.examined(lied).opened
+    assert combine(world.manifest, asked.query, lied, opened=word).verdict == "PASSED"
 
 
 # --- an oracle against single blocks -----------------------------------------------------------------------
