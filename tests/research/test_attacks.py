@@ -18,6 +18,7 @@ from quorumark.research import attacks  # noqa: E402
 from quorumark.research.attacks import ATTACKS, Target, chain, estimate_key, public_scales, run, transfer_rate  # noqa: E402
 from quorumark.research.attacks.amounts import zeroed  # noqa: E402
 from quorumark.research.attacks.by_layers import parts_of  # noqa: E402
+from quorumark.research.attacks.compact import compacted  # noqa: E402
 from quorumark.research.known import TensorsInMemory  # noqa: E402
 from tests.kit import lab  # noqa: E402
 
@@ -405,6 +406,24 @@ def test_decoys_mislead_alignment_and_show(marked: lab.Run, target: Target) -> N
     assert marked.z_aligned(result.weights) < 6
     assert marked.align(result.weights).surplus == result.notes["channels"]
     assert marked.align(run("permutation", target, seed=2).weights).surplus == 0
+
+
+@pytest.mark.parametrize("attack", ["decoys", "padding", "splitting"])
+def test_an_examiner_takes_out_channels_that_do_nothing(marked: lab.Run, target: Target, attack: str) -> None:
+    """The function stays, and what is left has the sizes of the released model and its mark; a trained model stays."""
+    hidden = run(attack, target, seed=1)
+    weights, gone = compacted(target.with_weights(hidden.weights))
+    assert gone == hidden.notes["channels"] > 0
+    assert {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in target.weights.items()}
+    inputs = lab.data_of(marked.name)[0][:64]
+    with torch.no_grad():
+        before, after = (lab.logits(target.module(w).eval(), inputs) for w in (hidden.weights, weights))
+    assert torch.allclose(before, after, rtol=1e-3, atol=1e-3)
+    assert marked.align(weights).surplus == 0
+    assert marked.z_aligned(weights) > 0.98 * marked.z(marked.released)
+    if attack == "decoys":
+        assert marked.z_aligned(hidden.weights) < 6, "else there is nothing to undo"
+    assert compacted(target)[1] == 0
 
 
 def test_groups_that_are_known_are_those_of_the_model_as_it_was(target: Target) -> None:
