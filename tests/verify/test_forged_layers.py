@@ -19,21 +19,24 @@ from quorumark.consortium.identity import Identity
 from quorumark.errors import EvidenceError
 from quorumark.field import P
 from quorumark.model.blocks import Blocks
+from quorumark.verify import answer as answering
 from quorumark.verify import combine as combining
 from quorumark.verify import examine as examiner
 from quorumark.verify import guard
-from quorumark.verify.answer import answer_layers, seal_context
+from quorumark.verify import query as asking
+from quorumark.verify.answer import answer, answer_layers, seal_context
 from quorumark.verify.combine import combine, reconcile
-from quorumark.verify.evidence import Partial
+from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.guard import block_breadth, budget, check_query, layers_offered
 from quorumark.verify.layered import Examiner, Layers, broad_blocks, unseal
 from quorumark.verify.null import layers_threshold, log10_layers, raised_threshold, three_digits
+from quorumark.verify.query import AskLayers, prepare
 from quorumark.verify.residual import Asked, Residual, residual
 from quorumark.verify.rules import AnswerRules
 from tests.kit.ceremony import make_terms
 from tests.kit.consortium import Tensors, World, trained_from
 from tests.kit.layered import Asked as AskedByLayers
-from tests.kit.layered import ask_by_layers, blocks_in, layered_anchor, layered_world
+from tests.kit.layered import ask_by_layers, blocks_in, layered_anchor, layered_world, plain_certificate
 from tests.kit.ledgers import PEOPLE, Member, Vector, rounded
 from tests.kit.null import tail_of_q
 from tests.kit.refusals import refused
@@ -85,21 +88,77 @@ def test_failed_answers_by_layers_combine_block_by_block(queries: int, count: in
     assert q < float(layers_threshold("6", count + equations, HALF))
 
 
-def test_cuts_that_are_chosen_when_the_key_is_known_make_an_innocent_model_pass() -> None:
-    """The best cuts by dynamic programming, at one of 590 places each; the agreed ones show nothing."""
-    d, step, count = 75_520, 128, 64
-    key, x = _key(d, 2), _model(d, 3).astype(float)
+def _best_cuts(x: Floats, key: Floats, count: int, least: int = 1, step: int = 128) -> tuple[float, list[int]]:
+    """The cuts, at multiples of `step` and `least` steps apart, that give the largest Q with this key; and that Q."""
     y = np.concatenate([[0.0], np.cumsum((x * key).reshape(-1, step).sum(1))])
     n = np.concatenate([[0.0], np.cumsum((x * x).reshape(-1, step).sum(1))])
     gain = (y[None, :] - y[:, None]) ** 2 / np.maximum(n[None, :] - n[:, None], 1e-9)
-    gain[np.tril_indices(y.size)] = -np.inf
-    best = gain[0]
+    places = np.arange(y.size)
+    gain[places[None, :] - places[:, None] < least] = -np.inf
+    best, came = gain[0], []
     for _ in range(count - 1):
-        best = (best[:, None] + gain).max(0)
-    chosen = float(best[-1])
+        ways = best[:, None] + gain
+        came.append(ways.argmax(0))
+        best = ways.max(0)
+    ends = [y.size - 1]
+    for before in reversed(came):
+        ends.append(int(before[ends[-1]]))
+    return float(best[-1]), [0, *(step * end for end in reversed(ends))]
+
+
+def test_cuts_that_are_chosen_when_the_key_is_known_make_an_innocent_model_pass() -> None:
+    """The best cuts by dynamic programming, at one of 590 places each; the agreed ones show nothing, and neither do the
+    best ones that leave each block as broad as members ask for."""
+    d, count = 75_520, 64
+    key, x = _key(d, 2), _model(d, 3).astype(float)
+    chosen, _ = _best_cuts(x, key, count)
     agreed = _z(x, key, _edges(d, count))
     assert float(log10_layers(f"{chosen:.2f}", count)) < -12
     assert float(log10_layers(f"{float(agreed @ agreed):.2f}", count)) > -2
+    for some in range(2, 24):  # 3,200 coordinates of a normal distribution rest on about 1,070
+        broad, _ = _best_cuts(x, key, some, least=25)
+        assert broad < float(layers_threshold("6", some, HALF))
+
+
+def test_blocks_of_another_version_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members who cut by what the query names, cuts that somebody chose when the key was known, sign that an innocent
+    model passes. Ours compute the blocks of the terms' rule, and refuse."""
+    world = layered_world(tmp_path, 3, 2)
+    suspect = world.save(_innocent(55), "innocent.safetensors")
+    before = plain_certificate(world, suspect, POINTS)
+    assert before.finding.verdict == "FAILED"
+    judge = Identity.generate("Judge Oak")
+    asked = AskLayers.of(before, judge.card())
+    x = prepare(world.reference, suspect).form.x.astype(float)
+    _, cuts = _best_cuts(x, world.known.key.astype(float), 64)
+    chosen = Blocks(tuple(cuts), tuple(f"cut {number}" for number in range(64)))
+
+    def answered(query: Query) -> list[Partial]:
+        return [
+            answer(*world.homes[x - 1], world.reference, suspect, query, approved=True, after=before) for x in POINTS
+        ]
+
+    with monkeypatch.context() as patched:
+        for module in (asking, answering):
+            patched.setattr(module, "agreed_blocks", lambda _: chosen)
+        for module in (asking, guard):
+            patched.setattr(module, "block_breadth", lambda _: 1)
+        query = prepare(world.reference, suspect, layers=asked).query
+    assert query.equations == 64
+    with pytest.raises(EvidenceError, match="does not describe this suspect"):
+        answered(query)
+    with monkeypatch.context() as patched:
+        for module in (asking, answering):
+            patched.setattr(module, "agreed_blocks", lambda _: chosen)
+        for module in (asking, guard):
+            patched.setattr(module, "block_breadth", lambda _: 1)
+        patched.setattr(guard, "_ADDED", 1)
+        partials = answered(query)
+    opened = examiner.examine(judge, world.manifest, query, partials).opened
+    found = combine(world.manifest, query, partials, opened=opened)
+    assert found.verdict == "PASSED", "of an innocent model"
+    honest = prepare(world.reference, suspect, layers=asked).query
+    assert honest.equations == 9
 
 
 def _marked(seed: int) -> tuple[Floats, Floats, Floats, list[slice]]:
