@@ -81,13 +81,13 @@ def test_recipes_of_their_own_bring_no_code(world: Consortium, tmp_path: Path) -
 
 
 def test_a_query_by_layers_names_its_files_and_needs_both(world: Consortium, tmp_path: Path) -> None:
-    asked = {"after": "plain.json", "examiner": "judge.json"}
+    asked: dict[str, Any] = {"after": "plain.json", "examiner": "judge.json"}
     _, _, server, _ = exported(verification(world.path, "suspect.safetensors", **asked)._job, tmp_path)
     (query,) = QuorumarkController(**server["workflows"][0]["args"]).queries or []
     assert query == {name: str(Path.cwd() / path) for name, path in {**asked, "suspect": "suspect.safetensors"}.items()}
     for name, path in asked.items():
         with pytest.raises(InputError) as caught:
-            verification(world.path, "suspect.safetensors", **{name: path})
+            verification(world.path, "suspect.safetensors", **dict[str, Any]({name: path}))
         assert caught.value.argument == "after, examiner"
 
 

@@ -387,7 +387,7 @@ def test_one_lie_in_one_block_gives_an_innocent_model_no_mark(
         assert word.wrong == (2,)
         assert combine(world.manifest, asked.query, lied, opened=word).verdict == "FAILED"
     with monkeypatch.context() as patched:
-        patched.setattr(examiner.shamir, "decode", _first_of_decoded(shamir.decode))
+        patched.setattr(shamir, "decode", _first_of_decoded(shamir.decode))
         patched.setattr(examiner, "_check_values", lambda *_: None)
         word = asked.examined(lied).opened
     assert combine(world.manifest, asked.query, lied, opened=word).verdict == "PASSED"

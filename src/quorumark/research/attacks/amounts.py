@@ -43,7 +43,7 @@ class Amounts:
         return self.left <= MOST_LEFT
 
 
-def zeroed(oracle: Callable[[Floats], Sequence[float]], scale: Floats, most: int = _ASKED) -> Amounts:
+def zeroed(oracle: Callable[[Floats], Sequence[float] | Floats], scale: Floats, most: int = _ASKED) -> Amounts:
     """Amounts that bring z of every block to 0, by an `oracle` that tells all z_b once so much was taken.
 
     `scale`: ‖θ_b − θ_0b‖/‖τ′_b‖, the size of an amount. A block whose z does not change its sign is left as it is: so

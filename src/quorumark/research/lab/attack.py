@@ -493,9 +493,9 @@ class Suite:
             _keep(vector, self._tuned)
 
         def finish(found: Scores) -> None:
-            z, *q = found
+            z, q, log10_q = found
             left = self._removed(job)[1] if job.amounts else None
-            row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps, 0, *q, left)
+            row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps, 0, q, log10_q, left)
             if last:
                 self._told(row)
             if learnt is not None:
