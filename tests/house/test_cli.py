@@ -165,6 +165,16 @@ def test_quick_benchmarks_write_rows_of_one_shape(
             assert stored * 0.95 < row["elements_per_member"] < stored * 1.1
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_verification_has_a_row_by_layers(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    done = run(environment, "bench", "verify", "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    row = json.loads(path.read_text())[-1]
+    assert (row["name"], row["against"]) == ("a partial by layers, CPU time", "a plain one")
+    assert row["ratio"] > 0
+
+
 def test_a_dealing_is_scaled_to_half_the_free_disk() -> None:
     from quorumark.research.bench.dealer import _fitting
 

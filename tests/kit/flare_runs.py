@@ -76,12 +76,23 @@ def make_key(world: Consortium) -> dict[str, Any]:
     return dict(json.loads((world.folder / "made" / "summary.json").read_text()))
 
 
+def ask(folder: Path, sites: int, suspect: Path, **options: Any) -> dict[str, Any]:
+    """A query about a file in the simulator, without training: what the summary says of it."""
+    _run(folder, sites, {"kind": "query", "suspect": str(suspect), "options": options})
+    (found,) = json.loads((folder / "out" / "summary.json").read_text())["queries"]
+    return dict(found)
+
+
 def run_apart(world: Consortium, asked: dict[str, Any]) -> None:
-    whole = {**asked, "folder": str(world.folder), "sites": world.count}
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HOME": str(world.folder)}
+    _run(world.folder, world.count, asked)
+
+
+def _run(folder: Path, sites: int, asked: dict[str, Any]) -> None:
+    whole = {**asked, "folder": str(folder), "sites": sites}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HOME": str(folder)}
     command = [sys.executable, "-m", "tests.kit.flare_runs", json.dumps(whole)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    (world.folder / "said.txt").write_text(done.stdout + done.stderr)
+    (folder / "said.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 
 
@@ -89,12 +100,17 @@ def _main(asked: dict[str, Any]) -> int:
     from nvflare.apis.job_def import ALL_SITES
     from nvflare.recipe.sim_env import SimEnv
 
-    from quorumark.nvflare import QuorumarkExecutor, key_ceremony, secure, watermarked
+    from quorumark.nvflare import QuorumarkExecutor, key_ceremony, secure, verification, watermarked
     from tests.kit import flare_parts as parts
 
     folder, workspace = Path(asked["folder"]), Path(asked["folder"]) / "workspace"
     if asked["kind"] == "key":
         recipe = key_ceremony(folder / "terms.json", homes=folder, folder=str(folder / "made"))
+        recipe.run(SimEnv(num_clients=asked["sites"], workspace_root=str(workspace), log_config="concise"))
+        return 0
+    if asked["kind"] == "query":
+        given = {"homes": folder, "folder": str(folder / "out"), **asked["options"]}
+        recipe = verification(folder / "consortium.json", asked["suspect"], **given)
         recipe.run(SimEnv(num_clients=asked["sites"], workspace_root=str(workspace), log_config="concise"))
         return 0
     job = stepping_job() if asked["steps"] else training_job(die=asked["die"])

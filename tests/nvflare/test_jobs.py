@@ -80,6 +80,17 @@ def test_recipes_of_their_own_bring_no_code(world: Consortium, tmp_path: Path) -
     assert made.queries == [{"suspect": str(Path.cwd() / "suspect.safetensors"), "align": True}]
 
 
+def test_a_query_by_layers_names_its_files_and_needs_both(world: Consortium, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"after": "plain.json", "examiner": "judge.json"}
+    _, _, server, _ = exported(verification(world.path, "suspect.safetensors", **asked)._job, tmp_path)
+    (query,) = QuorumarkController(**server["workflows"][0]["args"]).queries or []
+    assert query == {name: str(Path.cwd() / path) for name, path in {**asked, "suspect": "suspect.safetensors"}.items()}
+    for name, path in asked.items():
+        with pytest.raises(InputError) as caught:
+            verification(world.path, "suspect.safetensors", **dict[str, Any]({name: path}))
+        assert caught.value.argument == "after, examiner"
+
+
 @pytest.mark.parametrize("option", ["aggregation_weights", "exclude_vars", "stop_cond"])
 def test_what_needs_single_results_is_refused_by_name(world: Consortium, option: str) -> None:
     values: dict[str, Any] = {"aggregation_weights": {"site-1": 2.0}, "exclude_vars": "a.*", "stop_cond": "loss <= 1"}

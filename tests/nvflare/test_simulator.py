@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("nvflare", reason="the extra 'nvflare' is not installed")
 
+from quorumark.canonical import canonical
+from quorumark.consortium.identity import Identity
 from quorumark.consortium.records import Manifest
+from quorumark.errors import QuorumarkError
+from quorumark.files import write_private, write_shared
 from quorumark.simulation import Losses
 from quorumark.verify.certificate import Certificate
-from tests.kit.flare_runs import FEDADAM, SEED, STRENGTH, make_key, simulate
+from quorumark.verify.check import check_certificate
+from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.examine import examine
+from tests.kit.flare_runs import FEDADAM, SEED, STRENGTH, ask, make_key, simulate
 from tests.kit.flowers import Consortium, allow, same
+from tests.kit.layered import evaded, layered_world
 
 
 def test_five_sites_make_a_key_train_and_prove_it(tmp_path: Path) -> None:
@@ -96,6 +107,54 @@ def test_some_of_six_sites_are_drawn(tmp_path: Path) -> None:
     assert all(len(members) == 4 for members in drawn)
     assert {code for r in summary["rounds"] for code in r["excluded_codes"].values()} == {"round.not-drawn"}
     assert not any(r["excluded_codes"] for r in summary["rounds"][1:])  # by then the server knows who is who
+
+
+def test_three_sites_answer_by_layers_and_an_examiner_opens(tmp_path: Path) -> None:
+    """After a plain query that failed. The answers lie sealed at the server until the examiner's word is there;
+    that it came from somebody else, or that there is no time left, is refused."""
+    folder = tmp_path / "members"
+    folder.mkdir()
+    world = layered_world(folder, 3, 2)
+    suspect = world.save(evaded(world), "evaded.safetensors")
+    for home, _ in world.homes:
+        rules = {"format": "quorumark-answer-rules/v1", "approve": "always", "max_queries_per_day": 9, "layers": True}
+        write_private(home.rules_path, canonical(rules))
+    plain = ask(folder, 3, suspect)
+    assert plain["verdict"] == "FAILED"
+    after = folder / "plain.json"
+    (folder / "out" / plain["certificate"]).rename(after)
+    judge, other = Identity.generate("Judge Oak"), Identity.generate("Judge Elm")
+    card = tmp_path / "judge.json"
+    card.write_bytes(judge.card().to_bytes())
+
+    late = ask(folder, 3, suspect, after=str(after), examiner=str(card), opening_timeout=0.5)
+    assert "the examiner's word was not there" in late["refused"]
+    sealed = folder / "out" / "layers-1"
+    query = Query.from_bytes((sealed / "query.json").read_bytes())
+    partials = [Partial.from_bytes(path.read_bytes()) for path in sorted(sealed.glob("partial-*.json"))]
+    assert [partial.point for partial in partials] == [1, 2, 3]
+    with pytest.raises(QuorumarkError):
+        examine(other, world.manifest, query, partials)
+
+    def opened() -> None:
+        """As the judge does it by hand, once all answers are there anew."""
+        while not (sealed / "query.json").exists() or len(list(sealed.glob("partial-*.json"))) < 3:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        asked = Query.from_bytes((sealed / "query.json").read_bytes())
+        answers = [Partial.from_bytes(path.read_bytes()) for path in sorted(sealed.glob("partial-*.json"))]
+        write_shared(sealed / "opened.json", examine(judge, world.manifest, asked, answers).opened.to_bytes())
+
+    shutil.rmtree(sealed)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(opened)
+        found = ask(folder, 3, suspect, after=str(after), examiner=str(card), opening_timeout=120.0)
+        done.result()
+    assert found["verdict"] == "PASSED"
+    certificate = Certificate.from_bytes((folder / "out" / found["certificate"]).read_bytes())
+    assert certificate.finding.layers is not None
+    assert [member.point for member in certificate.signers(world.manifest)] == [1, 2, 3]
+    check_certificate(certificate, world.reference.chain, suspect=suspect, reference=world.reference)
 
 
 @pytest.mark.slow

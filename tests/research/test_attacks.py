@@ -16,7 +16,9 @@ pytest.importorskip("sklearn")
 from quorumark.model.blocks import blocks_of  # noqa: E402
 from quorumark.research import attacks  # noqa: E402
 from quorumark.research.attacks import ATTACKS, Target, chain, estimate_key, public_scales, run, transfer_rate  # noqa: E402
+from quorumark.research.attacks.amounts import zeroed  # noqa: E402
 from quorumark.research.attacks.by_layers import parts_of  # noqa: E402
+from quorumark.research.attacks.compact import compacted  # noqa: E402
 from quorumark.research.known import TensorsInMemory  # noqa: E402
 from tests.kit import lab  # noqa: E402
 
@@ -406,6 +408,24 @@ def test_decoys_mislead_alignment_and_show(marked: lab.Run, target: Target) -> N
     assert marked.align(run("permutation", target, seed=2).weights).surplus == 0
 
 
+@pytest.mark.parametrize("attack", ["decoys", "padding", "splitting"])
+def test_an_examiner_takes_out_channels_that_do_nothing(marked: lab.Run, target: Target, attack: str) -> None:
+    """The function stays, and what is left has the sizes of the released model and its mark; a trained model stays."""
+    hidden = run(attack, target, seed=1)
+    weights, gone = compacted(target.with_weights(hidden.weights))
+    assert gone == hidden.notes["channels"] > 0
+    assert {name: w.shape for name, w in weights.items()} == {name: w.shape for name, w in target.weights.items()}
+    inputs = lab.data_of(marked.name)[0][:64]
+    with torch.no_grad():
+        before, after = (lab.logits(target.module(w).eval(), inputs) for w in (hidden.weights, weights))
+    assert torch.allclose(before, after, rtol=1e-3, atol=1e-3)
+    assert marked.align(weights).surplus == 0
+    assert marked.z_aligned(weights) > 0.98 * marked.z(marked.released)
+    if attack == "decoys":
+        assert marked.z_aligned(hidden.weights) < 6, "else there is nothing to undo"
+    assert compacted(target)[1] == 0
+
+
 def test_groups_that_are_known_are_those_of_the_model_as_it_was(target: Target) -> None:
     """Where an attack changes sizes, the next one finds them again."""
     from dataclasses import replace
@@ -451,7 +471,12 @@ def test_an_oracle_takes_the_mark_out_of_every_block_and_an_expectation_does_not
     marked: lab.Run, target: Target
 ) -> None:
     def q(**settings: Any) -> float:
-        weights = run("removal", target, seed=1, estimate="gls", coalition=True, epochs=0, **settings).weights
+        result = run("removal", target, seed=1, estimate="gls", coalition=True, epochs=0, **settings)
+        if settings["amounts"] == "oracle":
+            assert result.notes["left"] < 1, "z of each block right after the removal"
+        else:
+            assert "left" not in result.notes
+        weights = result.weights
         found = marked.known.q_of(marked.known.form(TensorsInMemory(weights)))
         assert found is not None
         return found[0]
@@ -459,6 +484,71 @@ def test_an_oracle_takes_the_mark_out_of_every_block_and_an_expectation_does_not
     blocks = blocks_of(marked.layout).count
     assert q(amounts="oracle") < 0.5 * blocks
     assert q(amounts="expected", rho=0.1) > 2 * blocks
+
+
+def _blocks(like: float, seed: int = 0, blocks: int = 12, size: int = 4096) -> tuple[Any, Any, Any]:
+    """Marked blocks, the key, and an estimate: what resembles the blocks by a cosine of about `like`, and a mark."""
+    rng = np.random.default_rng(seed)
+    key = rng.choice(np.array([-1.0, 1.0]), (blocks, size))
+    moved = rng.standard_normal((blocks, size)) + 0.06 * key
+    guess = like * moved + np.sqrt(1 - like**2) * rng.standard_normal((blocks, size)) + 0.05 * (1 - like) * key
+    return key, moved, guess
+
+
+def _secant(asked: Any, scale: Any, asks: int = 4) -> Any:
+    """A secant in each block without anything that holds it."""
+    before, now = np.zeros_like(scale), 0.1 * scale
+    was = asked(before)
+    for _ in range(asks - 1):
+        found = asked(now)
+        slope = np.where(np.abs(found - was) > 1e-9, found - was, np.inf)
+        before, now, was = now, now - found * (now - before) / slope, found
+    return now
+
+
+@pytest.mark.parametrize("like", [0.0, 0.3, 0.6, 0.9, 0.99])
+def test_amounts_are_exact_however_much_the_estimate_resembles_the_update(like: float) -> None:
+    key, moved, guess = _blocks(like)
+
+    def asked(taken: Any) -> Any:
+        left = moved - taken[:, None] * guess
+        return (left * key).sum(1) / np.linalg.norm(left, axis=1)
+
+    scale = np.linalg.norm(moved, axis=1) / np.linalg.norm(guess, axis=1)
+    exact = (moved * key).sum(1) / (guess * key).sum(1)
+    found = zeroed(asked, scale)
+    assert found.found
+    assert found.left < 0.1
+    assert found.asked <= 40
+    assert np.abs(found.taken - exact).max() < 0.05 * np.abs(exact).max()
+    # an unguarded secant leaves for good where z rises before it falls
+    if like >= 0.6:
+        assert np.abs(asked(_secant(asked, scale))).max() > 3
+    if like >= 0.9:
+        assert np.abs(_secant(asked, scale)).max() > 100
+
+
+def test_amounts_that_do_not_exist_are_reported_and_do_no_harm() -> None:
+    """No amount takes the mark out of a block where the estimate knows nothing of it, or where the oracle is blind."""
+    key, moved, guess = _blocks(0.0)
+    guess[3] -= (guess[3] @ key[3]) / key.shape[1] * key[3]  # at right angles to the key
+
+    def asked(taken: Any) -> Any:
+        left = moved - taken[:, None] * guess
+        return (left * key).sum(1) / np.linalg.norm(left, axis=1)
+
+    found = zeroed(asked, np.linalg.norm(moved, axis=1) / np.linalg.norm(guess, axis=1))
+    assert not found.found
+    assert found.asked <= 40
+    assert (np.abs(found.z) <= np.abs(asked(np.zeros(12))) + 1e-9).all()
+    assert (np.abs(np.delete(found.z, 3)) < 0.1).all(), "the others are at 0 nevertheless"
+    constant = zeroed(lambda _: np.full(2, 9.0), np.ones(2))
+    assert constant.left == 9.0
+    assert not constant.taken.any()
+    backwards = zeroed(lambda taken: 5.0 + 10 * taken, np.ones(2))  # the estimate points the other way
+    assert backwards.found
+    assert np.allclose(backwards.taken, -0.5, atol=0.01)
+    assert zeroed(lambda _: np.full(1, 3.0), np.zeros(1)).asked == 2  # a block that did not move
 
 
 @pytest.mark.parametrize("weights", ["even", "random", "alternating"])

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import isqrt, sqrt
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quorumark import shamir
 from quorumark.consortium.identity import Identity
+from quorumark.errors import EvidenceError
+from quorumark.field import P
 from quorumark.model.blocks import Blocks
+from quorumark.verify import answer as answering
+from quorumark.verify import combine as combining
+from quorumark.verify import examine as examiner
 from quorumark.verify import guard
+from quorumark.verify import query as asking
+from quorumark.verify.answer import answer, answer_layers, seal_context
+from quorumark.verify.combine import combine, reconcile
+from quorumark.verify.evidence import Partial, Query
 from quorumark.verify.guard import block_breadth, budget, check_query, layers_offered
-from quorumark.verify.layered import Examiner, Layers, broad_blocks
+from quorumark.verify.layered import Examiner, Layers, broad_blocks, unseal
 from quorumark.verify.null import layers_threshold, log10_layers, raised_threshold, three_digits
+from quorumark.verify.query import AskLayers, prepare
 from quorumark.verify.residual import Asked, Residual, residual
 from quorumark.verify.rules import AnswerRules
 from tests.kit.ceremony import make_terms
+from tests.kit.consortium import Tensors, World, trained_from
+from tests.kit.layered import Asked as AskedByLayers
+from tests.kit.layered import ask_by_layers, blocks_in, layered_anchor, layered_world, plain_certificate
 from tests.kit.ledgers import PEOPLE, Member, Vector, rounded
 from tests.kit.null import tail_of_q
 from tests.kit.refusals import refused
@@ -72,21 +88,77 @@ def test_failed_answers_by_layers_combine_block_by_block(queries: int, count: in
     assert q < float(layers_threshold("6", count + equations, HALF))
 
 
-def test_cuts_that_are_chosen_when_the_key_is_known_make_an_innocent_model_pass() -> None:
-    """The best cuts by dynamic programming, at one of 590 places each; the agreed ones show nothing."""
-    d, step, count = 75_520, 128, 64
-    key, x = _key(d, 2), _model(d, 3).astype(float)
+def _best_cuts(x: Floats, key: Floats, count: int, least: int = 1, step: int = 128) -> tuple[float, list[int]]:
+    """The cuts, at multiples of `step` and `least` steps apart, that give the largest Q with this key; and that Q."""
     y = np.concatenate([[0.0], np.cumsum((x * key).reshape(-1, step).sum(1))])
     n = np.concatenate([[0.0], np.cumsum((x * x).reshape(-1, step).sum(1))])
     gain = (y[None, :] - y[:, None]) ** 2 / np.maximum(n[None, :] - n[:, None], 1e-9)
-    gain[np.tril_indices(y.size)] = -np.inf
-    best = gain[0]
+    places = np.arange(y.size)
+    gain[places[None, :] - places[:, None] < least] = -np.inf
+    best, came = gain[0], []
     for _ in range(count - 1):
-        best = (best[:, None] + gain).max(0)
-    chosen = float(best[-1])
+        ways = best[:, None] + gain
+        came.append(ways.argmax(0))
+        best = ways.max(0)
+    ends = [y.size - 1]
+    for before in reversed(came):
+        ends.append(int(before[ends[-1]]))
+    return float(best[-1]), [0, *(step * end for end in reversed(ends))]
+
+
+def test_cuts_that_are_chosen_when_the_key_is_known_make_an_innocent_model_pass() -> None:
+    """The best cuts by dynamic programming, at one of 590 places each; the agreed ones show nothing, and neither do the
+    best ones that leave each block as broad as members ask for."""
+    d, count = 75_520, 64
+    key, x = _key(d, 2), _model(d, 3).astype(float)
+    chosen, _ = _best_cuts(x, key, count)
     agreed = _z(x, key, _edges(d, count))
     assert float(log10_layers(f"{chosen:.2f}", count)) < -12
     assert float(log10_layers(f"{float(agreed @ agreed):.2f}", count)) > -2
+    for some in range(2, 24):  # 3,200 coordinates of a normal distribution rest on about 1,070
+        broad, _ = _best_cuts(x, key, some, least=25)
+        assert broad < float(layers_threshold("6", some, HALF))
+
+
+def test_blocks_of_another_version_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members who cut by what the query names, cuts that somebody chose when the key was known, sign that an innocent
+    model passes. Ours compute the blocks of the terms' rule, and refuse."""
+    world = layered_world(tmp_path, 3, 2)
+    suspect = world.save(_innocent(55), "innocent.safetensors")
+    before = plain_certificate(world, suspect, POINTS)
+    assert before.finding.verdict == "FAILED"
+    judge = Identity.generate("Judge Oak")
+    asked = AskLayers.of(before, judge.card())
+    x = prepare(world.reference, suspect).form.x.astype(float)
+    _, cuts = _best_cuts(x, world.known.key.astype(float), 64)
+    chosen = Blocks(tuple(cuts), tuple(f"cut {number}" for number in range(64)))
+
+    def answered(query: Query) -> list[Partial]:
+        return [
+            answer(*world.homes[x - 1], world.reference, suspect, query, approved=True, after=before) for x in POINTS
+        ]
+
+    with monkeypatch.context() as patched:
+        for module in (asking, answering):
+            patched.setattr(module, "agreed_blocks", lambda _: chosen)
+        for module in (asking, guard):
+            patched.setattr(module, "block_breadth", lambda _: 1)
+        query = prepare(world.reference, suspect, layers=asked).query
+    assert query.equations == 64
+    with pytest.raises(EvidenceError, match="does not describe this suspect"):
+        answered(query)
+    with monkeypatch.context() as patched:
+        for module in (asking, answering):
+            patched.setattr(module, "agreed_blocks", lambda _: chosen)
+        for module in (asking, guard):
+            patched.setattr(module, "block_breadth", lambda _: 1)
+        patched.setattr(guard, "_ADDED", 1)
+        partials = answered(query)
+    opened = examiner.examine(judge, world.manifest, query, partials).opened
+    found = combine(world.manifest, query, partials, opened=opened)
+    assert found.verdict == "PASSED", "of an innocent model"
+    honest = prepare(world.reference, suspect, layers=asked).query
+    assert honest.equations == 9
 
 
 def _marked(seed: int) -> tuple[Floats, Floats, Floats, list[slice]]:
@@ -120,6 +192,66 @@ def test_two_sets_of_numbers_by_block_calibrate_a_removal_and_q_alone_does_not()
     assert min(q(nothing + amount) for amount in np.linspace(0, 1, 201)) > 2 * threshold
 
 
+def _zero_of(tries: list[tuple[float, float]], lengths: list[float]) -> float:
+    """Where (Y_b − a·c)²/‖x_b − a·g_b‖² is 0, from Q at three amounts a: what leaves the least unexplained."""
+    amounts, q = (np.array(one) for one in zip(*tries, strict=True))
+    best, place = np.inf, 0.0
+    for zero in np.linspace(-1, 2, 1201):
+        shape = np.stack([(zero - amounts) ** 2 / np.array(lengths), np.ones(3)], 1)
+        found = np.linalg.lstsq(shape, q, rcond=None)[0]
+        rest = float(((shape @ found - q) ** 2).sum())
+        if found[0] >= 0 and rest < best:
+            best, place = rest, float(zero)
+    return place
+
+
+def _by_q_alone(seed: int) -> tuple[int, int, float, float]:
+    """Block after block: three asks for Q to three digits give its amount. Asks, blocks, Q before and after."""
+    key, x, guess, spans = _marked(seed)
+    threshold = float(layers_threshold("6", len(spans), HALF))
+    asked = 0
+
+    def q(weights: Floats) -> float:
+        nonlocal asked
+        asked += 1
+        left = x - np.concatenate([w * guess[s] for w, s in zip(weights, spans, strict=True)])
+        z = _z(left, key, spans)
+        return float(three_digits([(round(1e6 * one), 10**12) for one in z]))
+
+    weights = np.zeros(len(spans))
+    now = first = q(weights)
+    for b, s in enumerate(spans):
+        tries = [(0.0, now)]
+        for amount in (0.2, 0.4):
+            other = weights.copy()
+            other[b] = amount
+            tries.append((amount, q(other)))
+        weights[b] = _zero_of(tries, [float(((x[s] - a * guess[s]) ** 2).sum()) for a, _ in tries])
+        now = q(weights)
+        if now < threshold:
+            break
+    return asked, len(spans), first, now
+
+
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_coordinate_descent_by_q_alone_takes_more_certificates_than_small_models_pay_for(seed: int) -> None:
+    """3B + 1 certificates of B equations each calibrate a removal by Q alone, three digits or not. The budget does not
+    pay for so many at d = 72,000, nor for a ResNet-18. docs/layers.md says where it does."""
+    asked, blocks, first, last = _by_q_alone(seed)
+    assert (asked, blocks) == (28, 9)
+    assert last < 5 < 1500 < first
+    assert asked == 3 * blocks + 1
+    for d, rho, count, allowed in ((72_000, "0.1", 9, 4), (11_210_432, "0.05", 51, 34)):
+        affords = budget(make_terms(PEOPLE, 2, d, strength={"rho": rho})) // count
+        assert affords == allowed < 3 * count + 1
+    # with 64 blocks it does from 80 million weights on, or 20 at ρ = 0.1; and for 181 certificates of 60 blocks
+    for rho, least in (("0.05", 80_000_000), ("0.1", 20_000_000)):
+        whole = (3 * 64 + 1) * 64
+        assert budget(make_terms(PEOPLE, 2, least, strength={"rho": rho})) >= whole
+        assert budget(make_terms(PEOPLE, 2, 98 * least // 100, strength={"rho": rho})) < whole
+    assert budget(make_terms(PEOPLE, 2, 106_200_000, strength={"rho": "0.05"})) // 60 == 276 > 3 * 60 + 1
+
+
 def test_an_exact_q_and_the_exact_y_show_every_block_where_there_are_few() -> None:
     """Y_b are integers: with three blocks one pair (Y_1, Y_2) fits. Three digits of Q leave millions."""
     d, key = 24_000, _key(24_000, 7)
@@ -147,6 +279,118 @@ def test_an_exact_q_and_the_exact_y_show_every_block_where_there_are_few() -> No
     q = ones**2 / n[0] + twos**2 / n[1] + (sum(y) - ones - twos) ** 2 / n[2]
     alike = int(((q >= float(low)) & (q < 1.01 * float(low) + 0.01)).sum()) * 2500
     assert alike > 10_000
+
+
+# --- through members, examiner and combine -----------------------------------------------------------------
+
+POINTS = (1, 2)
+
+
+def _innocent(seed: int) -> Tensors:
+    return trained_from(layered_anchor(), seed)
+
+
+def _failed_by_layers(world: World, seeds: Iterable[int]) -> tuple[Tensors, list[AskedByLayers]]:
+    """Innocent models that failed plainly and by layers; and the "model" that their answers combine into, block by
+    block: Σ_i Y_ib·(θ_ib − θ_0b)/‖x_ib‖² in each, with something of another training, or it would add nothing new."""
+    anchor, asked = layered_anchor(), []
+    spans = list(blocks_in(world).spans)
+    carriers = [spec.name for spec, _ in world.reference.layout.spans("carrier")]
+    forged = np.zeros(world.reference.layout.coordinates)
+    for seed in seeds:
+        model = _innocent(seed)
+        one = ask_by_layers(world, world.save(model, f"innocent-{seed}.safetensors"), POINTS)
+        certificate = one.certified()
+        assert certificate.finding.verdict == "FAILED"
+        asked.append(one)
+        moved = np.concatenate([(model[n] - anchor[n]).ravel() for n in carriers]).astype(float)
+        values, layers = one.examined().values, one.query.layers
+        assert layers is not None
+        for s, y, norm2 in zip(spans, values, layers.norm2, strict=True):
+            forged[s] += float(y or 0) / norm2 * moved[s] / float(np.linalg.norm(moved[s])) * sqrt(norm2)
+    model = {name: w.copy() for name, w in anchor.items()}
+    rest = _innocent(999)
+    for spec, place in world.reference.layout.spans("carrier"):
+        usual, part = float((rest[spec.name] - anchor[spec.name]).std()), forged[place].reshape(spec.shape)
+        own = 0.15 * (rest[spec.name] - anchor[spec.name])
+        model[spec.name] = (anchor[spec.name] + usual * part / part.std() + own).astype(np.float32)
+    return model, asked
+
+
+def _by_queries(partials: Sequence[Partial]) -> tuple[dict[str, str], dict[str, int], int]:
+    """A naive rule: as many equations as queries that did not pass."""
+    known, blocks, _ = reconcile(partials)
+    return known, blocks, sum(outcome != "passed" for outcome in known.values())
+
+
+def _least_told(partials: Sequence[Partial]) -> tuple[dict[str, str], dict[str, int], int]:
+    """A naive rule: of how many blocks a query was is what the partials say that say least."""
+    known, _, _ = reconcile(partials)
+    told = {x: min(partial.blocks.get(x, 1) for partial in partials) for x in known}
+    return known, {x: count for x, count in told.items() if count > 1}, sum(told.values())
+
+
+def test_failed_layers_answers_combine_into_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty failed queries of nine blocks: √180 = 13.4, where twenty equations raise z* to 10.5, and 180 to 19.4. A
+    member that tells others' B as 1 changes nothing."""
+    world = layered_world(tmp_path, 3, 2)
+    model, failed = _failed_by_layers(world, range(100, 120))
+    suspect = world.save(model, "forged.safetensors")
+    asked = ask_by_layers(world, suspect, POINTS)
+    plain, opened = asked.before.finding, asked.examined().opened
+    layered = combine(world.manifest, asked.query, asked.partials, opened=opened)
+    assert plain.equations == layered.equations == 9 * len(failed) == 180
+    assert (plain.verdict, layered.verdict) == ("FAILED", "FAILED")
+    home, unlock = world.homes[0]
+    liar = Partial.sign(home.identity(unlock), **{**plain.partials[0].as_dict(), "members": (), "blocks": {}})
+    lied = [liar, *plain.partials[1:]]
+    assert combine(world.manifest, plain.query, lied).equations == 180
+    # who counts queries is shown a proof twice, and so is who believes the smaller B
+    for naive, partials in ((_by_queries, plain.partials), (_least_told, lied)):
+        with monkeypatch.context() as patched:
+            patched.setattr(combining, "reconcile", naive)
+            found = combine(world.manifest, plain.query, partials)
+            assert (found.verdict, found.equations) == ("PASSED", 20)
+            assert float(found.z) > 10.5
+    with monkeypatch.context() as patched:
+        patched.setattr(combining, "reconcile", _by_queries)
+        found = combine(world.manifest, asked.query, asked.partials, opened=opened)
+        assert found.layers is not None
+        assert float(found.layers.q) >= float(found.layers.threshold)
+
+
+def _first_of_decoded(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """A naive rule: the number that the first t partials give, whatever the others say."""
+    return lambda points, threshold: decode(dict(list(points.items())[:threshold]), threshold)
+
+
+@pytest.mark.parametrize("answered", [(1, 2, 3), (1, 2, 3, 4, 5)])
+def test_one_lie_in_one_block_gives_an_innocent_model_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: tuple[int, ...]
+) -> None:
+    """z_b = 20 in a block is Q = 400 at least, where 64 are needed. With five partials the liar is corrected; with
+    three, which contradict nothing, the blocks do not add up."""
+    world = layered_world(tmp_path)
+    asked = ask_by_layers(world, world.save(_innocent(55), "innocent.safetensors"), answered)
+    layers = asked.query.layers
+    assert layers is not None
+    numbers = list(unseal(asked.judge, asked.partials[1].sealed, seal_context(asked.query, 2)))
+    numbers[4] = (numbers[4] - 20 * isqrt(layers.norm2[4]) // 3) % P  # λ_2 = −3 for the points 1, 2, 3
+    home, unlock = world.homes[1]
+    lied = list(asked.partials)
+    lied[1] = answer_layers(home.identity(unlock), world.manifest, asked.query, numbers)
+    if len(answered) == 3:
+        with pytest.raises(EvidenceError, match="do not add up"):
+            asked.examined(lied)
+    else:
+        word = asked.examined(lied).opened
+        assert word.wrong == (2,)
+        assert combine(world.manifest, asked.query, lied, opened=word).verdict == "FAILED"
+    with monkeypatch.context() as patched:
+        patched.setattr(shamir, "decode", _first_of_decoded(shamir.decode))
+        patched.setattr(examiner, "_check_values", lambda *_: None)
+        word = asked.examined(lied).opened
+    assert combine(world.manifest, asked.query, lied, opened=word).verdict == "PASSED"
 
 
 # --- an oracle against single blocks -----------------------------------------------------------------------
@@ -279,15 +523,40 @@ def test_all_allowed_answers_together_stay_below_a_quarter_of_rho(d: int, rho: s
 
 
 def test_the_whole_budget_by_layers_gives_a_direction_of_a_quarter_of_rho() -> None:
-    """39 queries of 16 blocks at d = 40,000 and ρ = 0.5: the best that anybody makes of the answers."""
-    d, count, queries = 40_000, 16, 39
-    key, spans, told = _key(d, 41), _edges(d, count), np.zeros(d)
-    for seed in range(queries):
-        x = _model(d, 500 + seed).astype(float)
-        for s in spans:
-            told[s] += float(x[s] @ key[s]) * x[s] / float(x[s] @ x[s])
-    cosine = float(told @ key) / (float(np.linalg.norm(told)) * sqrt(d))
-    assert 0.9 * 0.125 < cosine < 1.05 * 0.125
+    """39 queries of 16 blocks at d = 40,000 and ρ = 0.5: the best that anybody makes of the answers. d·cos² is χ² with
+    n = 624 degrees of freedom, whatever the key: over eight keys its mean is within four standard errors of n, and n
+    is within the line. A budget of a tenth more is told from it."""
+    d, count, queries, keys = 40_000, 16, 39, 8
+    n, spans = count * queries, _edges(d, count)
+    models = [_model(d, 500 + seed).astype(float) for seed in range(queries)]
+    lengths = [[float(x[s] @ x[s]) for s in spans] for x in models]
+    found = []
+    for seed in range(keys):
+        key, told = _key(d, 41 + seed), np.zeros(d)
+        for x, norms2 in zip(models, lengths, strict=True):
+            for s, norm2 in zip(spans, norms2, strict=True):
+                told[s] += float(x[s] @ key[s]) * x[s] / norm2
+        found.append(float(told @ key) ** 2 / float(told @ told))
+    error = sqrt(2 * n / keys)
+    assert n <= budget(make_terms(PEOPLE, 2, d, strength={"rho": "0.5"})) <= 0.125**2 * d
+    assert abs(float(np.mean(found)) - n) < 4 * error < 0.1 * n
+
+
+@pytest.mark.parametrize(("d", "rho", "part"), [(60_000, "0.05", 0.327), (10_000, "0.05", 0.8), (6_400, "0.05", 1.0)])
+def test_a_model_without_layers_tells_more_than_a_quarter_and_the_docs_say_how_much(
+    root: Path, d: int, rho: str, part: float
+) -> None:
+    terms = make_terms(PEOPLE, 2, d, strength={"rho": rho})
+    assert not layers_offered(terms)
+    assert budget(terms) == 16 > (float(rho) / 4) ** 2 * d
+    assert sqrt(16 / d) / float(rho) == pytest.approx(part, abs=0.001)
+    agreed = make_terms(
+        PEOPLE, 2, d, strength={"rho": rho}, policy={"budget": str(int((float(rho) / 4) ** 2 * d) or 1)}
+    )
+    assert sqrt(budget(agreed) / d) <= float(rho) / 4 or budget(agreed) == 1
+    text = " ".join((root / "docs/layers.md").read_text().split())
+    assert "0.33·ρ for d = 60,000, 0.8·ρ for 10,000, and as much as the public models tell for 6,400" in text
+    assert not layers_offered(make_terms(PEOPLE, 2, 50_000_000, strength={"rho": "0.039"}))
 
 
 # --- the null ----------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ saved there, too, as FedAvg would.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from logging import WARNING
 from pathlib import Path
@@ -25,8 +26,8 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 
 from quorumark.consortium.home import read_as
-from quorumark.consortium.records import Terms
-from quorumark.errors import QuorumarkError, RoundError
+from quorumark.consortium.records import Card, Terms
+from quorumark.errors import EvidenceError, InputError, QuorumarkError, RoundError
 from quorumark.files import write_shared
 from quorumark.model.layout import write_safetensors
 from quorumark.node.relay import relay_ceremony, relay_query
@@ -35,6 +36,9 @@ from quorumark.node.start import Start
 from quorumark.nvflare.optimisers import check_named
 from quorumark.nvflare.wire import SiteWire
 from quorumark.round.server import RoundServer
+from quorumark.verify.certificate import Certificate
+from quorumark.verify.evidence import Partial, Query
+from quorumark.verify.layered import Opened
 from quorumark.verify.reference import Reference
 
 __all__ = ["QuorumarkController"]
@@ -46,6 +50,10 @@ class QuorumarkController(Controller):  # type: ignore[misc]
     With `terms` (a file) the members make their key, and the manifest is written to `consortium`. With `num_rounds`
     they train; the initial model and its layout are beside the manifest. `queries` ask whether a model is theirs, each
     a dict with `suspect` (a file or a folder; by default the model of this run) and `sites` (by default all).
+
+    A query with `after` (the file of the plain query's certificate) and `examiner` (the file of a card) asks by layers:
+    layers-N of the folder gets query.json and the sealed partial-X.json, and the examiner's word is expected there as
+    opened.json (`quorumark verify open`), for `opening_timeout` seconds.
 
     `consortium`, `terms` and suspects are paths on the server's machine. With a `folder` a run whose server died goes
     on when the job is run again; with `go_on` one that lost its folder. `train_timeout` and `stage_timeout` say how
@@ -72,13 +80,14 @@ class QuorumarkController(Controller):  # type: ignore[misc]
         go_on: bool = False,
         sums_alone: bool = False,
         optimiser: str = "",
+        opening_timeout: float = 86400.0,
     ) -> None:
         super().__init__()
         self.consortium, self.terms, self.num_rounds, self.queries = consortium, terms, num_rounds, queries
         self.folder, self.task_name, self.persistor_id = folder, task_name, persistor_id
         self.train_timeout, self.stage_timeout, self.wait_timeout = train_timeout, stage_timeout, wait_timeout
         self.patience, self.after, self.seed, self.go_on = patience, after, seed, go_on
-        self.sums_alone, self.optimiser = sums_alone, optimiser
+        self.sums_alone, self.optimiser, self.opening_timeout = sums_alone, optimiser, opening_timeout
 
     # --- what FLARE calls ---
 
@@ -200,6 +209,7 @@ class QuorumarkController(Controller):  # type: ignore[misc]
             self.log_info(fl_ctx, f"quorumark: {text}")
 
         try:
+            layers = self._by_layers(wire, query, out / f"layers-{number}", note)
             certificate = relay_query(
                 wire,
                 reference,
@@ -209,6 +219,7 @@ class QuorumarkController(Controller):  # type: ignore[misc]
                 stage_timeout=self.stage_timeout,
                 note=note,
                 **{name: query[name] for name in ("align", "lora", "with_base") if name in query},
+                **layers,
             )
         except QuorumarkError as error:
             self.log_warning(fl_ctx, f"quorumark: query {number} was refused: {error}")
@@ -218,6 +229,37 @@ class QuorumarkController(Controller):  # type: ignore[misc]
         finding = certificate.finding
         self.log_info(fl_ctx, f"quorumark: query {number}: {finding.verdict}, z = {finding.z}; {path}")
         return {"verdict": finding.verdict, "z": str(finding.z), "certificate": path.name, "said": said}
+
+    def _by_layers(
+        self, wire: SiteWire, query: Mapping[str, Any], folder: Path, note: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """What `relay_query` needs to ask by layers; nothing for a plain query."""
+        if ("after" in query) != ("examiner" in query):
+            raise InputError("after, examiner", "must be given together, to ask by layers", "one of them")
+        if "after" not in query:
+            return {}
+
+        def opener(asked: Query, partials: Sequence[Partial]) -> Opened:
+            folder.mkdir(parents=True, exist_ok=True)
+            word = folder / "opened.json"
+            for old in (word, *folder.glob("partial-*.json")):
+                old.unlink(missing_ok=True)
+            write_shared(folder / "query.json", asked.to_bytes())
+            for partial in partials:
+                write_shared(folder / f"partial-{partial.point}.json", partial.to_bytes())
+            note(f"the answers are sealed to {card.name!r}, whose word is expected as {word} (quorumark verify open)")
+            until = time.monotonic() + self.opening_timeout
+            while not word.exists():
+                if wire.aborted:
+                    raise EvidenceError("the job was aborted before the examiner's word was there")
+                if time.monotonic() > until:
+                    raise EvidenceError(f"the examiner's word was not there within {self.opening_timeout:.0f} s")
+                time.sleep(0.25)
+            return read_as(word, "an examiner's word", Opened.from_bytes)
+
+        card = read_as(Path(query["examiner"]), "an examiner's card", Card.from_bytes)
+        after = read_as(Path(query["after"]), "a certificate", Certificate.from_bytes)
+        return {"after": after, "examiner": card, "opener": opener}
 
 
 def _training(model: Mapping[str, NDArray[Any]], number: int, rounds: int) -> Any:

@@ -151,6 +151,8 @@ def verification(
     consortium: str | os.PathLike[str],
     suspect: str | os.PathLike[str],
     *,
+    after: str | os.PathLike[str] | None = None,
+    examiner: str | os.PathLike[str] | None = None,
     sites: list[str] | None = None,
     homes: str | os.PathLike[str] = "",
     name: str = "quorumark-query",
@@ -158,8 +160,15 @@ def verification(
 ) -> Recipe:
     """A recipe that asks the members whether a model (a file or a folder on the server's machine) is theirs. The
     certificate is certificate-1.json in the controller's folder. `align`, `lora` and `with_base` ask as
-    `quorumark.flower.verify_model` does."""
+    `quorumark.flower.verify_model` does.
+
+    With `after` (the file of the plain query's certificate, which did not pass) and `examiner` (the file of a card) it
+    asks by layers: the sealed answers are in layers-1 of the controller's folder, where the examiner leaves a word."""
     query: dict[str, Any] = {"suspect": str(_whole(suspect))}
+    if (after is None) != (examiner is None):
+        raise InputError("after, examiner", "must be given together, to ask by layers", "one of them")
+    if after is not None and examiner is not None:
+        query |= {"after": str(_whole(after)), "examiner": str(_whole(examiner))}
     query |= {key: options.pop(key) for key in ("align", "lora", "with_base") if key in options}
     if sites is not None:
         query["sites"] = list(sites)

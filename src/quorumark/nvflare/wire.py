@@ -113,6 +113,11 @@ class SiteWire:
         self._sites: list[str] = []  # a node is its place here, from 1 on
         self._silent: set[int] = set()  # nodes that did not reply when they were last asked
 
+    @property
+    def aborted(self) -> bool:
+        """Whether FLARE stops the job."""
+        return bool(self._abort.triggered)
+
     def label(self, node: int) -> str:
         return self._sites[node - 1]
 

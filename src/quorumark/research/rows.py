@@ -15,14 +15,16 @@ from typing import Any
 
 from quorumark.errors import RecordError
 
-__all__ = ["COLUMNS", "LEAST_LOG10", "ORIGINAL", "Row", "parsed_rows", "table_text"]
+__all__ = ["COLUMNS", "LEAST_LOG10", "MOST_LEFT", "ORIGINAL", "Row", "parsed_rows", "table_text"]
 
 COLUMNS = (
     "attack", "budget", "accuracy", "z", "z_aligned", "seconds", "seed", "settings", "examples", "steps", "surplus",
-    "q", "log10_q",
+    "q", "log10_q", "left",
 )  # fmt: skip
 LEAST_LOG10 = -8.12
 """log10 of the bound from which a query by layers is PASSED with z* = 6: half of exp(−z*²/2), for it has two tests."""
+MOST_LEFT = 1.0
+"""The largest |z_b| right after a removal up to which its amounts count as found: chance alone gives as much."""
 ORIGINAL = "none"
 """The attack that the row of the released model names."""
 
@@ -32,7 +34,7 @@ class Row:
     """One attacked model. z is None where it could not be tested: too few weights fit.
 
     `q` is Q by layers (docs/layers.md) and `log10_q` its bound, the better of aligned and not; None where there are no
-    layers.
+    layers. `left` is the largest |z_b| right after an estimate was taken out of each block by an oracle's amounts.
     """
 
     attack: str
@@ -47,6 +49,7 @@ class Row:
     surplus: int = 0
     q: float | None = None
     log10_q: float | None = None
+    left: float | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -82,6 +85,11 @@ class Row:
         return self.evidence is not None and self.evidence < -LEAST_LOG10
 
     @property
+    def unsolved(self) -> bool:
+        """Whether the oracle's amounts were not found, so that the model says nothing of what such an attacker can."""
+        return self.left is not None and self.left > MOST_LEFT
+
+    @property
     def fraction(self) -> float:
         """How much of the training data was used."""
         return max((float(v) for k, v in self.settings.items() if k.rpartition(".")[2] == "fraction"), default=0.0)
@@ -97,7 +105,7 @@ def table_text(rows: Sequence[Row]) -> str:
         settings = json.dumps(dict(row.settings))
         table.writerow(
             [row.attack, row.budget, f"{row.accuracy:.6f}", *zs, f"{row.seconds:.3f}", row.seed, settings, row.examples,
-             row.steps, row.surplus, *("" if q is None else f"{q:.2f}" for q in (row.q, row.log10_q))]
+             row.steps, row.surplus, *("" if q is None else f"{q:.2f}" for q in (row.q, row.log10_q, row.left))]
         )  # fmt: skip
     return text.getvalue()
 
@@ -116,7 +124,7 @@ def parsed_rows(text: str, source: str) -> list[Row]:
                 Row(
                     line["attack"], float(line["accuracy"]), zs[0], zs[1], float(line["seconds"]), int(line["seed"]),
                     json.loads(line["settings"]), int(line["examples"]), int(line["steps"]), int(line["surplus"]),
-                    *(float(line[name]) if line.get(name) else None for name in ("q", "log10_q")),
+                    *(float(line[name]) if line.get(name) else None for name in ("q", "log10_q", "left")),
                 )
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RecursionError):

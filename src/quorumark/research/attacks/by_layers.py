@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from quorumark.errors import InputError
 from quorumark.model.blocks import blocks_of
 from quorumark.model.layout import ModelLayout
+from quorumark.research.attacks.amounts import Amounts, zeroed
 from quorumark.research.attacks.base import Attack, Target, Weights, _torch
 from quorumark.research.attacks.learning import _fit, _subset, _weights, carrier_rows, carrying_weights, estimate_key
 
 __all__ = ["ATTACKS", "parts_of"]
-
-_ASKED = 4  # times that the oracle is asked for the numbers of all blocks
 
 
 def parts_of(layout: ModelLayout, by: str) -> NDArray[np.int64]:
@@ -109,12 +108,13 @@ def remove_by_block(
     learning_rate: float = 1e-3,
     decay: float = 1e-4,
 ) -> tuple[Weights, dict[str, Any]]:
-    """Takes an estimate of the key out of every block, then repairs what that broke."""
+    """Takes an estimate of the key out of every block, then repairs what that broke. With an oracle the record has
+    `left`, the largest |z_b| right after the removal: above 1 the amounts were not found, and nothing follows."""
     layout = target.layout or ModelLayout.of(target.module())
     guess = estimate_key(target, estimate, coalition=coalition)
     part = parts_of(layout, "block")
     released, anchor = (layout.flatten(model).astype(np.float64) for model in (target.copied(), target.checkpoints[0]))
-    carrying = layout.carrying()
+    carrying, left = layout.carrying(), dict[str, Any]()
     if amounts == "expected":
         moved = (released - anchor)[carrying]
         size = np.bincount(part)
@@ -122,16 +122,17 @@ def remove_by_block(
     elif amounts == "oracle":
         if target.oracle is None:
             raise InputError("target", "must have an oracle for the attack 'removal' with its amounts")
-        taken = _zeroed(target.oracle, target, layout, released, guess, part)
+        amount = _zeroed(target.oracle, target, layout, released, guess, part)
+        taken, left = amount.taken, {"left": amount.left}
     else:
         raise InputError("amounts", "must be expected or oracle", repr(amounts))
     weights = layout.unflatten(_less(layout, released, guess, taken[part]), target.copied())
     module = target.module(weights)
     if not epochs:
-        return _weights(module), {}
+        return _weights(module), left
     data = _subset(target, fraction, seed)
     cost = _fit(module, data, target.loss, seed, epochs=epochs, batch=batch, learning_rate=learning_rate, decay=decay)
-    return _weights(module), cost
+    return _weights(module), cost | left
 
 
 def _less(
@@ -149,23 +150,15 @@ def _zeroed(
     released: NDArray[np.float64],
     guess: NDArray[np.float64],
     part: NDArray[Any],
-) -> NDArray[np.float64]:
-    """Amounts that bring z of every block to 0: a secant in each, by an oracle that tells z_b of a model."""
+) -> Amounts:
+    """Amounts that bring z of every block to 0, by an oracle that tells z_b of a model."""
 
-    def asked(taken: NDArray[np.float64]) -> NDArray[np.float64]:
-        weights = layout.unflatten(_less(layout, released, guess, taken[part]), target.copied())
-        return np.asarray(oracle(weights), np.float64)
+    def asked(taken: NDArray[np.float64]) -> Sequence[float]:
+        return oracle(layout.unflatten(_less(layout, released, guess, taken[part]), target.copied()))
 
     anchor = layout.flatten(target.checkpoints[0]).astype(np.float64)
     moved = np.sqrt(np.bincount(part, (released - anchor)[layout.carrying()] ** 2))
-    before = np.zeros(int(part[-1]) + 1)
-    now = 0.1 * moved / np.maximum(np.sqrt(np.bincount(part, guess**2)), 1e-300)
-    was = asked(before)
-    for _ in range(_ASKED - 1):
-        found = asked(now)
-        slope = np.where(np.abs(found - was) > 1e-9, found - was, np.inf)
-        before, now, was = now, now - found * (now - before) / slope, found
-    return now
+    return zeroed(asked, moved / np.maximum(np.sqrt(np.bincount(part, guess**2)), 1e-300))
 
 
 ATTACKS = (

@@ -2,7 +2,7 @@
 
 It is a TOML file: `[[attack]]` entries with a `name` and its settings, where a list means one run for each value (every
 combination of lists), or with a `chain` of attacks one after the other; without settings, those that docs/attacks.md
-lists. `seeds` for all of them, or for one. `quick`, `paper` and `language` come along.
+lists. `seeds` for all of them, or for one. `quick`, `paper`, `language` and `layers` come along.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quorumark.research.attacks import ATTACKS
 
 __all__ = ["BUILT_IN", "Job", "Plan", "Step", "known_only", "read_plan"]
 
-BUILT_IN = ("quick", "paper", "language")
+BUILT_IN = ("quick", "paper", "language", "layers")
 _LARGEST = 1 << 24  # bytes of a plan
 
 Step = tuple[str, Mapping[str, Any]]

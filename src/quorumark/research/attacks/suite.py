@@ -233,7 +233,9 @@ def run(
             continue
         try:
             result = chain(subject.attacked, job.steps, seed=job.seed)
-            row = subject.row(job, result.weights, seconds=result.seconds, examples=result.examples, steps=result.steps)
+            cost = {"seconds": result.seconds, "examples": result.examples, "steps": result.steps}
+            left = [value for name, value in result.notes.items() if name.rpartition(".")[2] == "left"]
+            row = subject.row(job, result.weights, **cost, left=max(left, default=None))
         except QuorumarkError as error:
             failed.append(f"{job.name}: {error}")
             continue

@@ -137,7 +137,7 @@ class Suite:
         self._speed: float | None = None  # attackers' images a second
         self._fleet: Attackers | None = None
         self._parted: PartedAttackers | None = None
-        self._taken: dict[tuple[str, int, str], Future[Tensor]] = {}
+        self._taken: dict[tuple[str, int, str], Future[tuple[Tensor, float | None]]] = {}
         self._found: Groups | None = None
         self._like = {name: tensor.cpu().numpy() for name, tensor in self.run.fleet.module.state_dict().items()}
         self._original, self._anchor = self._tensors(self.released), self._tensors(self.run.initial)
@@ -364,9 +364,10 @@ class Suite:
             )  # fmt: skip
         return self._parted
 
-    def _removed(self, job: Trained) -> Tensor:
+    def _removed(self, job: Trained) -> tuple[Tensor, float | None]:
         """The released model less an estimate of the key in every block, by expected amounts or an oracle's who knows
-        the key. The oracle answers on the CPU: `_ask_ahead` begins with all of them while others train."""
+        the key; and the largest |z_b| that the oracle's leave. The oracle answers on the CPU: `_ask_ahead` begins with
+        all of them while others train."""
         wanted = job.estimate, job.coalition, job.amounts
         if wanted not in self._taken:
             self._ask_ahead([job])
@@ -377,12 +378,13 @@ class Suite:
         released = self.released.cpu()
         moved = (released - self.run.initial.cpu())[: len(parts)]
 
-        def work(guess: Tensor, amounts: str) -> Tensor:
+        def work(guess: Tensor, amounts: str) -> tuple[Tensor, float | None]:
             if amounts == "expected":
                 rho = self.run.mark.rho if self.run.mark is not None else 0.0
-                return less(released, guess, parts, expected(moved, guess, parts, rho))
+                return less(released, guess, parts, expected(moved, guess, parts, rho)), None
             sums = [torch.bincount(parts, (v * v).double()).sqrt() for v in (moved, guess)]
-            return removed(released, guess, parts, sums[0] / sums[1].clamp_min(1e-300), oracle)
+            model, amount = removed(released, guess, parts, sums[0] / sums[1].clamp_min(1e-300), oracle)
+            return model, amount.left
 
         def oracle(vector: Tensor) -> list[float]:
             return self._known.z_by_block(self._known.form(TensorsInMemory(self._tensors(vector))))
@@ -414,7 +416,7 @@ class Suite:
         if job.attack == DISTILLATION:
             return Attacker(self._student(), kappa=0.5, decay=0.0)
         if job.amounts:
-            return Attacker(self._removed(job))
+            return Attacker(self._removed(job)[0])
         guess = self.guess(job.estimate, job.coalition) if job.estimate else None
         return Attacker(self.released, guess, job.alpha, rate=job.lr / LR)
 
@@ -454,6 +456,9 @@ class Suite:
             fleet.begin_parts(attackers, parts, [job.weights for job in jobs])
         else:
             fleet.begin(attackers)
+        for k, job in enumerate(jobs):
+            if job.amounts:  # what the repair begins with
+                self._look(job, fleet.model(k), 0, 0, len(own), 0.0)
         begun = time.perf_counter()
         for epoch in range(1, self.epochs + 1):
             x, y = feed.take(epoch)
@@ -488,8 +493,9 @@ class Suite:
             _keep(vector, self._tuned)
 
         def finish(found: Scores) -> None:
-            z, *q = found
-            row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps, 0, *q)
+            z, q, log10_q = found
+            left = self._removed(job)[1] if job.amounts else None
+            row = Row(job.attack, accuracy, z, None, seconds, _SEED, settings, examples, steps, 0, q, log10_q, left)
             if last:
                 self._told(row)
             if learnt is not None:

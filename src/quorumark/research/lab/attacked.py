@@ -48,6 +48,18 @@ class Attacked:
         """Attacked models at the end of their attack, not on the way."""
         return [row for row in self.rows if "epoch" not in row.settings and row.attack != ORIGINAL]
 
+    def unsolved(self, row: Row) -> bool:
+        """Whether an oracle's amounts were not found, so that the model shows nothing of what such an attacker can.
+
+        Where a table does not say what was left right after the removal, the first epoch of repair does: what is then
+        beyond chance by Q was never at 0.
+        """
+        if row.left is not None or row.settings.get("amounts") != "oracle":
+            return row.unsolved
+        first = {**row.settings, "epoch": 1}
+        found = [r for r in self.rows if (r.attack, r.seed, r.settings) == (row.attack, row.seed, first)]
+        return any(r.log10_q is not None and r.log10_q <= LEAST_LOG10 for r in found)
+
     def aims(self) -> list[tuple[str, bool | None, str]]:
         """What was aimed at, whether it holds (None: not known), and the figure."""
         tuned = [r for r in self.last if r.attack == "fine-tuning" and r.settings == {"fraction": 0.2}]
@@ -73,9 +85,9 @@ class Attacked:
         tuned = [r for r in self.last if r.attack == "fine-tuning" and r.settings == {"fraction": 0.2}]
         if not tested or not tuned:
             return []
-        knowing = [r for r in tested if r.attack in KNOWING]
+        knowing = [r for r in tested if r.attack in KNOWING and (r.escapes or not self.unsolved(r))]
         floor = tuned[0].accuracy - _BELOW
-        others = [r for r in tested if r not in knowing and r.accuracy >= floor]
+        others = [r for r in tested if r.attack not in KNOWING and r.accuracy >= floor]
         worst = min(others, key=lambda r: r.evidence or 0.0)
         text = (
             f"the suite's attacks but distillation PASS by z or Q down to {100 * _BELOW:.0f} points below fine-tuning"
@@ -206,7 +218,8 @@ training images, augmented as in training; distillation with T = 3, α = 0.5 and
 of the learning rate are ours (docs/attacks.md, "Estimates of the key"). z is balanced; *aligned* where channels were
 moved. *Q* is by layers (docs/layers.md), where it was measured; *PASSED by* names the tests of a plain query and of one
 by layers after it. *Removal* takes an estimate out of each block, with the amounts that an attacker expects or that an
-oracle tells who knows the key, and repairs the model; *adaptive-by-part* keeps the cosine of θ − θ_0 small in each
+oracle tells who knows the key, and repairs the model; where the oracle's *amounts* were *not found*, nothing follows
+from the row. *Adaptive-by-part* keeps the cosine of θ − θ_0 small in each
 block or row. Models after 1, 2, 5, 10, 20 and 50 epochs are in the table files, and count for the aims.
 """
 
@@ -243,7 +256,8 @@ def _of_run(attacked: Attacked, figures: Path) -> str:
     parts.append(table(["estimate", "who", "cosine with the key"], cosines))
     rows = [
         [r.attack, _shown(r.settings), f"{100 * r.accuracy:.2f}", f"{100 * (r.accuracy - original.accuracy):+.2f}",
-         *("" if z is None else f"{z:.1f}" for z in (r.z, r.z_aligned)), *(_layered(r) if layers else [])]
+         *("" if z is None else f"{z:.1f}" for z in (r.z, r.z_aligned)),
+         *(_layered(r, attacked.unsolved(r)) if layers else [])]
         for r in attacked.last
     ]  # fmt: skip
     if layers:
@@ -268,15 +282,15 @@ def _of_run(attacked: Attacked, figures: Path) -> str:
     return "\n".join(parts)
 
 
-def _layered(row: Row) -> list[str]:
-    """Q, log10 of its bound, and which test a verifier would PASS it by."""
+def _layered(row: Row, unsolved: bool) -> list[str]:
+    """Q, log10 of its bound, and which test a verifier would PASS it by; and whether that shows anything."""
     if row.q is None or row.log10_q is None:
         return ["", "", ""]
     by = ["z"] * ((row.best or 0.0) >= _PLAIN) + ["Q"] * (row.log10_q <= LEAST_LOG10)
     return [
         f"{row.q:.0f}",
         f"{row.log10_q:.0f}" if row.log10_q <= -10 else f"{row.log10_q:.1f}",
-        ", ".join(by) or "**none**",
+        (", ".join(by) or "**none**") + (" (amounts not found)" if unsolved else ""),
     ]
 
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quorumark.errors import InputError
+from quorumark.research.attacks.amounts import Amounts, zeroed
 from quorumark.research.lab.fleet import _rows
 from quorumark.research.lab.retrain import Attacker, Attackers
 
 __all__ = ["PartedAttackers", "expected", "less", "removed"]
-
-_ASKED = 4  # times that the oracle is asked
 
 
 class PartedAttackers(Attackers):
@@ -115,19 +115,14 @@ def less(released: Tensor, guess: Tensor, parts: Tensor, amounts: Tensor) -> Ten
 
 def removed(
     released: Tensor, guess: Tensor, parts: Tensor, scale: Tensor, oracle: Callable[[Tensor], Sequence[float]]
-) -> Tensor:
+) -> tuple[Tensor, Amounts]:
     """A model less a_b·τ′ in each block, with the amounts that bring the oracle's z of every block to 0.
 
-    `scale`: ‖θ_b − θ_0b‖/‖τ′_b‖ of each block, the size of a first try.
+    `scale`: ‖θ_b − θ_0b‖/‖τ′_b‖ of each block, the size of an amount.
     """
 
-    def asked(amounts: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(oracle(less(released, guess, parts, amounts)))).to(amounts)
+    def asked(amounts: NDArray[np.float64]) -> Sequence[float]:
+        return oracle(less(released, guess, parts, torch.from_numpy(amounts)))
 
-    before, now = torch.zeros_like(scale), 0.1 * scale
-    was = asked(before)
-    for _ in range(_ASKED - 1):
-        found = asked(now)
-        slope = torch.where((found - was).abs() > 1e-9, found - was, torch.inf)
-        before, now, was = now, now - found * (now - before) / slope, found
-    return less(released, guess, parts, now)
+    amounts = zeroed(asked, scale.double().numpy())
+    return less(released, guess, parts, torch.from_numpy(amounts.taken)), amounts
