@@ -23,6 +23,7 @@ from tests.kit.flowers import Consortium, LocalGrid, app_for, same
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
 from tests.kit.states import amend, small
+from tests.kit.ways import of_way, ways
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -120,12 +121,13 @@ def test_homes_that_were_not_made_for_a_simulation_are_served_by_messages(tmp_pa
 NOISY = {"rho": "0.1", "c_max": "0.1"}
 
 
-def test_the_server_s_process_follows_all_members_noise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ways("plain", "cohort", of=("plain", "cohort")))
+def test_the_server_s_process_follows_all_members_noise(tmp_path: Path, way: str) -> None:
     """What is left of the mark is what a federation in one process finds, members who are lost included. No member
     follows its own, and none is asked."""
-    world = made_for_simulation(Consortium.deal(tmp_path, 5, 3, strength=NOISY, policy={"sums": "checked"}))
+    world = made_for_simulation(of_way(tmp_path, way, strength=NOISY))
     lost = {3: 2, 6: 4, 7: 4}
-    wrapped, model = run(world, Simulation(_losing(world, lost), 5), 10)
+    wrapped, model = run(world, Simulation(_losing(world, lost), world.count), 10)
     expected = world.in_process(10, SEED, Losses({(r, "train"): [x] for r, x in lost.items()}))
     assert same(model, expected.model)
     for asked in (5, 10):
@@ -135,7 +137,7 @@ def test_the_server_s_process_follows_all_members_noise(tmp_path: Path) -> None:
         )  # of the state that the round begins with
         assert (found.survival, found.survival_error) == (right.survival, right.survival_error)
         assert 0 < found.survival_error < 1
-    assert not [path for x in range(1, 6) for path in rounds_of(world, x).glob("state-*/noise.sealed")]
+    assert not [path for x in range(1, world.count + 1) for path in rounds_of(world, x).glob("state-*/noise.sealed")]
 
 
 def test_a_home_that_was_not_made_for_a_simulation_follows_its_noise(
