@@ -115,8 +115,8 @@ def test_without_the_check_another_tag_is_taken(
 @pytest.mark.parametrize("liars", [1, 2])
 @FEW
 def test_wrong_shares_open_nothing(every: Every, tmp_path: Path, way: str, liars: int) -> None:
-    """T = 4 of five answers make the seeds, and the fifth shows that one is wrong. Nor does the server get another sum
-    from that model: the same one stays open."""
+    """T = 4 of five answers make the seeds, the fifth shows that one is wrong, and so do the commitments to the seeds.
+    Nor does the server get another sum from that model: the same one stays open."""
     run = Lying(every(way, tmp_path / "world"))
     run.round()
     run.liars = liars
