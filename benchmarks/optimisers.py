@@ -139,7 +139,8 @@ def turn_line(found: Row) -> str:
 def step_line(found: Row) -> str:
     """A turn, as docs/optimisers.md has it."""
     part = max(found["part"]) / float(found["strength"]["c_max"])
-    cells = (f"{part:.2f}", *(f"{max(found[name]):.3f}" for name in ("loudest_step", "best_steps")))
+    shown = (f"{max(found[name]):.3f}" for name in ("loudest_sum", "loudest_step", "best_sums", "best_steps"))
+    cells = f"{part:.2f}", *shown
     return f"| `{found['optimiser']}` | {found['way']} | {found['strength']['c_max']} | {' | '.join(cells)} |"
 
 

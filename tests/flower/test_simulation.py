@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 from quorumark.errors import InputError, KeystoreError, RecordError
-from quorumark.flower.simulation import HOME
+from quorumark.flower.simulation import HOME, SimulationWire
 from quorumark.node.homes import Words, simulated_member
 from quorumark.node.journal import allow_repeats
 from quorumark.node.member import MemberNode
@@ -23,6 +23,7 @@ from tests.kit.flowers import Consortium, LocalGrid, app_for, same
 from tests.kit.refusals import stopped
 from tests.kit.rounds import Run
 from tests.kit.states import amend, small
+from tests.kit.ways import of_way, ways
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
@@ -115,6 +116,42 @@ def test_homes_that_were_not_made_for_a_simulation_are_served_by_messages(tmp_pa
         _, model = run(found, grid, 2)
         assert same(model, expected)
         assert (grid.stages["upload"], grid.stages["unmask"]) == (10, 10)
+
+
+NOISY = {"rho": "0.1", "c_max": "0.1"}
+
+
+@pytest.mark.parametrize("way", ways("plain", "cohort", of=("plain", "cohort")))
+def test_the_server_s_process_follows_all_members_noise(tmp_path: Path, way: str) -> None:
+    """What is left of the mark is what a federation in one process finds, members who are lost included. No member
+    follows its own, and none is asked."""
+    world = made_for_simulation(of_way(tmp_path, way, strength=NOISY))
+    lost = {3: 2, 6: 4, 7: 4}
+    wrapped, model = run(world, Simulation(_losing(world, lost), world.count), 10)
+    expected = world.in_process(10, SEED, Losses({(r, "train"): [x] for r, x in lost.items()}))
+    assert same(model, expected.model)
+    for asked in (5, 10):
+        found, right = (
+            wrapped.reports[asked - 1],
+            expected.reports[asked - 2],
+        )  # of the state that the round begins with
+        assert (found.survival, found.survival_error) == (right.survival, right.survival_error)
+        assert 0 < found.survival_error < 1
+    assert not [path for x in range(1, world.count + 1) for path in rounds_of(world, x).glob("state-*/noise.sealed")]
+
+
+def test_a_home_that_was_not_made_for_a_simulation_follows_its_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the server says; and it tells what that says where it is asked."""
+    world = Consortium.deal(tmp_path, 5, 3, strength=NOISY, policy={"sums": "checked"})
+    copy = world.copy(tmp_path / "told")
+    wrapped, _ = run(world, Simulation(app_for(world.folder), 5), 5)
+    assert 0 < wrapped.reports[-1].survival_error < 1
+    monkeypatch.setattr(SimulationWire, "serves_all", True)
+    run(copy, Simulation(app_for(copy.folder), 5), 4)
+    for found in (world, copy):
+        assert all(list(rounds_of(found, x).glob("state-*/noise.sealed")) for x in range(1, 6))
 
 
 def rounds_of(world: Consortium, x: int) -> Path:

@@ -228,6 +228,15 @@ def test_the_tables_of_optimisers_are_the_measured_ones(root: Path) -> None:
     assert off == [("decayed", OPTIMISERS[0])]
     for row in rows["turning"]:
         assert max(row["part"]) <= float(row["strength"]["c_max"]) or "adagrad" in row["optimiser"]
+    for row in rows["trained"]:
+        assert min(row["z"]) >= 12
+        assert abs(mean(row, "accuracy") - mean(row, "plain")) <= 0.5
+    for row in [*rows["trained"], *rows["still"]]:
+        rho, most = (float(row["strength"][name]) for name in ("rho", "c_max"))
+        assert max(*row["loudest_sum"], *row["loudest_step"]) <= most
+        assert max(*row["best_sums"], *row["best_steps"]) <= 1.5 * rho
+    above = [row["optimiser"] for row in rows["decayed"] if max(row["best_sums"]) > 0.15]
+    assert above == ["fedyogi:eta=0.01", slower]  # which the page names
 
 
 def test_the_table_of_sampled_members_is_the_measured_one(root: Path) -> None:

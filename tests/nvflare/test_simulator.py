@@ -6,6 +6,7 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,22 +26,39 @@ from tests.kit.flare_runs import FEDADAM, SEED, STRENGTH, ask, make_key, simulat
 from tests.kit.flowers import Consortium, allow, same
 from tests.kit.layered import evaded, layered_world
 
+QUERIES = [{"sites": ["site-1", "site-2"]}, {}]
 
-def test_five_sites_make_a_key_train_and_prove_it(tmp_path: Path) -> None:
-    """With sites that fail at every stage, one of them for good: the models of one process, bit for bit, checked."""
-    world = Consortium.agree(tmp_path, policy={"sums": "checked"}, strength=STRENGTH)
+
+def founded(folder: Path, count: int) -> Consortium:
+    """A consortium whose members made their key over FLARE, and answer queries."""
+    world = Consortium.agree(folder, count, 3, policy={"sums": "checked"}, strength=STRENGTH)
     made = make_key(world)
     world.keep(Manifest.from_bytes(world.path.read_bytes()))
     assert world.manifest is not None
     assert made["manifest"] == world.manifest.digest().hex()
-    for x in range(1, 6):
+    for x in range(1, count + 1):
         allow(world, x)
         assert world.home(x)[0].only_consortium().share_path().exists()
+    return world
 
+
+def proved(world: Consortium, summary: dict[str, Any], signers: list[int]) -> None:
+    """Two sites prove nothing; all together, with the signatures of those who are there."""
+    two, rest = summary["queries"]
+    assert "2 members answered, and 3 must" in two["refused"]
+    assert rest["verdict"] == "PASSED"
+    certificate = Certificate.from_bytes((world.folder / "out" / rest["certificate"]).read_bytes())
+    assert float(certificate.finding.z) > 6
+    assert world.manifest is not None
+    assert [member.point for member in certificate.signers(world.manifest)] == signers
+
+
+def test_five_sites_make_a_key_train_and_prove_it(tmp_path: Path) -> None:
+    """With sites that fail at every stage, one of them for good: the models of one process, bit for bit, checked."""
+    world = founded(tmp_path, 5)
     plan = {(2, "train"): [4], (3, "upload"): [2], (4, "unmask"): [1]}
-    queries = [{"sites": ["site-1", "site-2"]}, {}]
     summary, model = simulate(
-        world, 5, [[r, s, points] for (r, s), points in plan.items()], "site-5:5", patience=10.0, queries=queries
+        world, 5, [[r, s, points] for (r, s), points in plan.items()], "site-5:5", patience=10.0, queries=QUERIES
     )
     expected = world.in_process(5, SEED, Losses({**plan, (5, "train"): [5]}))
     rounds = summary["rounds"]
@@ -53,13 +71,7 @@ def test_five_sites_make_a_key_train_and_prove_it(tmp_path: Path) -> None:
     assert rounds[3]["excluded_codes"] == {"1": "node.failed"}
     assert rounds[4]["lost"]["train"] == [5]
     assert rounds[4]["metrics"]["moved"] == 1.0  # the scripts' own
-
-    two, rest = summary["queries"]
-    assert "2 members answered, and 3 must" in two["refused"]
-    assert rest["verdict"] == "PASSED"
-    certificate = Certificate.from_bytes((world.folder / "out" / rest["certificate"]).read_bytes())
-    assert float(certificate.finding.z) > 6
-    assert [member.point for member in certificate.signers(world.manifest)] == [1, 2, 3, 4]
+    proved(world, summary, [1, 2, 3, 4])
 
 
 def test_five_sites_that_sum_alone(tmp_path: Path) -> None:
@@ -158,11 +170,14 @@ def test_three_sites_answer_by_layers_and_an_examiner_opens(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_ten_sites_that_drop_out(tmp_path: Path) -> None:
-    world = Consortium.make(tmp_path, 10, 3, policy={"sums": "checked"}, strength=STRENGTH)
+def test_ten_sites_make_a_key_drop_out_and_prove_it(tmp_path: Path) -> None:
+    world = founded(tmp_path, 10)
     plan = {(2, "train"): [3], (3, "upload"): [7], (4, "unmask"): [1, 9], (5, "train"): [2, 10]}
-    summary, model = simulate(world, 6, [[r, s, points] for (r, s), points in plan.items()], "site-8:6", patience=10.0)
+    summary, model = simulate(
+        world, 6, [[r, s, points] for (r, s), points in plan.items()], "site-8:6", patience=10.0, queries=QUERIES
+    )
     expected = world.in_process(6, SEED, Losses({**plan, (6, "train"): [8]}))
     assert [tuple(r["members"]) for r in summary["rounds"]] == [r.members for r in expected.reports]
     assert [r["attempts"] for r in summary["rounds"]] == [1, 1, 2, 1, 1, 1]
     assert same(model, expected.model)
+    proved(world, summary, [1, 2, 3, 4, 5, 6, 7, 9, 10])

@@ -16,11 +16,13 @@ from quorumark.round.amplitudes import MarkState
 from quorumark.round.caution import Caution
 from quorumark.round.history import research_seed
 from quorumark.simulation import Federation, Losses
+from tests.kit.drawn import Drawn
 from tests.kit.federation import Model, World, train, vector
 from tests.kit.flowers import Consortium
 from tests.kit.flowers import train as step
 from tests.kit.refusals import stopped
-from tests.kit.rounds import SEED, Run
+from tests.kit.rounds import SEED
+from tests.kit.ways import of_way, ways
 
 TRIES = 24
 
@@ -70,10 +72,12 @@ def test_without_it_most_tries_are_lost(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(bool(report.given_up) for report in run.reports) >= TRIES // 2 - 1
 
 
-@pytest.mark.parametrize("sums", ["checked", "unchecked"])
-def test_nodes_remember_what_a_federation_remembers(tmp_path: Path, sums: str) -> None:
-    """Bit for bit, with one that comes late, and a server that is killed."""
-    world = Consortium.make(tmp_path, policy={"sums": sums})
+@pytest.mark.parametrize("way", ["unchecked", *ways("plain", "cohort, fedadam")])
+def test_nodes_remember_what_a_federation_remembers(tmp_path: Path, way: str) -> None:
+    """Bit for bit, with one that comes late, and a server that is killed. It is sure that somebody complains where
+    all take part, without an optimiser."""
+    unchecked = way == "unchecked"
+    world = Consortium.make(tmp_path, policy={"sums": way}) if unchecked else of_way(tmp_path, way)
     folder, given_up = tmp_path / "run", []
 
     def giant(x: int, model: Any, made: Any) -> Any:
@@ -81,7 +85,7 @@ def test_nodes_remember_what_a_federation_remembers(tmp_path: Path, sums: str) -
             return made
         return {k: v if k == "steps" else model[k] + np.float32(100) * (v - model[k]) for k, v in made.items()}
 
-    class Giants(Run):
+    class Giants(Drawn):
         def trained(self, x: int, model: Any, reply: dict[str, Any]) -> Any:
             return giant(x, model, step(model, 0.01, reply["seed"], reply["rate"]))
 
@@ -95,13 +99,14 @@ def test_nodes_remember_what_a_federation_remembers(tmp_path: Path, sums: str) -
         except Exception as error:  # noqa: BLE001 - which one is looked at below
             given_up.append((number, getattr(error, "code", error)))
     run.server.close(run.model)
-    assert {code for _, code in given_up} == {"round.too-strong"}
-    assert 1 <= len(given_up) <= 3
+    assert {code for _, code in given_up} <= {"round.too-strong"}
     caution = run.server.history.mark.caution
-    assert caution.halvings > 0
+    if way in ("unchecked", "plain"):
+        assert 1 <= len(given_up) <= 3
+        assert caution.halvings > 0
 
     def seeded(model: Model, data: float, seed: int, rate: float, round_no: int) -> Model:
-        (x,) = (x for x in range(1, 6) if research_seed(SEED, round_no, x) == seed)
+        (x,) = (x for x in range(1, world.count + 1) if research_seed(SEED, round_no, x) == seed)
         made: Model = giant(x, model, step(model, data, seed, rate))
         return made
 

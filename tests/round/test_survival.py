@@ -440,7 +440,7 @@ def told_run(seed: int, rounds: int = 8) -> Told:
         added, scale = codec.decode(new, np.float64), amplitudes.vector * 2.0**-40
         before, noises = [*before, weights], [*noises, []]
         for weight, stream in streams:
-            noises[-1] += dither_at([slice(0, SMALL.size)], amplitudes, strength.dither, weight, stream)
+            noises[-1] += dither_at([slice(0, SMALL.size)], amplitudes, strength.dither, [(weight, stream)])
         seen.append(np.divide(added, scale, out=np.zeros(SMALL.size), where=scale > 0))
         weights = weights + rng.normal(0, 0.01, SMALL.size) + added
         state.advance(number, codec.encode(weights), amplitudes if amplitudes.marks else None)

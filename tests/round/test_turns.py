@@ -215,7 +215,6 @@ def test_sums_from_before_a_turn_and_after_it_show_the_marks_of_both(
     assert not any(ceased.cs[13:])
     assert turned_round.raw.loudest <= 0.1 + CHANCE
     found = [ran.raw.best for ran in (before, turned_round, ceased)]
-    print(found)  # noqa: T201
     assert found == pytest.approx([0.17, 0.27, 0.27] if way == NOISY else [0.47, 0.64, 0.58], abs=0.03)
 
 

@@ -281,6 +281,7 @@ class _Carrier:
             patience=owner._patience,
             log=_log(),
             slim=_without_arrays,
+            together=self._wire if isinstance(self._wire, SimulationWire) else None,
         )
         self.rounds.reports = owner.reports
         self.gather: Any = None

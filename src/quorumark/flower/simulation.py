@@ -9,7 +9,8 @@ members itself. The models are the same to the bit; a node on a machine of its o
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from quorumark.consortium.home import HomeFolder
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.records import Manifest
 from quorumark.errors import QuorumarkError
+from quorumark.field import Stream
 from quorumark.flower.wire import FlowerWire
 from quorumark.node.member import MemberNode, refused
 from quorumark.node.wire import Reply, Sent
@@ -41,6 +44,7 @@ class SimulationWire(FlowerWire):
     def __init__(self, grid: Any, kind: str) -> None:
         super().__init__(grid, kind)
         self._here: dict[int, MemberNode] = {}
+        self._elsewhere = set[int]()  # nodes whose members were ready, and are not served here
 
     def exchange(
         self,
@@ -56,7 +60,18 @@ class SimulationWire(FlowerWire):
         if stages == {"train"}:
             for node, reply in replies.items():
                 self._remember(node, str(reply.config.get(HOME, "")), str(reply.config.get(CONSORTIUM, "")))
+                if "ready" in reply.config:
+                    (self._elsewhere.discard if node in self._here else self._elsewhere.add)(node)
         return replies
+
+    @property
+    def serves_all(self) -> bool:
+        return not self._elsewhere
+
+    def noise(
+        self, nodes: Iterable[int], manifest: Manifest, state: bytes, members: tuple[int, ...]
+    ) -> list[tuple[Fraction, Stream]]:
+        return [self._here[node].noise(manifest, state, members) for node in nodes if node in self._here]
 
     def _remember(self, node: int, home: str, consortium: str) -> None:
         """Every time anew: what a node said in an earlier round may not hold any more."""

@@ -35,7 +35,7 @@ RECORD, VECTORS = "quorumark", "quorumark.arrays"
 """The names of the two records that this project adds to a message."""
 
 _LEAST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
-_SHORT_PAUSE = 0.01
+_SHORT_PAUSE, _ALL_ASKED = 0.01, 0.2
 _THREADS = 16
 
 
@@ -154,7 +154,8 @@ def exchange(
     nodes, which were silent before, nobody waits much longer than for the others. With `patience`, once more than half
     have replied, the others get that many times as long as those took. Replies are asked for more often than Flower's
     own `send_and_receive` does, which waits three seconds each time: again after a quarter of the time that has passed.
-    In a simulation a question costs next to nothing, and one is enough for all replies.
+    In a simulation one question is enough for all replies. Its price grows with their number: mostly a single one is
+    asked for, and all of them when that one has come, or some time has passed.
     """
     sent = list(messages)
     if not sent:
@@ -168,10 +169,13 @@ def exchange(
     # one question for each reply: of a node that died while it sent one, Flower waits minutes for the rest of it
     pool = ThreadPoolExecutor(min(_THREADS, len(waiting) or 1))
     asked: dict[str, Future[Any]] = {}
-    pause = _SHORT_PAUSE if here else _LEAST_PAUSE
+    pause, all_asked = _SHORT_PAUSE if here else _LEAST_PAUSE, began
     while waiting:
         if here:
-            came = list(grid.pull_messages(list(waiting)))
+            came = list(grid.pull_messages([next(iter(waiting))]))
+            if came or time.monotonic() - all_asked > _ALL_ASKED:
+                came += grid.pull_messages([name for name in waiting if name != next(iter(waiting))])
+                all_asked = time.monotonic()
         else:
             asked |= {name: pool.submit(grid.pull_messages, [name]) for name in waiting if name not in asked}
             wait(asked.values(), timeout=pause)

@@ -36,7 +36,7 @@ _TYPES: dict[type, set[str]] = {  # of the fields of a config; integers are read
     str: {"manifest", "run", "node", "joined", "session", "have", "requests", "state", "of-manifest"}
     | {"before", "after", "whole", "link"}
     | {"of-state", "sum-under", "sum-held", "sum-level", "settings", "nonces", "history", "names", "record"},
-    bool: {"with-model", "with-share", "check-only", "measure"},
+    bool: {"with-model", "with-share", "check-only", "measure", "noise-elsewhere"},
 }
 
 

@@ -325,6 +325,7 @@ class Journal:
         are checked, the model is what follows from the last one and the sum; whether this member could check that
         itself is noted (`verified`).
         """
+        self.noise.elsewhere = self.simulated and config.get("noise-elsewhere") is True
         turn = Turn.from_bytes(read_text(config, "turn", bytes))
         if turn.round != read_count(config, "round"):
             raise MessageError(
@@ -410,6 +411,7 @@ class Journal:
         that, with its point under the manifest of that round. The model is on disk before anybody may follow it."""
         link = links.Link.told(config)
         member, name = self._under(link), digest("link", canonical(link.as_dict())).hex()
+        self.noise.elsewhere = self.simulated and config.get("noise-elsewhere") is True
         own = self.history(remembered.read_layout(self._layout_path))
         if own.state == link.before:
             links.check_summed(member, link)

@@ -29,6 +29,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from numpy.typing import NDArray
 from quorumark.consortium.home import ConsortiumFolder, HomeFolder
 from quorumark.consortium.identity import Header, Identity
 from quorumark.consortium.keystore import Unlock
+from quorumark.consortium.records import Manifest
 from quorumark.errors import (
     AnsweredError,
     EncodingError,
@@ -47,6 +49,7 @@ from quorumark.errors import (
     RoundError,
     code_of,
 )
+from quorumark.field import Stream
 from quorumark.files import only_one, unsynced
 from quorumark.model.layout import ModelLayout
 from quorumark.node.fields import (
@@ -61,8 +64,10 @@ from quorumark.node.fields import (
 from quorumark.node.journal import MODEL, Journal, is_simulation, rounds_folder
 from quorumark.node.outside import OutsideRounds
 from quorumark.node.wire import introduction
+from quorumark.round.dither import dither_stream
 from quorumark.round.group import FAR, group_of
 from quorumark.round.history import History, research_seed
+from quorumark.round.mark import weight_of
 from quorumark.round.memory import FolderState
 from quorumark.round.secagg.member import SecAggMember
 from quorumark.round.secagg.messages import pack, unpack
@@ -156,6 +161,14 @@ class MemberNode:
             if not consortium.memory_path.exists() or not is_simulation(consortium, self._identity()):
                 return "", ""
         return str(self._home.path.absolute()), self._which or ""
+
+    def noise(self, manifest: Manifest, state: bytes, members: tuple[int, ...]) -> tuple[Fraction, Stream]:
+        """What this member's dither in the sum over `members` from a state is made from, and its weight there: for the
+        process that serves all members of a simulation. Secret."""
+        consortium, identity = self._home.only_consortium(self._which), self._identity()
+        if not self._together or (self._kept is None and not is_simulation(consortium, identity)):
+            raise InputError("noise", "must be asked of a home that was made for a simulation", str(self._home.path))
+        return weight_of(manifest, members, manifest.terms.point_of(identity.ed25519)), dither_stream(identity, state)
 
     def most(self, stage: str) -> int:
         """The most bytes of arrays that a message for a stage may have, for those who read it from a stranger.

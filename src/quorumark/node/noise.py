@@ -1,11 +1,13 @@
 """This member's own noise in the models, as its machine keeps it (docs/strength.md, "Survival").
 
 From it the member computes how much of the mark training left, one number, and tells the server that. The noise itself
-hides the mark: it is in a file that only this member can open.
+hides the mark: it is in a file that only this member can open. In a simulation whose server's process serves all
+members it is followed there, that of all of them at once (`SharedNoise`), as in `Federation`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from quorumark.round.dither import dither_stream
 from quorumark.round.mark import weight_of
 from quorumark.round.survival import Step, Survival, Tracer
 
-__all__ = ["OwnNoise"]
+__all__ = ["OwnNoise", "SharedNoise"]
 
 _KIND = "a member's noise"
 
@@ -30,9 +32,9 @@ class OwnNoise:
 
     def __init__(self, path: Path, identity: Identity, manifest: Manifest) -> None:
         self._path, self._identity, self._manifest = path, identity, manifest
-        strength = manifest.terms.strength
-        self._kappa = strength.dither if manifest.terms.has_key and strength.rule != "paper" else 0
+        self._kappa = _kappa_of(manifest)
         self._followed: Tracer | None = None
+        self.elsewhere = False  # another process follows it
 
     def __repr__(self) -> str:
         return f"OwnNoise({self._path.name!r}, secrets hidden)"
@@ -80,7 +82,7 @@ class OwnNoise:
 
     def _at(self, state: MarkState, chain: bytes) -> Tracer | None:
         """As it was followed to a state with this chain; from nothing if there is no such file; None without noise."""
-        if not self._kappa:
+        if not self._kappa or self.elsewhere:
             return None
         tracer = Tracer(state.layout.coordinates, self._kappa)
         try:
@@ -89,3 +91,31 @@ class OwnNoise:
         except KeystoreError:  # not there yet, or damaged: from here on
             pass
         return tracer
+
+
+class SharedNoise:
+    """That of all members whom the server's process of a simulation serves, in memory. It is followed from one model of
+    the run to the next, and begins anew with the process."""
+
+    def __init__(self, manifest: Manifest, coordinates: int) -> None:
+        self._kappa, self._statistic = _kappa_of(manifest), manifest.terms.statistic
+        self._tracer = Tracer(coordinates, self._kappa)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(secrets hidden)"
+
+    def follow(
+        self, step: Step, after: MarkState, noise: Iterable[tuple[Fraction, Stream]], embedded: Amplitudes | None
+    ) -> None:
+        """One round, by what the members of its sum added."""
+        if self._kappa:
+            self._tracer.follow(step, after, noise, embedded)
+
+    def survival(self, state: MarkState) -> Survival | None:
+        return self._tracer.survival(state, self._statistic) if self._tracer.has_begun else None
+
+
+def _kappa_of(manifest: Manifest) -> int:
+    """The dither of its terms, which is followed only where the mark's amplitudes are known to all."""
+    strength = manifest.terms.strength
+    return strength.dither if manifest.terms.has_key and strength.rule != "paper" else 0

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from quorumark.errors import EncodingError, QuorumarkError, RoundError, code_of
 from quorumark.node.ceremony import check_introduction
-from quorumark.node.wire import Config, Reply, Sent, Wire
+from quorumark.node.noise import SharedNoise
+from quorumark.node.wire import Config, Reply, Sent, Together, Wire
 from quorumark.round.outlook import will_pass
 from quorumark.round.secagg.messages import unpack
 from quorumark.round.server import RoundServer
-from quorumark.round.survival import Survival, middle
+from quorumark.round.survival import Step, Survival, middle
 from quorumark.simulation import NOTHING, RoundReport, timed, without_values
 
 __all__ = ["Rounds"]
@@ -46,9 +47,12 @@ class Rounds:
         log: Log,
         patience: float | None = None,
         slim: Callable[[Any], Any] | None = None,
+        together: Together | None = None,
     ) -> None:
-        """`slim`: what an engine sends for training, without the model. Without it the model always goes along."""
-        self._slim = slim
+        """`slim`: what an engine sends for training, without the model. Without it the model always goes along.
+        `together`: the wire, if members of a simulation are served in this process."""
+        self._slim, self._together = slim, together
+        self._noise = None if together is None else SharedNoise(server.manifest, server.layout.coordinates)
         self._wire, self._server, self._timeout, self._patience, self._log = wire, server, timeout, patience, log
         self._points: dict[int, int] = {}  # node → point, as members signed it
         self._silent: set[int] = set()  # nodes that did not reply when they were last asked
@@ -75,9 +79,11 @@ class Rounds:
         weights, self.told = None, []
         try:
             report.round = server.round_no + 1
+            self._accept(model)
             weights = server.prepare(partial(self.ask_all, beside), model)
             if weights is None:
                 offer, arrays = server.offer(model)
+                offer = self._with_noise(offer)
                 self._train(beside, {**offer, **(told or {}), "stage": "train"}, arrays, timeout, report)
                 self._sum(report)
                 weights = server.finish()
@@ -94,6 +100,29 @@ class Rounds:
             return report, None
         self._fill(report)
         return report, weights
+
+    def _accept(self, model: Mapping[str, Any]) -> None:
+        """In a simulation: goes on to the model that was made of the last sum, and follows all members' noise there."""
+        server = self._server
+        if self._noise is None or self._together is None or not server.has_settled:
+            return
+        step, state = Step(server.history.mark), server.history.state
+        members, embedded = server.members, server.settled.embedded
+        server.close(model)
+        nodes = [node for node, point in self._points.items() if point in members]
+        noise = self._together.noise(nodes, server.manifest, state, members)
+        self._noise.follow(step, server.history.mark, noise, embedded)
+
+    def _with_noise(self, offer: Config) -> Config:
+        """In a simulation: what all members' noise says of the mark is found here, and no member asked."""
+        told = self._about_noise()
+        if told and self._noise is not None and offer.get("measure"):
+            self._survival = self._noise.survival(self._server.history.mark) or self._survival
+        return {name: value for name, value in offer.items() if not told or name != "measure"} | told
+
+    def _about_noise(self) -> Config:
+        """What members are told of it: in a simulation they need not follow theirs."""
+        return {"noise-elsewhere": True} if self._together is not None and self._together.serves_all else {}
 
     def _fill(self, report: RoundReport) -> None:
         server = self._server
@@ -149,7 +178,7 @@ class Rounds:
     ) -> dict[int, dict[str, Any]]:
         """Asks every node for a stage, or those of some members, and gives what the members said, by point."""
         manifest, wire = self._server.manifest, self._wire
-        sent = Sent({**config, "stage": stage, "run": wire.run}, arrays)
+        sent = Sent({**config, **self._about_noise(), "stage": stage, "run": wire.run}, arrays)
         known = self._points
         asked = [node for node in nodes if only is None or node not in known or known[node] in only]
         said: dict[int, dict[str, Any]] = {}

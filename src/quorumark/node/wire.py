@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from quorumark.canonical import digest
+from quorumark.consortium.records import Manifest
 from quorumark.errors import RoundError
+from quorumark.field import Stream
 from quorumark.refusals import Refusal, listed
 
-__all__ = ["Deadline", "Reply", "Sent", "Wire", "introduction"]
+__all__ = ["Deadline", "Reply", "Sent", "Together", "Wire", "introduction"]
 
 Config = dict[str, Any]
 _GRACE = 2.0  # seconds
@@ -83,6 +86,20 @@ class Wire(Protocol):
         """Sends to nodes and collects the replies, until all came or the time is over. For `doubtful` nodes, which were
         silent before, nobody waits much longer than for the others. With `patience`, once more than half have replied,
         the others get that many times as long as those took."""
+
+
+class Together(Protocol):
+    """A wire in whose process the members of a simulation are served."""
+
+    @property
+    def serves_all(self) -> bool:
+        """Whether each node that took part in a round so far has a member who is served here."""
+
+    def noise(
+        self, nodes: Iterable[int], manifest: Manifest, state: bytes, members: tuple[int, ...]
+    ) -> list[tuple[Fraction, Stream]]:
+        """What members added to the sum over `members` from a state, as `round.member.RoundMember.noise` says it: of
+        those nodes that are served here. Secret."""
 
 
 def introduction(about: bytes, run: str) -> tuple[str, str, str]:

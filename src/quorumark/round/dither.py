@@ -86,15 +86,20 @@ def dither_noise(amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: S
 
 
 def dither_at(
-    spans: Iterable[slice], amplitudes: Amplitudes, kappa: int, weight: Fraction, stream: Stream
+    spans: Iterable[slice], amplitudes: Amplitudes, kappa: int, noise: Iterable[tuple[Fraction, Stream]]
 ) -> Iterator[NDArray[np.float64]]:
-    """The noise that a member added at some of its coordinates, over κ·S: √a_k·g, and 0 where there was no mark."""
-    bits, make = KEY_BITS[amplitudes.key], _maker(amplitudes, kappa, weight, stream)
+    """The noise that members added at some of their coordinates, over κ·S: Σ √a_k·g_k, and 0 where there was no mark.
+    `noise` has the weight and the stream of each."""
+    bits, makers = KEY_BITS[amplitudes.key], [_maker(amplitudes, kappa, *one) for one in noise]
     for span in spans:
-        out, noise = np.zeros(span.stop - span.start), np.empty(span.stop - span.start, np.int64)
-        if make(span.start, noise):
+        out, made = np.zeros(span.stop - span.start), np.empty(span.stop - span.start, np.int64)
+        total = np.zeros_like(made)
+        for make in makers:
+            if make(span.start, made):
+                total += made
+        if total.any():
             scale = (amplitudes.vector[span] << np.uint64(bits)).astype(np.float64) * (kappa / ONE)
-            np.divide(noise, scale, out=out, where=scale > 0)
+            np.divide(total, scale, out=out, where=scale > 0)
         yield out
 
 

@@ -97,7 +97,7 @@ class RoundServer:
         self._settled: Settled | None = None  # what the last sum led to, until it is accepted
         self._opened: Vector | None = None  # that sum, with its tag, where sums are checked
         self._under = manifest  # it was summed under
-        self._level = b""
+        self.level = b""  # of the units of the sum that was opened last (`round.units`)
         self._last: dict[str, Any] = {}  # of the last accepted sum: what members check it by
         self._turn = Turn(max(1, after))
         self._past = Past(manifest, self.group, b"")
@@ -454,7 +454,7 @@ class RoundServer:
             self._sum, self._amplitudes = left.server, left.amplitudes
             self._turn = Turn(left.server.plan.round, left.halvings, draw=left.server.draw)
         opened = self._running().finish()
-        self._level = self._running().plan.level
+        self.level = self._running().plan.level
         whole = opened[: len(opened) - self.checks]
         self._opened, self._under = opened, self.manifest if left is None else left.manifest
         self._settled = self.history.settle(
@@ -463,9 +463,9 @@ class RoundServer:
         return self._settled.weights
 
     @property
-    def level(self) -> bytes:
-        """Of the units of the sum that was opened last (`round.units`)."""
-        return self._level
+    def has_settled(self) -> bool:
+        """Whether a sum is waiting to be accepted."""
+        return self._settled is not None
 
     @property
     def widened(self) -> dict[int, int]:

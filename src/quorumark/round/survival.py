@@ -62,6 +62,8 @@ _MEDIAN = sqrt(pi / 2)  # the error of a median, over that of a mean
 def traced_spans(coordinates: int) -> list[slice]:
     """Of up to 2^20 coordinates all; of more every n-th block of 4096, the same for everybody. With a part p of them
     the error is 1/√p times as large."""
+    if coordinates <= MOST:
+        return [slice(0, coordinates)]
     step = -(-coordinates // MOST) * _BLOCK
     return [slice(start, min(start + _BLOCK, coordinates)) for start in range(0, coordinates, step)]
 
@@ -148,9 +150,10 @@ class Tracer:
             vector *= kept**2
         own, amplitudes = 0.0, np.zeros(0)
         if embedded is not None:
-            for weight, stream in noise:
-                own += float(weight)
-                self._noise += np.concatenate(list(dither_at(self._spans, embedded, self._kappa, weight, stream)))
+            known = list(noise)
+            own = sum(float(weight) for weight, _ in known)
+            if known:
+                self._noise += np.concatenate(list(dither_at(self._spans, embedded, self._kappa, known)))
             amplitudes = self._here(embedded.vector.astype(np.float64))
             self._times += np.float32(own) * (amplitudes > 0)
         spot = state.layout.carrying()
