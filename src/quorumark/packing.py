@@ -226,7 +226,7 @@ def unpack_onto(
     _check_length(packed, length)
     if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise InputError("dtype", "must be float32 or float64", kind)
-    out, scale = np.empty(before.size, kind), kind.type(2.0**-40)
+    out, scale = np.empty(before.size, kind), 2.0**-40
     stops, shifts = _pieces(spans, count, length)
     found: list[Any] = parallel.spread(
         lambda b, e: parts.move_by_parts(packed, before, stops, shifts, bits, length, b, e, scale, out),

@@ -124,6 +124,9 @@ max64 = _lane_operation("max64", lambda b, x, y: b.select(b.icmp_unsigned(">", x
 zero_where_p = _constant_operation(
     "zero_where_p", lambda b, x: b.select(b.icmp_unsigned("==", x, _constant(P)), _constant(0), x)
 )
+and64 = _lane_operation("and64", lambda b, x, y: b.and_(x, y))
+least_signed = _lane_operation("least_signed", lambda b, x, y: b.select(b.icmp_signed("<", x, y), x, y))
+most_signed = _lane_operation("most_signed", lambda b, x, y: b.select(b.icmp_signed(">", x, y), x, y))
 low61 = _constant_operation("low61", lambda b, x: b.and_(x, _constant(P)))
 low32 = _constant_operation("low32", lambda b, x: b.and_(x, _constant(2**32 - 1)))
 low31 = _constant_operation("low31", lambda b, x: b.and_(x, _constant(2**31 - 1)))
@@ -269,14 +272,40 @@ def negate_where(_typing: Any, x: Any, flags: Any, index: Any) -> Any:
 
 
 @intrinsic
-def decode_lanes(_typing: Any, out: Any, index: Any, x: Any, scale: Any) -> Any:
-    """out[index : index+8] = lift(x)·scale, where lift(x) = x − p for x > p/2; one rounding."""
+def signed_lanes(_typing: Any, x: Any) -> Any:
+    """lift(x) = x − p for x > p/2, as signed integers."""
+    return lanes(lanes), lambda _c, builder, _s, args: _signed(builder, args[0])
+
+
+def _shift_by(name: str, instruction: str) -> Any:
+    """An intrinsic that shifts all lanes by as many bits, 0 to 63."""
+
+    def operation(_typing: Any, x: Any, bits: Any) -> Any:
+        def code(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            first = builder.insert_element(ir.Constant(_VEC, ir.Undefined), args[1], ir.IntType(32)(0))
+            zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+            bits_of_all = builder.shuffle_vector(first, ir.Constant(_VEC, ir.Undefined), zeros)
+            return getattr(builder, instruction)(args[0], bits_of_all)
+
+        return lanes(lanes, types.int64), code
+
+    operation.__name__ = name
+    return intrinsic(operation)
+
+
+shl_by = _shift_by("shl_by", "shl")
+shr_signed_by = _shift_by("shr_signed_by", "ashr")
+
+
+@intrinsic
+def store_scaled(_typing: Any, out: Any, index: Any, x: Any, scale: Any) -> Any:
+    """out[index : index+8] = x·scale for signed integers x, in out's own precision; one rounding."""
     single = out.dtype == types.float32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         float_type = ir.FloatType() if single else ir.DoubleType()
         kind = ir.VectorType(float_type, LANES)
-        value = builder.sitofp(_signed(builder, args[2]), kind)
+        value = builder.sitofp(args[2], kind)
         factor = builder.fptrunc(args[3], float_type) if single else args[3]
         first = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, ir.IntType(32)(0))
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
@@ -286,6 +315,12 @@ def decode_lanes(_typing: Any, out: Any, index: Any, x: Any, scale: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(out, types.intp, lanes, types.float64), code
+
+
+@njit(forceinline=True)
+def decode_lanes(out: Any, index: Any, x: Any, scale: Any) -> None:
+    """out[index : index+8] = lift(x)·scale, where lift(x) = x − p for x > p/2; one rounding."""
+    store_scaled(out, index, signed_lanes(x), scale)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------

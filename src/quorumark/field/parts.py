@@ -9,7 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from quorumark.field.kernels import P, kernel
+from quorumark.field.kernels import (
+    P,
+    add64,
+    and64,
+    kernel,
+    least_signed,
+    load,
+    max64,
+    most_signed,
+    shl_by,
+    shr_signed_by,
+    signed_lanes,
+    splat,
+    store,
+    store_scaled,
+    sub64,
+)
 
 _HALF = P // 2
 _SCALE, _ROUND = 2.0**40, 1.5 * 2.0**52
@@ -168,57 +184,65 @@ def move_by_parts(
     length: int,
     begin: int,
     end: int,
-    scale: Any,
+    scale: float,
     out: Any,
 ) -> Any:
     """out = (before + v·2^shift)·scale in out's own precision, for the parts v of elements[begin:end], as `split` reads
     them: part j of element i is at place j·length + i, and its shift is shifts[k, j] in piece k, which ends before
-    stops[k]. Returns the largest of the highest parts (all others are below
-    2^(bits−1)) and the least part, whether a place beyond the end has a number, and whether an element is p or more.
-    With a power of two for the scale, of out's type, there is one rounding. Each loop goes over slices, whose ends need
-    no check: LLVM vectorises it."""
-    high, low, beyond = np.int64(0), np.int64(0), np.int64(0)
+    stops[k]. Returns the largest of the highest parts (all others are below 2^(bits−1)) and the least part, whether a
+    place beyond the end has a number, and whether an element is p or more. With a power of two for the scale there is
+    one rounding. Eight elements are read at a time: LLVM alone makes it take almost twice as long."""
+    last = shifts.shape[1] - 1
     half, rest = np.int64(1) << (bits - 1), (np.int64(1) << bits) - 1
-    left, most = np.empty(_BLOCK, np.int64), np.uint64(0)
-    piece, start, last = 0, begin, shifts.shape[1] - 1
+    halves, rests = splat(np.uint64(half)), splat(np.uint64(rest))
+    most, above, below = splat(np.uint64(0)), splat(np.uint64(0)), splat(np.uint64(0))
+    high, low, beyond, largest = np.int64(0), np.int64(0), np.int64(0), np.uint64(0)
+    piece, start = 0, begin
     while start < end:
         while stops[piece] <= start:
             piece += 1
-        count = min(_BLOCK, min(end, stops[piece]) - start)
-        mine = elements[start : start + count]
-        for i in range(mine.size):
-            most = max(most, mine[i])
-            n = np.int64(mine[i])
-            left[i] = n - P if n > _HALF else n
-        for j in range(last + 1):
-            first, shift = j * length + start, shifts[piece, j]
-            here = max(0, min(count, out.size - first))
-            old, new, some = before[first : first + here], out[first : first + here], left[:here]
-            if j == last:
-                for i in range(old.size):
-                    v = some[i]
-                    high, low = max(high, v), min(low, v)
-                    n = np.int64(old[i])
-                    n += (v << shift) - (P if n > _HALF else 0)
-                    new[i] = n
-                    new[i] *= scale
-                for i in range(here, count):
-                    beyond |= left[i]
-                continue
-            for i in range(old.size):
-                v = ((some[i] + half) & rest) - half
-                some[i] = (some[i] - v) >> bits
-                low = min(low, v)
-                n = np.int64(old[i])
-                n += (v << shift) - (P if n > _HALF else 0)
-                new[i] = n
-                new[i] *= scale
-            for i in range(here, count):
-                v = ((left[i] + half) & rest) - half
-                left[i] = (left[i] - v) >> bits
-                beyond |= v
-        start += count
-    return high, low, beyond != 0, most >= np.uint64(P)
+        stop = min(end, stops[piece])
+        count = max(0, min(stop, out.size - last * length) - start)
+        full = start + count - count % 8
+        for i in range(start, full, 8):
+            element = load(elements, i)
+            most = max64(most, element)
+            left = signed_lanes(element)
+            for j in range(last):
+                v = sub64(and64(add64(left, halves), rests), halves)
+                left = shr_signed_by(sub64(left, v), bits)
+                below = least_signed(below, v)
+                n = add64(signed_lanes(load(before, j * length + i)), shl_by(v, shifts[piece, j]))
+                store_scaled(out, j * length + i, n, scale)
+            above, below = most_signed(above, left), least_signed(below, left)
+            n = add64(signed_lanes(load(before, last * length + i)), shl_by(left, shifts[piece, last]))
+            store_scaled(out, last * length + i, n, scale)
+        for i in range(full, stop):
+            largest = max(largest, elements[i])
+            rest_of = np.int64(elements[i])
+            rest_of -= P if rest_of > _HALF else 0
+            for j in range(last + 1):
+                part, place = rest_of, j * length + i
+                if j < last:
+                    part = ((rest_of + half) & rest) - half
+                    rest_of = (rest_of - part) >> bits
+                else:
+                    high = max(high, part)
+                low = min(low, part)
+                if place >= out.size:
+                    beyond |= part
+                    continue
+                old = np.int64(before[place])
+                out[place] = old + (part << shifts[piece, j]) - (P if old > _HALF else 0)
+                out[place] *= scale
+        start = stop
+    found = np.zeros(24, np.uint64)
+    store(found, 0, most)
+    store(found, 8, above)
+    store(found, 16, below)
+    parts = found.view(np.int64)
+    high, low = max(high, parts[8:16].max()), min(low, parts[16:24].min())
+    return high, low, beyond != 0, max(largest, found[:8].max()) >= np.uint64(P)
 
 
 @kernel

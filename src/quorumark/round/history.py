@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,18 +53,32 @@ def research_seed(seed: int, round_no: int, point: int) -> int:
 class Settled:
     """What a round's sum makes of a model: its successor, what was embedded in it, and the members' norms.
 
-    `held` names tensors that keep their weights, because the sum has a number there that no model may have. `stood`:
-    the mark was in one of them, so that another sum from the same weights could show it. `taken`: the step of the
-    server optimiser, where the terms name one.
+    `vector` is the successor, flat. `held` names tensors that keep their weights, because the sum has a number there
+    that no model may have, and `kept` has E of these as it was accepted before, to the last bit. `stood`: the mark was
+    in one of them, so that another sum from the same weights could show it. `taken`: the step of the server optimiser,
+    where the terms name one.
     """
 
     weights: dict[str, Any]
-    encoded: Vector
+    vector: NDArray[Any]
     embedded: Amplitudes | None
     norms: Vector | None
     held: tuple[str, ...]
     stood: bool
     taken: Taken | None = None
+    kept: Mapping[str, tuple[slice, Vector]] = dataclass_field(default_factory=dict)
+
+    @cached_property
+    def encoded(self) -> Vector:
+        """E of the weights, made when it is asked for."""
+        encoded = codec.encode(self.vector, name="the opened sum")
+        for place, before in self.kept.values():
+            encoded[place] = before
+        return encoded
+
+    def encode(self, layout: ModelLayout, model: Mapping[str, Any]) -> Vector:
+        """E of the model that a strategy made of it: this `encoded` itself where that kept every weight."""
+        return self.encoded if np.array_equal(layout.flatten(model), self.vector) else layout.encode(model)
 
 
 class History:
@@ -277,11 +293,9 @@ class History:
                         summed_norms[part] = 0
             embedded = None if embedded is None else embedded.without(held)
             embedded = embedded if embedded is not None and embedded.marks else None
-        weights = layout.unflatten(rounded, like)
-        encoded = codec.encode(rounded, name="the opened sum")
-        for name in held:  # as it was accepted before, to the last bit
-            encoded[places[name]] = self.mark.model[places[name]]
-        return Settled(weights, encoded, embedded, summed_norms, tuple(sorted(held)), stood, taken)
+        names = tuple(sorted(held))
+        kept = {name: (places[name], self.mark.model[places[name]]) for name in names}
+        return Settled(layout.unflatten(rounded, like), rounded, embedded, summed_norms, names, stood, taken, kept)
 
     def _unpacked(self, opened: Vector, level: bytes) -> tuple[NDArray[Any], set[str], Taken | None]:
         """The sum of the models, and the tensors whose parts no members could have sent."""

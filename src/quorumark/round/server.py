@@ -524,10 +524,10 @@ class RoundServer:
 
     def accept(self, model: Weights) -> None:
         """The model that the strategy made of the last sum is the global one now."""
-        settled, encoded = self.settled, self.layout.encode(model)
+        settled, encoded = self.settled, self.settled.encode(self.layout, model)
         history, halvings = self.history, self._turn.halvings
         if self.checks:
-            if not (encoded == settled.encoded).all():
+            if encoded is not settled.encoded and (encoded != settled.encoded).any():
                 raise RoundError(
                     "the model is not what the members make of the sum of the last round, and they check that: use "
                     "a strategy that takes the sum as it is, such as FedAvg, or name a server optimiser in the terms "
