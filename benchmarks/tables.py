@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def compared() -> str:
     cpu, accuracy = ratios("secagg"), _accuracies()
     lines = []
     for kind in ("plain FedAvg", "SecAgg+ of flwr", *PACKINGS):
+        if kind not in sizes:  # SecAgg+ where flwr was not installed
+            continue
         row, weights = sizes[kind], "weight" if kind == 1 else "weights"
         name = kind if isinstance(kind, str) else f"{kind} {weights} in an element" + (", the default" * (kind == 2))
         times = ["", "", ""] if kind == "plain FedAvg" else ["1", "", "1"]
@@ -74,9 +77,9 @@ def compared() -> str:
                 if found is None and kind == 1 and not mark:
                     found = cpu.get(f"{old[who]}, CPU time")
                 times.append("not measured" if found is None else f"{found:.2f}")
-        lines.append([name, f"{row['up']:.2f}", f"{row['down']:.2f}", *times, accuracy[kind]])
-    heads = ["", "bytes a weight up", "down", "CPU time of a member", "with the mark", "of the server", "accuracy"]
-    return table(heads, lines)
+        lines.append([name, f"{row['up']:.2f}", f"{row['down']:.2f}", *times, accuracy.get(kind, "not measured")])
+    heads = ["", "bytes a weight up", "down", "CPU time of a member", "with the mark", "of the server"]
+    return table([*heads, f"accuracy, mean of {_seeds('digits')}"], lines)
 
 
 _PLAIN = ("plain FedAvg", "SecAgg+ of flwr", "later round")
@@ -88,6 +91,13 @@ def _accuracies() -> dict[int | str, str]:
         if row["case"] == "digits":
             found.setdefault(row.get("kind", row["packing"]), []).append(100 * row["accuracy"])
     return {kind: f"{statistics.mean(values):.2f} %" for kind, values in found.items()}
+
+
+def _seeds(case: str) -> str:
+    """How many seeds a case was run with, the fewest of its rows and the most."""
+    counts = Counter(row.get("kind", row["packing"]) for row in read("packing") if row["case"] == case).values()
+    few, many = min(counts), max(counts)
+    return f"{many} seeds" if few == many else f"{few} to {many} seeds"
 
 
 def bytes_by_round() -> str:
@@ -156,7 +166,8 @@ def rounds() -> str:
         up, down = (f"{marked[way] / marked['size']:.2f}" for way in ("bytes_up", "bytes_down"))
         lines.append([str(q), up, down, f"{without['cpu']:.1f} s", f"{marked['cpu']:.1f} s"])
     lines.append(["plain FedAvg", "4", "4", f"{found[1, False]['plain_cpu']:.1f} s", ""])
-    return table(["weights in an element", "bytes a weight up", "down", "CPU time without the mark", "with"], lines)
+    heads = ["weights in an element", "bytes a weight up", "down, the announced sum and the layout"]
+    return table([*heads, "CPU time without the mark", "with"], lines)
 
 
 # --- flower.md --------------------------------------------------------------------------------------------
@@ -181,15 +192,20 @@ def flower() -> str:
         lines.append(["with the mark", "", *marked, seconds, cpu[1]])
     heads = ["", "weights", "messages", "bytes to the node", "bytes from it", "seconds a round"]
     made = table([*heads, "CPU seconds a round, all nodes"], lines)
-    first = read("flower")[0]
-    q, sums = first.get("packing", 1), first.get("sums", "checked")
-    words = "as the simulation has" if q == 2 else "while the simulation has two, as terms have by default"
-    checks = "checks sums" if sums == "checked" else "does not check sums"
-    count = {1: "one weight", 2: "two weights", 3: "three weights", 4: "four weights"}[q]
-    return (
-        f"{made}\n\nThe deployment {checks}, the simulation does not. The deployment has {count} in an element, "
-        f"{words} ([packed sums](secagg.md#packed-sums))."
+    rows = read("flower")
+    deployed, simulated = (
+        next((_terms(row) for row in rows if ("deployment" in row["name"]) == there), "") for there in (True, False)
     )
+    about = [f"{who}: {terms}" for who, terms in (("deployed", deployed), ("simulated", simulated)) if terms]
+    return f"{made}\n\nThe terms ([packed sums](secagg.md#packed-sums)), {'; '.join(about)}."
+
+
+def _terms(row: Row) -> str:
+    """What the terms of a run said, as its row has it."""
+    if "packing" not in row or "sums" not in row:
+        return "not recorded"
+    count = {1: "one weight", 2: "two weights", 3: "three weights", 4: "four weights"}[row["packing"]]
+    return f"{count} in an element, sums {'checked' if row['sums'] == 'checked' else 'not checked'}"
 
 
 def flower_packed() -> str:

@@ -37,7 +37,9 @@ _WARM, _REPEATS = 3, 5  # the mark is there from the third round on, or from the
 @dataclass(frozen=True)
 class RoundRow(Row):
     """`seconds` is a round's wall time, `cpu` its CPU time over all threads, of all members and the server together.
-    Bytes are of a round and a member, to it and from it; what an engine adds is not among them."""
+    Bytes are of a round and a member; what an engine adds is not among them. Those from it are counted. Those to it are
+    calculated: the sum that is announced and the layout, without the announcement of the set and the request, which
+    `benchmarks.bytes` counts."""
 
     packing: int
     members: int
