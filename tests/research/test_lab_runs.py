@@ -280,6 +280,37 @@ def test_packed_rounds_give_the_same_bits(
     assert found[-1].largest > 0
 
 
+@pytest.mark.parametrize(("packing", "giants", "factor"), [(2, 1, 1 << 20), (3, 1, 1 << 20), (4, 1, 512), (4, 2, 512)])
+def test_who_needs_units_that_too_few_ask_for_is_left_out_as_in_the_protocol(
+    packing: int, giants: int, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five members, two must ask. The same members take part, with the same weights, and models, marks and norms are
+    the same bits, in that round and after it."""
+    pytest.importorskip("cryptography")
+    from quorumark.research.lab.masked import compare
+
+    honest = ImageRun.local_models
+
+    def trained(run: ImageRun, number: int) -> Any:
+        loss = honest(run, number)
+        if number == 3:
+            rows, start = run.fleet.theta[:giants], run.model[run.fleet.order.to_device]
+            rows += (factor - 1) * (rows - start)
+        return loss
+
+    monkeypatch.setattr(ImageRun, "local_models", trained)
+    settings = replace(MINI, strength="rho:0.05", members=5, global_batch=60, packing=packing, lr=1e-4)
+    rounds = 5 if giants == 1 else 3  # after two of them the mark is too strong for all
+    found = compare(settings, data.load("shapes"), rounds)
+    assert [r.alone for r in found] == [0, 0, 1 if giants == 1 else 0, 0, 0][:rounds]
+    assert [r.different for r in found] == [0] * rounds
+    assert all(r.alike for r in found)
+    assert found[-1].largest > 0 if giants == 1 else found[2].widened == 2
+    if packing == 4 and giants == 1:  # and without the rule the two are not alike
+        monkeypatch.setattr("quorumark.research.lab.mark.backing", lambda _: 1)
+        assert not compare(settings, data.load("shapes"), 3)[-1].alike
+
+
 def test_another_rounding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control of the test above: rounded down in place of to nearest, in the sum or in the norms."""
     pytest.importorskip("cryptography")

@@ -31,11 +31,11 @@ from quorumark.errors import InputError
 from quorumark.model.layout import ModelLayout
 from quorumark.research.known import SeededKey
 from quorumark.research.lab.dither import Dither, raised
-from quorumark.research.lab.packed import PackedSum, Units, largest_moves
+from quorumark.research.lab.packed import PackedSum, Units, backing, largest_moves, shares_of
 from quorumark.round.amplitudes import NOT_PACKED, Amplitudes, MarkState
 from quorumark.round.forecast import expected_z
 from quorumark.round.paper import PaperScale, paper_amplitudes
-from quorumark.round.units import Packing
+from quorumark.round.units import Packing, widest
 
 __all__ = ["Mark", "decoded", "encoded", "square_sum", "weighted_sum"]
 
@@ -210,16 +210,22 @@ class Mark:
 
     def packed_sum(self, before: Tensor, weights: Sequence[Fraction], model: Callable[[int], Tensor]) -> PackedSum:
         """What a packed round opens to, without its mark. Its units follow from the state, and are wider where an
-        update does not fit: nobody trains again. This waits for the device.
+        update does not fit: nobody trains again. Whose update needs wider ones than so few may ask for is left out.
+        This waits for the device.
         """
         self._wait()
         moved = largest_moves(self.layout, before, model, len(weights))
-        level = self.packing.level(moved, self.state.spans)
-        units = Units(self.layout, self.state.spans(level), before)
-        squares = None
+        level, alone = self.packing.level(list(map(max, zip(*moved, strict=True))), self.state.spans), set[int]()
+        if level:  # the widest of the levels that members need
+            levels = {k: self.packing.level(own, self.state.spans) for k, own in enumerate(moved)}
+            alone = self.state.unbacked(levels, backing(len(weights)))
+            level = widest(level for k, level in levels.items() if k not in alone)
+        taking = tuple(k for k in range(len(weights)) if k not in alone)
+        shares, model = shares_of(weights, taking), _of(taking, model)
+        units, squares = Units(self.layout, self.state.spans(level), before), None
         if self._needs_norms:
-            squares = self._axis_sums(lambda k: units.rounded(model(k), weights[k]), len(weights))
-        return PackedSum(units.total(model, weights), level, squares)
+            squares = self._axis_sums(lambda i: units.rounded(model(i), shares[i]), len(taking))
+        return PackedSum(units.total(model, shares), level, squares, taking)
 
     def apply(
         self,
@@ -237,16 +243,18 @@ class Mark:
         the `axis_sums` of all members, if there is one; `packed` is where `total` comes from if it was packed. Nothing
         here waits for the device (but under the rule `paper`).
         """
-        scales, squares = [], None
+        scales, squares, members = [], None, len(weights)
         if self.strength.rule == "paper":
-            scales = self._scales(before, weights, model)
-        elif self._needs_norms:
+            scales = self._scales(before, weights, model)  # of everybody: they are summed first
+        if packed is not None and len(packed.members) < members:
+            weights, model = shares_of(weights, packed.members), _of(packed.members, model)
+            sums = None if sums is None else _columns(packed.members, sums)
+        if self._needs_norms and self.strength.rule != "paper":
             difference = self._difference(before, model)
             squares = sums() if sums is not None else self._axis_sums(difference, len(weights))
         self._wait()
         if self.strength.rule == "paper":
             opened = field.from_signed(np.array([sum(scales)], np.int64))
-            members = len(weights)
             amplitudes = paper_amplitudes(self.strength, self.layout, "rademacher", round_no, opened, members)
         else:
             amplitudes = self._next.result() if self._next is not None else self.state.amplitudes(round_no)
@@ -393,6 +401,16 @@ class Mark:
     def close(self) -> None:
         self._worker.shutdown()
         self._wait()
+
+
+def _of(members: Sequence[int], model: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """The models of some members, by their place among these."""
+    return lambda i: model(members[i])
+
+
+def _columns(members: Sequence[int], sums: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The `axis_sums` of some members."""
+    return lambda: sums()[:, list(members)]
 
 
 def _paper_scale(scale: PaperScale, norm: int) -> int:

@@ -38,6 +38,7 @@ class MaskedRound:
     different: int  # weights of the global model that are not the same bits
     alike: bool  # whether both sides have the same history: all models, marks and norms so far
     widened: int  # members whose update needed wider units
+    alone: int  # members who were left out because too few others need units as wide
     largest: float  # the mark's largest part, so that "no difference" means something
     seconds: float
 
@@ -55,7 +56,8 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
     for number in range(1, rounds + 1):
         run.local_models(number)
         report = federation.round()
-        if report.given_up or report.excluded:
+        alone = [x for x, code in report.excluded_codes.items() if code == "round.level-alone"]
+        if report.given_up or len(report.excluded) > len(alone):
             raise RoundError(
                 f"round {number} of the protocol failed: {report.given_up or report.excluded}", code="round.given-up"
             )
@@ -69,7 +71,10 @@ def compare(settings: Settings, images: data.ImageSet, rounds: int) -> list[Mask
         different = int((ours.view(torch.int32) != theirs.view(torch.int32)).sum())
         largest, taken = float((ours - plain).abs().max()), sum(report.seconds.values())
         alike = run.mark is None or _chain(run.mark) == federation.history.mark.chain
-        found.append(MaskedRound(number, report.marked, different, alike, len(report.widened), largest, taken))
+        if packed is not None:
+            alike = alike and report.members == tuple(k + 1 for k in packed.members)
+        counts = len(report.widened), len(alone)
+        found.append(MaskedRound(number, report.marked, different, alike, *counts, largest, taken))
         run.model = ours
     return found
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from quorumark.model.layout import ModelLayout
 from quorumark.packing import Span
 
-__all__ = ["PackedSum", "Units", "largest_moves"]
+__all__ = ["PackedSum", "Units", "backing", "largest_moves", "shares_of"]
 
 _SCALE = float(1 << 40)
 
@@ -29,21 +29,37 @@ _SCALE = float(1 << 40)
 @dataclass(frozen=True, eq=False)
 class PackedSum:
     """`total` is E(θ) + Σ 2^shift·v_k; `level` says which tensors had wider units; `squares` are the sums of squares by
-    rows, columns and taps of each member's update in units (`mark.axis_sums`), where the mark needs norms."""
+    rows, columns and taps of each member's update in units (`mark.axis_sums`), where the mark needs norms. All of that
+    is of those who took part, `members` by index: whose level too few others need is left out."""
 
     total: Tensor
     level: bytes
     squares: Tensor | None
+    members: tuple[int, ...]
 
 
-def largest_moves(layout: ModelLayout, before: Tensor, model: Callable[[int], Tensor], members: int) -> list[int]:
-    """The largest |E(θ_k) − E(θ)| of all members, for each tensor in the layout's order. Waits for the device."""
-    origin, most = _encoded(before), torch.zeros_like(before, dtype=torch.int64)
+def backing(members: int) -> int:
+    """How many must ask for a level before it counts: `Group.blocking`, where more than a half make the threshold."""
+    threshold = max(2, members // 2 + 1)
+    quorum = (members + threshold - 1) // 2 + 1
+    return min(threshold, members - quorum + 1)
+
+
+def shares_of(weights: Sequence[Fraction], members: Sequence[int]) -> list[Fraction]:
+    """The weights of those who took part: they make 1 again."""
+    total = sum(weights[k] for k in members)
+    return [weights[k] / total for k in members]
+
+
+def largest_moves(layout: ModelLayout, before: Tensor, model: Callable[[int], Tensor], members: int) -> list[list[int]]:
+    """The largest |E(θ_k) − E(θ)| of each member, for each tensor in the layout's order. Waits for the device."""
+    origin, found = _encoded(before), []
+    zero = origin.new_zeros(())
     for k in range(members):
-        torch.maximum(most, (_encoded(model(k)) - origin).abs(), out=most)
-    zero = most.new_zeros(())
-    found = [most[place].max() if place.stop > place.start else zero for _, place in layout.spans()]
-    return [int(n) for n in torch.stack(found).cpu().tolist()]
+        moved = (_encoded(model(k)) - origin).abs()
+        places = (place for _, place in layout.spans())
+        found.append(torch.stack([moved[p].max() if p.stop > p.start else zero for p in places]))
+    return [[int(n) for n in row] for row in torch.stack(found).cpu().tolist()]
 
 
 class Units:
