@@ -130,7 +130,7 @@ def test_a_server_that_computes_something_else_finds_nobody(
         if lie == "model":
             settled = server.settled
             moved = {k: v + np.float32(1e-3) if k == "a.weight" else v for k, v in settled.weights.items()}
-            server._settled = replace(settled, weights=moved, encoded=server.layout.encode(moved))
+            server._settled = replace(settled, weights=moved, vector=server.layout.flatten(moved))
             return moved
         return weights
 

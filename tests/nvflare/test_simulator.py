@@ -181,3 +181,24 @@ def test_ten_sites_make_a_key_drop_out_and_prove_it(tmp_path: Path) -> None:
     assert [r["attempts"] for r in summary["rounds"]] == [1, 1, 2, 1, 1, 1]
     assert same(model, expected.model)
     proved(world, summary, [1, 2, 3, 4, 5, 6, 7, 9, 10])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["1", "3", "4"])
+def test_other_packings_than_the_default(tmp_path: Path, packing: str) -> None:
+    """The models of one process, bit for bit, with a site that is lost; the mark is found, and bytes are so many."""
+    policy = {"sums": "checked", "packing": packing}
+    world = Consortium.make(tmp_path, policy=policy, strength=STRENGTH)
+    for x in range(1, 6):
+        allow(world, x)
+    plan = {(2, "train"): [4], (3, "upload"): [2]}
+    summary, model = simulate(world, 5, [[r, s, points] for (r, s), points in plan.items()], queries=[{}])
+    expected = world.in_process(5, SEED, Losses(plan))
+    rounds = summary["rounds"]
+    assert same(model, expected.model)
+    assert [tuple(r["members"]) for r in rounds] == [r.members for r in expected.reports]
+    assert [r["marked"] for r in rounds] == [r.marked for r in expected.reports]
+    assert 8 / int(packing) < rounds[-1]["uploaded_bytes"] / 5 / world.layout.size < 8 / int(packing) + 0.6
+    assert summary["queries"][0]["verdict"] == "PASSED"
+    certificate = Certificate.from_bytes((world.folder / "out" / summary["queries"][0]["certificate"]).read_bytes())
+    assert float(certificate.finding.z) > 6

@@ -98,17 +98,24 @@ def reached(count: str, training: Reaching) -> tuple[Federation, NDArray[np.int6
     start = field.to_signed(run.history.mark.model)
     embedded: list[Any] = []
     accept = run.server.accept
-    run.server.accept = lambda model: (embedded.append(run.server.settled.embedded), accept(model))[1]  # type: ignore[method-assign]
+
+    def accepted(model: Any) -> None:
+        embedded.append(run.server.settled.embedded)
+        accept(model)
+
+    run.server.accept = accepted  # type: ignore[method-assign]
     report = run.round()
     assert (report.given_up, report.attempts, report.held) == ("", 1, ())
     assert training.trained == 5 * ROUND, "nobody trains again"
     shares = weights(made.manifest, report.members)
-    wanted = sum(float(share) * (training.results[x] - start) for x, share in shares.items())
+    wanted = np.zeros(start.size)
+    for x, share in shares.items():
+        wanted += float(share) * (training.results[x] - start)
     assert embedded[0] is not None
     d = made.layout.coordinates
     signs = np.where(made.manifest.genesis.whitening(0, d), -made.key(), made.key())
     wanted[:d] += embedded[0].vector.astype(np.float64) * signs
-    return run, sums[-1], np.asarray(wanted)
+    return run, sums[-1], wanted
 
 
 @pytest.mark.parametrize("count", PACKED)
