@@ -192,20 +192,21 @@ def flower() -> str:
         lines.append(["with the mark", "", *marked, seconds, cpu[1]])
     heads = ["", "weights", "messages", "bytes to the node", "bytes from it", "seconds a round"]
     made = table([*heads, "CPU seconds a round, all nodes"], lines)
-    rows = read("flower")
-    deployed, simulated = (
-        next((_terms(row) for row in rows if ("deployment" in row["name"]) == there), "") for there in (True, False)
-    )
-    about = [f"{who}: {terms}" for who, terms in (("deployed", deployed), ("simulated", simulated)) if terms]
-    return f"{made}\n\nThe terms ([packed sums](secagg.md#packed-sums)), {'; '.join(about)}."
+    return f"{made}\n\n{_terms(read('flower'))} ([packed sums](secagg.md#packed-sums))."
 
 
-def _terms(row: Row) -> str:
-    """What the terms of a run said, as its row has it."""
-    if "packing" not in row or "sums" not in row:
-        return "not recorded"
-    count = {1: "one weight", 2: "two weights", 3: "three weights", 4: "four weights"}[row["packing"]]
-    return f"{count} in an element, sums {'checked' if row['sums'] == 'checked' else 'not checked'}"
+def _terms(rows: Sequence[Row]) -> str:
+    """What the terms of a deployment and of a simulation said, as their rows have it."""
+    found = []
+    for who, there in (("deployed", True), ("simulated", False)):
+        row = next((row for row in rows if ("deployment" in row["name"]) == there), {})
+        if "packing" in row and "sums" in row:
+            count = {1: "one weight", 2: "two weights", 3: "three weights", 4: "four weights"}[row["packing"]]
+            sums = "checked" if row["sums"] == "checked" else "not checked"
+            found.append(f"{who}, {count} in an element, sums {sums}")
+        else:
+            found.append(f"{who}, not recorded")
+    return f"The terms of these rounds: {'; '.join(found)}"
 
 
 def flower_packed() -> str:
