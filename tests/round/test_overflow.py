@@ -88,7 +88,7 @@ class Reaching:
         return made
 
 
-def reached(count: str, training: Reaching) -> tuple[Federation, NDArray[np.int64], NDArray[np.int64]]:
+def reached(count: str, training: Reaching) -> tuple[Federation, NDArray[np.int64], NDArray[np.float64]]:
     """After that round: its run, what it summed, and what plain FedAvg makes of the same results with S·τ on top."""
     made = world(count)
     run = training.run = made.federation(members=made.members(training))
