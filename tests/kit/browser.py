@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import time
@@ -20,12 +21,13 @@ CHROMIUM = next((found for name in ("chromium", "chromium-browser") if (found :=
 class Browser:
     """One tab."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *options: str) -> None:
         theirs_in, self._write = os.pipe()
         self._read, theirs_out = os.pipe()
         # the protocol is on the descriptors 3 and 4
         command = f"exec {CHROMIUM} --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
         command += f" --hide-scrollbars --disable-extensions --user-data-dir={profile} --remote-debugging-pipe"
+        command += "".join(f" {shlex.quote(option)}" for option in options)
         command += f" about:blank 3<&{theirs_in} 4>&{theirs_out}"
         self._process = subprocess.Popen(
             ["/bin/bash", "-c", command],
@@ -108,13 +110,32 @@ class Browser:
         script = f"[...document.querySelectorAll('button, a')].find(e => e.textContent.trim() === {json.dumps(label)})"
         self.wait(f"!!({script})")
         self.run(f"({script}).focus()")
+        self.enter()
+
+    def enter(self) -> None:
+        """Presses Enter where the focus is, and waits for the page that comes."""
         before = self.run("performance.timeOrigin")
-        for kind in ("keyDown", "keyUp"):
-            self._call(
-                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r" if kind == "keyDown" else "",
-                windowsVirtualKeyCode=13,
-            )  # fmt: skip
+        self._key("Enter", 13, "\r")
         self.wait(f"performance.timeOrigin !== {before} && document.readyState === 'complete'")
+
+    def tab_to(self, label: str, most: int = 60) -> None:
+        """Moves the focus by Tab alone, until it is on what is labelled so."""
+        seen = []
+        for _ in range(most):
+            self._key("Tab", 9)
+            seen.append(self.focused())
+            if seen[-1] == label:
+                return
+        raise AssertionError(f"Tab does not come to {label!r}: {seen}")
+
+    def focused(self) -> str:
+        """The text of what has the focus."""
+        return str(self.run("document.activeElement.textContent.trim()"))
+
+    def _key(self, key: str, code: int, text: str = "") -> None:
+        for kind in ("keyDown", "keyUp"):
+            said = {"text": text} if text and kind == "keyDown" else {}
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **said)
 
     def choose(self, label: str, *files: Path) -> None:
         """Chooses files for an input, found by its label as a screen reader would."""
@@ -148,8 +169,9 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browser(profile: Path) -> Iterator[Browser]:
-    made = Browser(profile)
+def browser(profile: Path, *options: str) -> Iterator[Browser]:
+    """A browser; `options`: of chromium's command line."""
+    made = Browser(profile, *options)
     try:
         yield made
     finally:

@@ -294,7 +294,7 @@ class AgentPage:
         return digest("room page", canonical([states, drafts, list(desk.troubles.values())])).hex()
 
     async def _static(self, request: Request) -> Response:
-        kinds = {"room.css": "text/css", "agent.js": "text/javascript"}
+        kinds = {"room.css": "text/css", "renew.js": "text/javascript", "agent.js": "text/javascript"}
         name = request.path_params["name"]
         if name not in kinds:
             raise RoomError("there is nothing at this address", code="room.not-found")

@@ -24,7 +24,7 @@ from quorumark.room.store import Entry, Seat, Store
 __all__ = ["Pages", "environment"]
 
 _COOKIE = "quorumark-room"
-_STATIC = {"room.css": "text/css", "live.js": "text/javascript"}
+_STATIC = {"room.css": "text/css", "renew.js": "text/javascript", "live.js": "text/javascript"}
 _REPORT = "sandbox; default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 _MOST_BOARDS, _MOST_TEXTS = 100, 16 << 20  # boards, and characters of pages
 _STREAM = 30.0  # seconds until a browser connects again: then its session is checked anew
