@@ -176,3 +176,14 @@ def browser(profile: Path, *options: str) -> Iterator[Browser]:
         yield made
     finally:
         made.close()
+
+
+def kept_pictures(folder: Path) -> Path:
+    """Where pictures go: kept, if ROOM_PICTURES says where."""
+    pictures = Path(os.environ.get("ROOM_PICTURES", str(folder / "pictures")))
+    pictures.mkdir(parents=True, exist_ok=True)
+    return pictures
+
+
+def no_wider_than_the_screen(tab: Browser) -> bool:
+    return bool(tab.run("document.documentElement.scrollWidth <= window.innerWidth"))

@@ -16,10 +16,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from quorumark.canonical import canonical, digest, read_json
+from quorumark.canonical import canonical, digest
 from quorumark.consortium.signatures import verify
 from quorumark.errors import QuorumarkError, RoomError
+from quorumark.room.notices import Noticed
 from quorumark.room.numbering import count_in
+from quorumark.room.reading import integer_of, message_body, object_of, roster_of, text_of
 from quorumark.room.statement import Standing, number_of
 from quorumark.room.store import Entry, Store
 
@@ -108,12 +110,16 @@ class Board:
             self.in_force = self._as_it_is(self.in_force, body)
         self.files = {} if self.in_force is None else self._files(entries, self.in_force)
         self.standings = {} if self.in_force is None else self._standings(entries, self.in_force.digest)
+        self.noticed = Noticed(entries, self.chain, self._names, self._read)
 
     def question(self, digest: str) -> Question:
         for one in self.questions:
             if one.digest == digest:
                 return one
         raise RoomError("there is no such query here", code="room.not-found")
+
+    def proposal(self, digest: str) -> Proposal | None:
+        return next((one for one in self.proposals if one.digest == digest), None)
 
     def chain_of(self, one: Question) -> list[Entry]:
         """The manifest that a query is about, and all before it, the first one first; none if the room lacks it."""
@@ -146,7 +152,7 @@ class Board:
         whole: list[tuple[Entry, dict[str, Any]]] = []
         for by in uploaded.values():
             last = max(by.values(), key=lambda entry: entry.number)
-            body = _object(self._read(last))
+            body = object_of(self._read(last))
             roster = _keys(body)
             about = _manifest_digest(body)
             complete = len(roster) > 1 and roster <= by.keys() and last.name == _manifest_name(about)
@@ -169,14 +175,14 @@ class Board:
         """The consortium after its terms or shares were changed; the files beside the first terms stay."""
         terms = body.get("terms")
         terms = terms if isinstance(terms, dict) else {}
-        names = tuple(_text(one, "name") for one in terms.get("roster", ()) if isinstance(one, dict))
+        names = tuple(text_of(one, "name") for one in terms.get("roster", ()) if isinstance(one, dict))
         return replace(
             proposal,
-            name=_text(terms, "name"),
-            threshold=_integer(terms, "threshold"),
+            name=text_of(terms, "name"),
+            threshold=integer_of(terms, "threshold"),
             members=names,
             finished=list(names),  # all of them uploaded it
-            epoch=_integer(body, "epoch"),
+            epoch=integer_of(body, "epoch"),
         )
 
     def _files(self, entries: Iterable[Entry], proposal: Proposal) -> dict[str, str]:
@@ -216,21 +222,21 @@ class Board:
                 data = self._read(entry)
                 if digest("terms", data).hex() != about:
                     continue
-                body = _object(data)
+                body = object_of(data)
                 roster = body.get("roster")
                 names = (
                     [str(one.get("name")) for one in roster if isinstance(one, dict)]
                     if isinstance(roster, list)
                     else []
                 )
-                proposal = Proposal(about, _text(body, "name"), _integer(body, "threshold"), tuple(names))
-                proposal.author, proposal.layout = entry.author, _text(body, "layout")
-                proposal.coordinates = _integer(body, "coordinates")
+                proposal = Proposal(about, text_of(body, "name"), integer_of(body, "threshold"), tuple(names))
+                proposal.author, proposal.layout = entry.author, text_of(body, "layout")
+                proposal.coordinates = integer_of(body, "coordinates")
                 proposal.steps = {step: [] for step in STEPS}
                 found[about] = proposal
             about = about.removesuffix(".msg")
             if kind == "manifest":
-                about = _genesis(_object(self._read(entry)))
+                about = _genesis(object_of(self._read(entry)))
             if about not in found or who not in found[about].members:
                 continue
             if kind == "agreed" and who not in found[about].agreed:
@@ -258,7 +264,7 @@ class Board:
                 continue
             own = entry.author == askers.get(about)
             if what == "query.json" and own:
-                body = _object(self._read(entry))
+                body = object_of(self._read(entry))
                 files = body.get("files")
                 names = (
                     [str(one.get("name")) for one in files if isinstance(one, dict)] if isinstance(files, list) else []
@@ -266,15 +272,15 @@ class Board:
                 aligned = "aligned" if body.get("alignment") not in (None, "none") else "plain"
                 asked = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.time))
                 found[about] = Question(about, who, files=tuple(names), kind=aligned, asked=asked)
-                found[about].manifest = _text(body, "manifest")
+                found[about].manifest = text_of(body, "manifest")
                 if body.get("layers") is not None:
                     found[about].kind = "by layers"
             if about not in found:
                 continue
             one = found[about]
             if what == "ask.msg" and own:
-                body = _object(_message_body(self._read(entry)))
-                one.purpose, one.answers = _text(body, "purpose"), _integer(body, "answers")
+                body = object_of(message_body(self._read(entry)))
+                one.purpose, one.answers = text_of(body, "purpose"), integer_of(body, "answers")
             elif what == "partial.json":
                 one.answered.append(who)
             elif what == "declined.msg":
@@ -293,7 +299,7 @@ class Board:
                 one.shown[name], one.counts[name] = entry.sha256, count
                 if name == "certificate.json":
                     finding = _finding(self._read(entry))
-                    one.verdict, one.z, one.threshold = (_text(finding, n) for n in ("verdict", "z", "threshold"))
+                    one.verdict, one.z, one.threshold = (text_of(finding, n) for n in ("verdict", "z", "threshold"))
 
 
 class _Kept:
@@ -323,14 +329,6 @@ class _Kept:
 _SMALL = _Kept(32 << 20)
 
 
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        body = read_json(data, "a notice")
-    except QuorumarkError:
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
 def _manifest_digest(body: dict[str, Any]) -> str:
     try:
         return digest("manifest", canonical({name: body[name] for name in body if name != "signatures"})).hex()
@@ -345,10 +343,12 @@ def _manifest_name(about: str) -> str:
 def _is_signed(body: dict[str, Any], about: str) -> bool:
     """Whether every member of the roster signed the manifest with this digest."""
     signatures = body.get("signatures")
-    for member in _roster(body):
+    for member in roster_of(body):
         signature = signatures.get(str(member.get("point"))) if isinstance(signatures, dict) else None
         try:
-            verify(_text(member, "ed25519"), "manifest", bytes.fromhex(about), str(signature), _text(member, "name"))
+            verify(
+                text_of(member, "ed25519"), "manifest", bytes.fromhex(about), str(signature), text_of(member, "name")
+            )
         except QuorumarkError:
             return False
     return True
@@ -357,48 +357,26 @@ def _is_signed(body: dict[str, Any], about: str) -> bool:
 def _keeps_enough(body: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether so many members stay, with both their keys, as a successor needs (docs/years-later.md): t, and more than
     half."""
-    now, then = ({(_text(m, "ed25519"), _text(m, "x25519")) for m in _roster(one)} for one in (body, before))
-    return len(now & then) >= max(_integer(before["terms"], "threshold"), len(then) // 2 + 1)
+    now, then = ({(text_of(m, "ed25519"), text_of(m, "x25519")) for m in roster_of(one)} for one in (body, before))
+    return len(now & then) >= max(integer_of(before["terms"], "threshold"), len(then) // 2 + 1)
 
 
 def _genesis(body: dict[str, Any]) -> str:
     """The digest of the first terms of a manifest."""
     genesis = body.get("genesis")
-    return _text(genesis, "terms") if isinstance(genesis, dict) else ""
+    return text_of(genesis, "terms") if isinstance(genesis, dict) else ""
 
 
 def _keys(body: dict[str, Any]) -> set[str]:
     """The keys in a manifest's roster."""
-    return {_text(one, "ed25519") for one in _roster(body)}
-
-
-def _roster(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The members in a manifest's terms."""
-    terms = body.get("terms")
-    roster = terms.get("roster") if isinstance(terms, dict) else None
-    return [one if isinstance(one, dict) else {} for one in (roster if isinstance(roster, list) else [])]
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    value = body.get(name)
-    return value[:500] if isinstance(value, str) else ""
-
-
-def _integer(body: dict[str, Any], name: str) -> int:
-    value = body.get(name)
-    return value if isinstance(value, int) else 0
-
-
-def _message_body(data: bytes) -> bytes:
-    """What an open message says: length, header, signature of 64 bytes, body."""
-    return data[4 + int.from_bytes(data[:4], "big") + 64 :]
+    return {text_of(one, "ed25519") for one in roster_of(body)}
 
 
 def _finding(data: bytes) -> dict[str, Any]:
     """What a certificate's envelope holds."""
-    payload = _object(data).get("payload")
+    payload = object_of(data).get("payload")
     try:
-        statement = _object(base64.b64decode(payload if isinstance(payload, str) else "", validate=True))
+        statement = object_of(base64.b64decode(payload if isinstance(payload, str) else "", validate=True))
     except ValueError:
         return {}
     predicate = statement.get("predicate")

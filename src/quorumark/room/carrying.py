@@ -7,7 +7,6 @@ one of this member's that this home does not know.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,24 +15,14 @@ from quorumark.consortium.records import Member
 from quorumark.errors import RoomError
 from quorumark.files import write_exchanged
 from quorumark.room.client import Client
+from quorumark.room.numbering import sender_of
 from quorumark.room.seat import Seat, sha256_of
 from quorumark.setup.waiting import Progress
 
-__all__ = ["Carrier", "sender_of"]
+__all__ = ["Carrier"]
 
 _LARGEST = 1 << 26
 _SENT = "sent"
-_SENDERS = (
-    re.compile(r"[1-9]-[a-z]{1,20}/([0-9]{1,6})(-to-[0-9]{1,6})?\.msg"),  # a step of a ceremony
-    re.compile(r"signature-([0-9]{1,6})\.hex"),  # of an amendment
-    re.compile(r"(?:hello|answer)-([0-9]{1,6})\.msg"),  # of a recovery
-)
-
-
-def sender_of(name: str) -> int:
-    """The point of the member whose file in a ceremony's folder this is, by its name; 0 for others."""
-    found = next((match for one in _SENDERS if (match := one.fullmatch(name)) is not None), None)
-    return 0 if found is None else int(found[1])
 
 
 class Carrier:

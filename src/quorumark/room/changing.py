@@ -30,11 +30,12 @@ from quorumark.errors import (
 )
 from quorumark.files import write_exchanged
 from quorumark.room.calls import Call, call_header, read_call
-from quorumark.room.carrying import Carrier, sender_of
+from quorumark.room.carrying import Carrier
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Matter
 from quorumark.room.founding import fetch_agreed, flat
 from quorumark.room.manifests import fetch_chain, publish_chain
+from quorumark.room.numbering import sender_of
 from quorumark.room.seat import Seat
 from quorumark.setup import amend, exchange, recover
 from quorumark.setup.chain import show_chain

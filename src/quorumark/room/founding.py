@@ -17,10 +17,11 @@ from quorumark.consortium.identity import Header, Identity, open_message
 from quorumark.consortium.records import Member, Terms
 from quorumark.errors import BusyError, CeremonyError, MessageError, QuorumarkError, RoomError
 from quorumark.files import write_shared
-from quorumark.room.carrying import Carrier, sender_of
+from quorumark.room.carrying import Carrier
 from quorumark.room.client import Client, Notice
 from quorumark.room.desk import Matter, State
 from quorumark.room.manifests import publish_chain
+from quorumark.room.numbering import sender_of
 from quorumark.room.seat import Seat
 from quorumark.setup.dkg import check_terms
 from quorumark.setup.exchange import expected_messages

@@ -1,10 +1,17 @@
-"""Names of what is made once more when late answers came; for the room and the agents alike."""
+"""What names say, for the room and the agents alike: what is made once more when late answers came, and who sends a
+message of a ceremony."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["again", "count_in"]
+__all__ = ["again", "count_in", "sender_of"]
+
+_SENDERS = (
+    re.compile(r"[1-9]-[a-z]{1,20}/([0-9]{1,6})(-to-[0-9]{1,6})?\.msg"),  # a step of a ceremony
+    re.compile(r"signature-([0-9]{1,6})\.hex"),  # of an amendment
+    re.compile(r"(?:hello|answer)-([0-9]{1,6})\.msg"),  # of a recovery
+)
 
 
 def again(name: str, count: int) -> str:
@@ -20,3 +27,9 @@ def count_in(name: str, what: str) -> int | None:
     start, _, end = what.rpartition(".")
     found = re.fullmatch(rf"{re.escape(start)}-([1-9][0-9]{{0,5}})\.{re.escape(end)}", name)
     return None if found is None else int(found[1])
+
+
+def sender_of(name: str) -> int:
+    """The point of the member whose file in a ceremony's folder this is, by its name; 0 for others."""
+    found = next((match for one in _SENDERS if (match := one.fullmatch(name)) is not None), None)
+    return 0 if found is None else int(found[1])

@@ -67,6 +67,11 @@ class Pages:
             Route("/c/{id}/q/{query}/report", self._shown(self._report)),
             Route("/c/{id}/q/{query}/certificate.json", self._shown(self._certificate)),
             Route("/c/{id}/q/{query}/consortium.json", self._shown(self._manifest_then)),
+            Route("/c/{id}/ceremony/{about}", self._shown(self._ceremony)),
+            Route("/c/{id}/audits", self._shown(self._audits)),
+            Route("/c/{id}/audit/{about}/{name}", self._shown(self._audit_file)),
+            Route("/c/{id}/ledger", self._shown(self._ledger)),
+            Route("/c/{id}/manifests", self._shown(self._manifests)),
             Route("/c/{id}/consortium.json", self._shown(self._manifest)),
             Route("/c/{id}/manifest/{name}", self._shown(self._earlier)),
             Route("/c/{id}/public/{name}", self._shown(self._public)),
@@ -147,6 +152,36 @@ class Pages:
     async def _overview(self, request: Request) -> Response:
         seat = self._seat(request)
         return self._shown_page("overview.html", await self._board(seat.consortium), seat)
+
+    async def _ceremony(self, request: Request) -> Response:
+        """How far a setup is, or a ceremony that somebody called for."""
+        seat, about = self._seat(request), request.path_params["about"]
+        board = await self._board(seat.consortium)
+        setup, call = board.proposal(about), board.noticed.call(about)
+        if setup is None and call is None:
+            raise RoomError("there is no such ceremony here", code="room.not-found")
+        return self._shown_page("ceremony.html", board, seat, digest=about, setup=setup, call=call)
+
+    async def _audits(self, request: Request) -> Response:
+        seat = self._seat(request)
+        return self._shown_page("audits.html", await self._board(seat.consortium), seat)
+
+    async def _audit_file(self, request: Request) -> Response:
+        """A challenge, or the proof that came of it."""
+        seat = self._seat(request)
+        one = (await self._board(seat.consortium)).noticed.audit(request.path_params["about"])
+        shown = {} if one is None else one.shown
+        if request.path_params["name"] not in shown:
+            raise RoomError("there is no such file here", code="room.not-found")
+        return self._send(seat.consortium, shown[request.path_params["name"]])
+
+    async def _ledger(self, request: Request) -> Response:
+        seat = self._seat(request)
+        return self._shown_page("ledger.html", await self._board(seat.consortium), seat)
+
+    async def _manifests(self, request: Request) -> Response:
+        seat = self._seat(request)
+        return self._shown_page("manifests.html", await self._board(seat.consortium), seat)
 
     async def _query(self, request: Request) -> Response:
         seat = self._seat(request, request.path_params["query"])
