@@ -40,6 +40,7 @@ class Browser:
         os.close(theirs_out)
         self._buffer, self._number, self._session = b"", 0, ""
         self.errors: list[str] = []
+        self._pages: dict[str, str] = {}
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -51,13 +52,16 @@ class Browser:
         os.close(self._write)
         os.close(self._read)
 
-    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def _send(self, method: str, parameters: dict[str, Any]) -> int:
         self._number += 1
-        number = self._number
-        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
+        return self._number
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        number = self._send(method, parameters)
         until = time.monotonic() + 60
         while True:
             for found in self._messages(until):
@@ -69,6 +73,11 @@ class Browser:
     def _hear(self, message: dict[str, Any]) -> None:
         """What a page complains about: a refused script, a resource from elsewhere, an error."""
         about = message.get("params", {})
+        if message.get("method") == "Fetch.requestPaused":
+            headers = [{"name": "content-type", "value": "text/html; charset=utf-8"}]
+            body = base64.b64encode(self._pages[about["request"]["url"]].encode()).decode()
+            answer = {"requestId": about["requestId"], "responseCode": 200, "responseHeaders": headers, "body": body}
+            self._send("Fetch.fulfillRequest", answer)
         if message.get("method") == "Log.entryAdded" and about["entry"]["level"] == "error":
             if about["entry"].get("url", "").endswith("/favicon.ico"):
                 return  # browsers ask for it by themselves
@@ -162,6 +171,22 @@ class Browser:
 
     def without_scripts(self, off: bool = True) -> None:
         self._call("Emulation.setScriptExecutionDisabled", value=off)
+
+    def serve(self, address: str, text: str) -> None:
+        """What another server answers at this address, as long as its name leads there; all else goes where it leads."""
+        self._pages[address] = text
+        self._call("Fetch.enable", patterns=[{"urlPattern": one} for one in self._pages])
+
+    def frames(self) -> list[tuple[str, str]]:
+        """Address and text of each frame in this page, as they are inside, whatever may look into them."""
+        found = []
+        for child in self._call("Page.getFrameTree")["frameTree"].get("childFrames", []):
+            frame = child["frame"]
+            world = self._call("Page.createIsolatedWorld", frameId=frame["id"])["executionContextId"]
+            script = "document.body ? document.body.innerText : ''"
+            inside = self._call("Runtime.evaluate", expression=script, contextId=world, returnByValue=True)
+            found.append((frame.get("url", ""), str(inside["result"].get("value", ""))))
+        return found
 
     def picture(self, path: Path) -> None:
         found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)

@@ -129,6 +129,9 @@ def test_nobody_else_s_word_counts_on_these_pages(scene: Scene) -> None:
     ledger = reader.read("ledger")
     assert "999999999999" not in ledger
     assert "suspect.safetensors" in ledger
+    theirs = next(one for one in mallory.whole_log() if one.name == name and one.author == own)
+    mallory.upload(mallory.small(theirs, 1 << 20), f"query/{'88' * 32}/head.json")
+    assert "888888888888… member" in reader.read("ledger")  # the control: its own, though nobody knows the query
     link = group.client(AVON).post("link", label="one query", query=scene.query, days=1)["link"]
     cookie = visit(link)[1]["set-cookie"].partition(";")[0]
     place = link.partition("/open/")[0] + f"/c/{group.consortium}"
