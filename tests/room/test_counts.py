@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from quorumark.verify.certificate import Certificate
 from tests.kit.browser import CHROMIUM, Browser, browser
 from tests.kit.commands import process, run
 from tests.kit.consortium import NAMES, Tensors
-from tests.kit.rooms import Group, room_on, until
+from tests.kit.rooms import Group, room_on, until, visit
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
@@ -190,3 +191,29 @@ def test_the_demo_passes(tmp_path: Path) -> None:
     assert passed is not None, done.stdout
     sys.stdout.write(f"from `room demo` to PASSED: {passed[1]} s; whole command {time.monotonic() - start:.1f} s\n")
     assert float(passed[1]) < 300
+    assert "page of" not in done.stdout  # nobody would answer there any more
+    assert "with --stay they go on" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_s_pages_are_there_as_long_as_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", "from quorumark.cli import main; main()", "room", "demo", "--stay"]
+    said = tmp_path / "said"
+    with said.open("wb") as out:
+        demo = subprocess.Popen([*command, "--out", str(tmp_path / "demo")], stdout=out, stderr=out)
+    try:
+        until(lambda: "until you press Ctrl-C" in said.read_text() or demo.poll() is not None, "the demo", 600)
+        pages = re.findall(r"page of (.*): (http\S+)", said.read_text())
+        assert len(pages) == 5, said.read_text()
+        for name, page in pages:
+            status, _, text = visit(page)
+            assert (status, f"{name}: your agent" in text) == (200, True)
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(timeout=60) == 0
+        for _, page in pages:
+            with pytest.raises(OSError, match="refused"):
+                visit(page)
+    finally:
+        demo.kill()
+        demo.wait()

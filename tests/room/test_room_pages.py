@@ -13,7 +13,7 @@ import pytest
 from quorumark.canonical import canonical
 from quorumark.consortium.identity import Header
 from quorumark.room.auditing import bring_audit
-from quorumark.room.calls import Call, put_call
+from quorumark.room.calls import Call
 from quorumark.room.notices import RESHARING
 from quorumark.setup.reshare import ReshareMember
 from quorumark.verify.certificate import Certificate
@@ -23,6 +23,9 @@ from tests.kit.rooms import Group, identity, put_question, room_on, until, visit
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.room
+
+from quorumark.room.agent_page import AgentPage  # noqa: E402 - after the check that its packages are there
+
 AVON, BIRCH, CEDAR, DELTA = range(4)
 
 
@@ -50,10 +53,6 @@ class Scene:
             client, home, identity(self.group, AVON), certificate, "the court", coin, "a beacon's pulse 1"
         )
         return made.digest()
-
-    def call(self) -> Call:
-        home, unlock = self.group.homes[AVON]
-        return put_call(self.group.client(AVON), home, unlock, self._ours(AVON), "once a year")
 
     def lines(self, index: int) -> int:
         return len(Ledger.open(self._ours(index), self._ours(index).manifest()).lines)
@@ -182,20 +181,37 @@ def test_an_audit_a_refresh_and_the_ledger_are_seen_live(scene: Scene, tmp_path:
         assert "PASSED" in tab.text()
         pages(tab, "query")
 
-        call = scene.call()
-        tab.press("Overview")
+        # Avon calls for new shares, on its own page, and decides as everybody else
+        page = AgentPage(group.agent(AVON))
+        page.start()
+        tab.go(page.address)
+        tab.tab_to("Make new shares for the same members")
+        tab._key("Enter", 13, "\r")
+        tab.write("Why?", "once a year")
+        pages(tab, "agent-call")
+        tab.press("Call all members")
+        tab.wait("document.body.innerText.includes('Make new shares for all members')")
+        page.stop()
+        called = [
+            one
+            for one in group.agent(AVON).desk.matters()
+            if one.kind == "call" and "once a year" in dict(one.facts).values()
+        ]
+        (call,) = (one.digest for one in called)
+        assert group.agent(AVON).desk.said(call) == ("", "")
+        tab.go(group.client(CEDAR).ticket())
         tab.press("New shares for the same members")
         tab.wait("document.body.innerText.includes('once a year')")
         assert tab.run("document.querySelector('.verdict strong').textContent") == "called"
         for index in (AVON, BIRCH, CEDAR):
-            matter = until(lambda index=index: group.agent(index).desk.find(call.digest()), "the call")  # type: ignore[misc]
-            until(lambda index=index: group.agent(index).desk.find(call.digest()).state == "waiting", "the call waits")  # type: ignore[misc]
-            group.agent(index).desk.decide(call.digest(), matter.shown, "yes", "person")
+            matter = until(lambda index=index: group.agent(index).desk.find(call), "the call")  # type: ignore[misc]
+            until(lambda index=index: group.agent(index).desk.find(call).state == "waiting", "the call waits")  # type: ignore[misc]
+            group.agent(index).desk.decide(call, matter.shown, "yes", "person")
         tab.wait("document.querySelector('.verdict strong').textContent === 'under way'")  # live
         tab.wait("document.querySelector('progress').value === 3")
         pages(tab, "ceremony")
-        matter = until(lambda: group.agent(DELTA).desk.find(call.digest()), "the call")
-        group.agent(DELTA).desk.decide(call.digest(), matter.shown, "yes", "person")
+        matter = until(lambda: group.agent(DELTA).desk.find(call), "the call")
+        group.agent(DELTA).desk.decide(call, matter.shown, "yes", "person")
         tab.wait("document.querySelector('.verdict strong').textContent === 'in force'")
         assert "4 of 4" in tab.text()
         assert tab.run("[...document.querySelectorAll('progress')].every(e => e.value === 4)")

@@ -22,6 +22,7 @@ from quorumark.errors import BusyError, QuorumarkError, RoomError
 from quorumark.files import locked
 from quorumark.room.asking import Asking
 from quorumark.room.auditing import Auditing
+from quorumark.room.calls import put_call
 from quorumark.room.changing import Changing
 from quorumark.room.client import MOST_ENTRIES, Client
 from quorumark.room.combining import Papers
@@ -220,6 +221,14 @@ class Agent:
     def fetch(self, about: str) -> None:
         """The member wants to see a suspect that is too large to be fetched unasked."""
         self._asking.fetch(about)
+
+    def call_refresh(self, purpose: str) -> None:
+        """Calls all members to make new shares: every one of them decides, this one, too."""
+        client = self.client()
+        try:
+            put_call(client, self.home, self._seat.unlock, self.home.only_consortium(), purpose)
+        finally:
+            client.close()
 
     def standing(self) -> list[tuple[str, str, str]]:
         """Each consortium of this home, by its signed manifest: name, what it takes, what is used of the budget."""

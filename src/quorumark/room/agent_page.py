@@ -96,6 +96,7 @@ class AgentPage:
                 Route("/{token}/", self._guarded(self._page), methods=["GET"]),
                 Route("/{token}/ask", self._guarded(self._ask_form), methods=["GET"]),
                 Route("/{token}/ask", self._guarded(self._ask), methods=["POST"]),
+                Route("/{token}/call", self._guarded(self._call), methods=["POST"]),
                 Route("/{token}/discard", self._guarded(self._discard), methods=["POST"]),
                 Route("/{token}/fetch", self._guarded(self._fetch), methods=["POST"]),
                 Route("/{token}/q/{about}", self._guarded(self._matter), methods=["GET"]),
@@ -163,6 +164,7 @@ class AgentPage:
             others=sorted(others, key=lambda one: _RANK[one.state]),
             drafts=agent.drafts.shown(),
             standing=agent.standing(),
+            may_call=agent.terms() is not None,
             troubles=list(agent.desk.troubles.values()),
             room=agent.settings.address,
         )
@@ -245,6 +247,16 @@ class AgentPage:
         before, examiner = choices.certificate(form.get("after", "")), choices.examiner(form.get("examiner", ""))
         self._agent.drafts.by_layers(folder, before, examiner)
 
+    async def _call(self, request: Request) -> Response:
+        """Calls for new shares. Nothing happens by it: each member decides, this one, too."""
+        purpose = (await small_form(request)).get("purpose", "").strip()
+        try:
+            await asyncio.to_thread(self._agent.call_refresh, purpose)
+        except QuorumarkError as error:
+            title = "Nothing was called for"
+            return self._render("changed.html", STATUS.get(error.code, 400), title=title, text=str(error))
+        return RedirectResponse(f"/{self._token}/", 303)
+
     async def _discard(self, request: Request) -> Response:
         form = await small_form(request)
         self._agent.drafts.discard(form.get("draft", ""))
@@ -264,7 +276,7 @@ class AgentPage:
         except RoomError as error:
             if error.code != "room.not-shown":
                 raise
-            return self._render("changed.html", STATUS[error.code], text=str(error))
+            return self._render("changed.html", STATUS[error.code], title="Look again", text=str(error))
         return RedirectResponse(f"/{self._token}/", 303)
 
     async def _room(self, request: Request) -> Response:

@@ -40,10 +40,13 @@ def run(out: Path | None = None, *, stay: bool = False, say: Say = print) -> str
         scene = stack.enter_context(_scene(Path(made)))
         verdict = _play(scene, say)
         if stay:
+            for name in HOSPITALS:
+                say(f"page of {name}: {scene.page(name)}")
             say("the room and the agents run until you press Ctrl-C")
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(1)
+    say("the room and the agents have stopped" + ("" if stay else "; with --stay they go on, and you see their pages"))
     return verdict
 
 
@@ -166,8 +169,6 @@ def _play(scene: _Scene, say: Say) -> str:
     certificate = qm.Certificate.from_bytes(next(found.glob("*/certificates/*/certificate.json")).read_bytes())
     finding = certificate.finding
     tell(f"{finding.verdict}: z = {float(finding.z):.1f}, threshold {float(finding.threshold):.1f}; signed by all four")
-    for name in HOSPITALS:
-        say(f"page of {name}: {scene.page(name)}")
     return finding.verdict
 
 
