@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from quorumark.canonical import canonical
+from quorumark.consortium.home import ConsortiumFolder
 from quorumark.consortium.identity import Header
 from quorumark.room.auditing import bring_audit
 from quorumark.room.calls import Call
@@ -41,7 +42,7 @@ class Scene:
             group.matter(index, "query", "done")
         self.manifest = self._ours(AVON).manifest()
 
-    def _ours(self, index: int):  # type: ignore[no-untyped-def]
+    def _ours(self, index: int) -> ConsortiumFolder:
         return self.group.homes[index][0].only_consortium()
 
     def audit(self) -> str:
@@ -53,6 +54,13 @@ class Scene:
             client, home, identity(self.group, AVON), certificate, "the court", coin, "a beacon's pulse 1"
         )
         return made.digest()
+
+    def agree(self, index: int, call: str) -> None:
+        desk = self.group.agent(index).desk
+        until(lambda: (one := desk.find(call)) is not None and one.state == "waiting", "the call waits")
+        matter = desk.find(call)
+        assert matter is not None
+        desk.decide(call, matter.shown, "yes", "person")
 
     def lines(self, index: int) -> int:
         return len(Ledger.open(self._ours(index), self._ours(index).manifest()).lines)
@@ -204,14 +212,11 @@ def test_an_audit_a_refresh_and_the_ledger_are_seen_live(scene: Scene, tmp_path:
         tab.wait("document.body.innerText.includes('once a year')")
         assert tab.run("document.querySelector('.verdict strong').textContent") == "called"
         for index in (AVON, BIRCH, CEDAR):
-            matter = until(lambda index=index: group.agent(index).desk.find(call), "the call")  # type: ignore[misc]
-            until(lambda index=index: group.agent(index).desk.find(call).state == "waiting", "the call waits")  # type: ignore[misc]
-            group.agent(index).desk.decide(call, matter.shown, "yes", "person")
+            scene.agree(index, call)
         tab.wait("document.querySelector('.verdict strong').textContent === 'under way'")  # live
         tab.wait("document.querySelector('progress').value === 3")
         pages(tab, "ceremony")
-        matter = until(lambda: group.agent(DELTA).desk.find(call), "the call")
-        group.agent(DELTA).desk.decide(call, matter.shown, "yes", "person")
+        scene.agree(DELTA, call)
         tab.wait("document.querySelector('.verdict strong').textContent === 'in force'")
         assert "4 of 4" in tab.text()
         assert tab.run("[...document.querySelectorAll('progress')].every(e => e.value === 4)")

@@ -303,12 +303,24 @@ class Noticed:
 
 
 def _audited(about: str, who: str, entry: Entry, body: dict[str, Any], manifest: dict[str, Any]) -> Audited:
-    counts = [len(found) if isinstance(found := body.get(name), list) else 0 for name in ("leaves", "burnt")]
     members = tuple(text_of(one, "name") for one in roster_of(manifest))
-    said = [text_of(body, name) for name in ("query", "source", "seed")]
     return Audited(
-        about, who, "", _day(entry.time), *said, *counts, integer_of(manifest["terms"], "threshold"), members
+        about,
+        who,
+        "",
+        _day(entry.time),
+        query=text_of(body, "query"),
+        source=text_of(body, "source"),
+        seed=text_of(body, "seed"),
+        leaves=_length(body.get("leaves")),
+        burnt=_length(body.get("burnt")),
+        needed=integer_of(manifest["terms"], "threshold"),
+        members=members,
     )
+
+
+def _length(found: object) -> int:
+    return len(found) if isinstance(found, list) else 0
 
 
 def _lines_of(data: bytes, key: str) -> list[str] | None:
