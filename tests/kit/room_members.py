@@ -36,7 +36,7 @@ class Reader(threading.Thread):
 
     def __init__(self, client: Client, host: str, stop: threading.Event) -> None:
         super().__init__(daemon=True)
-        _, headers, _ = visit(client.ticket())
+        _, headers, _ = visit(client.ticket(), x_forwarded_for=host)
         self._headers = {"cookie": headers["set-cookie"].partition(";")[0], "x-forwarded-for": host}
         self._port, self._place = urlsplit(client.address).port, f"/c/{client.consortium}"
         self._stopped = stop
@@ -104,6 +104,10 @@ def main(folder: Path) -> None:
         if (child := os.fork()) == 0:
             try:
                 live(number, invitation, folder)
+            except Exception as error:  # noqa: BLE001 - the test must hear of whatever it was
+                found = {"heard": {}, "pages": [], "problems": [repr(error)]}
+                (folder / f"{number}.json").write_text(json.dumps(found))
+                (folder / f"{number}.here").touch()
             finally:
                 os._exit(0)
         children.append(child)
