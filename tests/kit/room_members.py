@@ -41,6 +41,7 @@ class Reader(threading.Thread):
         self._port, self._place = urlsplit(client.address).port, f"/c/{client.consortium}"
         self._stopped = stop
         self.pages: list[float] = []
+        self.refused = 0
         self.problems: list[str] = []
 
     def run(self) -> None:
@@ -56,9 +57,12 @@ class Reader(threading.Thread):
                         page.request("GET", self._place, headers=self._headers)
                         found = page.getresponse()
                         found.read()
-                        if found.status not in (200, 429):
+                        if found.status == 200:
+                            self.pages.append(time.monotonic() - begun)
+                        elif found.status == 429:
+                            self.refused += 1
+                        else:
                             self.problems.append(f"status {found.status}")
-                        self.pages.append(time.monotonic() - begun)
             except OSError as error:
                 if not self._stopped.is_set():
                     self.problems.append(repr(error))
@@ -77,7 +81,7 @@ def live(number: int, invitation: str, folder: Path) -> None:
     pytest.MonkeyPatch().setattr("quorumark.room.client.sign_request", from_own_host)
     parts = urlsplit(invitation)
     address, consortium = f"{parts.scheme}://{parts.netloc}", parts.path.removeprefix("/c/")
-    client = Client(address, Identity.generate(f"Member {number:03}"), consortium)
+    client = Client(address, Identity.generate(f"Agent {number:03}"), consortium)
     client.join(parts.fragment)
     after = max((one.number for one in client.whole_log()), default=0)
     stop, heard, problems = threading.Event(), {}, []
@@ -94,7 +98,7 @@ def live(number: int, invitation: str, folder: Path) -> None:
     except RoomError as error:
         problems.append(str(error))
     time.sleep(2)
-    found = {"heard": heard, "pages": reader.pages, "problems": problems + reader.problems}
+    found = {"heard": heard, "pages": reader.pages, "refused": reader.refused, "problems": problems + reader.problems}
     (folder / f"{number}.json").write_text(json.dumps(found))
 
 
@@ -105,7 +109,7 @@ def main(folder: Path) -> None:
             try:
                 live(number, invitation, folder)
             except Exception as error:  # noqa: BLE001 - the test must hear of whatever it was
-                found = {"heard": {}, "pages": [], "problems": [repr(error)]}
+                found = {"heard": {}, "pages": [], "refused": 0, "problems": [repr(error)]}
                 (folder / f"{number}.json").write_text(json.dumps(found))
                 (folder / f"{number}.here").touch()
             finally:

@@ -100,6 +100,7 @@ def test_a_hundred_members_listen_and_read(tmp_path: Path) -> None:
         "median seconds until a member hears": round(statistics.median(late), 3),
         "99 % of them": round(statistics.quantiles(late, n=100)[98], 3),
         "pages read": len(pages),
+        "pages refused, since they were too many": sum(member["refused"] for member in every),
         "median seconds for a page": round(statistics.median(pages), 3),
         "99 % of pages": round(statistics.quantiles(pages, n=100)[98], 3),
         "entries a second": round(ENTRIES / took, 1),
