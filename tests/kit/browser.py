@@ -173,7 +173,7 @@ class Browser:
         self._call("Emulation.setScriptExecutionDisabled", value=off)
 
     def serve(self, address: str, text: str) -> None:
-        """What another server answers at this address, as long as its name leads there; all else goes where it leads."""
+        """What another server answers at this address while its name leads there; all else goes where it leads now."""
         self._pages[address] = text
         self._call("Fetch.enable", patterns=[{"urlPattern": one} for one in self._pages])
 
