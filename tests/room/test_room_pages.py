@@ -164,10 +164,11 @@ def test_an_audit_a_refresh_and_the_ledger_are_seen_live(scene: Scene, tmp_path:
         tab.go(group.client(CEDAR).ticket())
         tab.press("Ledger")
         pages(tab, "ledger")
-        said = tab.text()
-        assert "suspect.safetensors, plain" in said
-        assert re.search(r"Birch\s+0\s+1\s", said)  # when it had answered; the second line came with its signature
-        assert re.search(rf"Birch\s+{scene.lines(BIRCH)}\s+[0-9a-f]{{16}}…\s+1 of 16 equations", said)
+        assert "suspect.safetensors, plain" in tab.text()
+        # when it had answered: the second line came with its signature
+        tab.wait("/Birch\\s+0\\s+1\\s/.test(document.body.innerText)")
+        until(lambda: scene.lines(BIRCH) == 2, "Birch's lines: its answer, and its signature")
+        tab.wait("/Birch\\s+2\\s+[0-9a-f]{16}…\\s+1 of 16 equations/.test(document.body.innerText)")  # live
 
         tab.press("Audits")
         assert "There is none" in tab.text()
@@ -224,6 +225,8 @@ def test_an_audit_a_refresh_and_the_ledger_are_seen_live(scene: Scene, tmp_path:
         tab.press("Manifests")
         said = tab.text()
         assert said.index("epoch 1") < said.index("epoch 0")
+        first = f"{scene.manifest.digest().hex()[:16]}.json"
+        assert tab.run(f"fetch('manifest/{first}').then(async r => (await r.text()).length > 0 && r.status)") == 200
         assert scene.manifest.digest().hex() in said
         pages(tab, "manifests")
         tab.press("Overview")
