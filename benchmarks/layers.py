@@ -214,7 +214,7 @@ def _named(row: dict[str, Any]) -> str:
     size = next((f" {sizes[name]}" for name in ("ratio", "share", "strength") if name in sizes), "")
     if steps[-1] == "compacted":
         return f"{' + '.join(steps[:-1])}{size}, idle channels taken out"
-    return {"none": "as released"}.get(row["attack"], row["attack"] + size)
+    return "as released" if row["attack"] == "none" else f"{row['attack']}{size}"
 
 
 def of_demo(body: dict[str, Any]) -> str:
