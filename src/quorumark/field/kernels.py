@@ -259,6 +259,44 @@ def unit_lanes(_typing: Any, x: Any, weight: Any, scale: Any) -> Any:
 
 
 @intrinsic
+def move_lanes(_typing: Any, values: Any, index: Any, before: Any, factor: Any) -> Any:
+    """The bits of (values[index : index+8]·2^40 − before)·factor, in doubles, for floats and signed integers."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        single = signature.args[0].dtype == types.float32
+        kind = ir.VectorType(ir.FloatType() if single else ir.DoubleType(), LANES)
+        value = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], kind), align=4)
+        value = builder.fpext(value, _F64) if single else value
+        scaled = builder.fmul(value, ir.Constant(_F64, [2.0**40] * LANES))
+        moved = builder.fsub(scaled, builder.sitofp(args[2], _F64))
+        return builder.bitcast(builder.fmul(moved, _splat_double(builder, args[3])), _VEC)
+
+    return lanes(values, types.intp, lanes, types.float64), code
+
+
+@intrinsic
+def add_scaled(_typing: Any, bits: Any, extra: Any, scale: Any) -> Any:
+    """The bits of x + extra·scale, for the bits of doubles x and signed integers."""
+
+    def code(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        value = builder.fmul(builder.sitofp(args[1], _F64), _splat_double(builder, args[2]))
+        return builder.bitcast(builder.fadd(builder.bitcast(args[0], _F64), value), _VEC)
+
+    return lanes(lanes, lanes, types.float64), code
+
+
+@intrinsic
+def add_double(_typing: Any, bits: Any, value: Any) -> Any:
+    """The bits of x + value, for the bits of doubles x."""
+
+    def code(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        moved = builder.fadd(builder.bitcast(args[0], _F64), _splat_double(builder, args[1]))
+        return builder.bitcast(moved, _VEC)
+
+    return lanes(lanes, types.float64), code
+
+
+@intrinsic
 def negate_where(_typing: Any, x: Any, flags: Any, index: Any) -> Any:
     """p − x where flags[index : index+8] (booleans), else x."""
 

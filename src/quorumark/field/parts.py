@@ -12,12 +12,15 @@ import numpy as np
 from quorumark.field.kernels import (
     P,
     add64,
+    add_double,
+    add_scaled,
     and64,
     kernel,
     least_signed,
     load,
     max64,
     most_signed,
+    move_lanes,
     shl_by,
     shr_signed_by,
     signed_lanes,
@@ -30,7 +33,6 @@ from quorumark.field.kernels import (
 _HALF = P // 2
 _SCALE, _ROUND = 2.0**40, 1.5 * 2.0**52
 _ROUND_BITS = int(np.float64(_ROUND).view(np.int64))
-_BLOCK = 2048  # sums that stay in the first-level cache
 _MIDDLE = np.float64(3 << 33)  # 3/2 in 2^-34
 
 
@@ -120,46 +122,57 @@ def pack_update(
 
     `after` are floats, `before` is E of others; noise[j, i − begin] is in 2^-40, or there is none. The scales of piece
     k, which ends before stops[k], are scales[k, j]. A number below 2^51 rounds to an integer where it is added to
-    1.5·2^52, and that integer is the difference of the two floats' bits: no call of a function and no conversion, so
-    that LLVM makes vectors of the loops. Of a larger number, or none, the difference is 2^51 or more in size, since
-    bits of positive floats are in order, and those of negative ones are far away.
+    1.5·2^52, and that integer is the difference of the two floats' bits. Of a larger number, or none, the difference is
+    2^51 or more in size, since bits of positive floats are in order, and those of negative ones are far away. Eight
+    elements are made at a time, in one pass.
     """
-    high, low, noisy = np.int64(0), np.int64(0), noise.size > 0
-    total, sums = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.float64)
-    bits_of_sums = sums.view(np.int64)
+    last, noisy = scales.shape[1] - 1, noise.size > 0
+    one = np.empty(1, np.float64)
+    bits_of_one = one.view(np.int64)
+    nothing, offset, p = splat(np.uint64(0)), splat(np.uint64(_ROUND_BITS)), splat(np.uint64(P))
+    most, least = nothing, nothing
+    high, low = np.int64(0), np.int64(0)
     piece, start = 0, begin
     while start < end:
         while stops[piece] <= start:
             piece += 1
-        count = min(_BLOCK, min(end, stops[piece]) - start)
-        total[:] = 0
-        for j in range(scales.shape[1] - 1, -1, -1):
-            first = j * length + start
-            here, scale = max(0, min(count, after.size - first)), scales[piece, j]
-            factor = weight * scale
-            mine, theirs = after[first : first + here], before[first : first + here]
-            for i in range(here):
-                b = np.int64(theirs[i])
+        stop = min(end, stops[piece])
+        count = max(0, min(stop, after.size - last * length) - start)
+        full = start + count - count % 8
+        for i in range(start, full, 8):
+            total = nothing
+            for j in range(last, -1, -1):
+                at, scale = j * length + i, scales[piece, j]
+                number = move_lanes(after, at, signed_lanes(load(before, at)), weight * scale)
+                if noisy:
+                    number = add_scaled(number, load(noise[j], i - begin), scale)
+                v = sub64(add_double(number, _ROUND), offset)
+                most, least = most_signed(most, v), least_signed(least, v)
+                total = add64(shl_by(total, bits), v)
+            store(out, i, add64(total, and64(shr_signed_by(total, 63), p)))
+        for i in range(full, stop):
+            whole = np.int64(0)
+            for j in range(last, -1, -1):
+                at, scale = j * length + i, scales[piece, j]
+                whole <<= bits
+                if at >= after.size:
+                    continue
+                b = np.int64(before[at])
                 b -= P if b > _HALF else 0
-                sums[i] = (np.float64(mine[i]) * _SCALE - np.float64(b)) * factor
-            if noisy:
-                extra = noise[j, start - begin : start - begin + here]
-                for i in range(here):
-                    sums[i] += extra[i] * scale
-            for i in range(here):
-                sums[i] += _ROUND
-            for i in range(here):
-                v = bits_of_sums[i] - _ROUND_BITS
-                total[i] = (total[i] << bits) + v
-                high, low = max(high, v), min(low, v)
-            for i in range(here, count):
-                total[i] <<= bits
-        done = out[start : start + count]
-        for i in range(done.size):
-            t = total[i]
-            done[i] = np.uint64(t + P if t < 0 else t)
-        start += count
-    return high, low
+                one[0] = (np.float64(after[at]) * _SCALE - np.float64(b)) * (weight * scale)
+                if noisy:
+                    one[0] += noise[j, i - begin] * scale
+                one[0] += _ROUND
+                v_of_one = bits_of_one[0] - _ROUND_BITS
+                whole += v_of_one
+                high, low = max(high, v_of_one), min(low, v_of_one)
+            out[i] = np.uint64(whole + P if whole < 0 else whole)
+        start = stop
+    found = np.zeros(16, np.uint64)
+    store(found, 0, most)
+    store(found, 8, least)
+    sizes = found.view(np.int64)
+    return max(high, sizes[:8].max()), min(low, sizes[8:].min())
 
 
 @kernel
