@@ -54,7 +54,6 @@ LOST_COMMITS = {
     "e99e31478564d717105a312d59e984d0558ca754": "0d15930",
     "dbf4bd3fa4cb85852f6769ceefab12f57f7f7c66": "9ef1bba",
     "cf291592": "52f81d7",
-    "4696442": "94a975e",
     "8e2f704": "94a975e",
 }
 _MAY_DIFFER = ("rounds", "evaluate_every", "patience", "null_keys")  # how long and how often; the page says how long
