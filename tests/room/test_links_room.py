@@ -118,7 +118,7 @@ def test_a_judges_link_ends_when_it_is_revoked(place: Place) -> None:
     avon.post("unlink", label="court")
     status, text = place.look(page, cookie)
     assert status == 403
-    assert "open the room" in text
+    assert "Open the room" in text
     assert "Avon" not in text
     assert place.open(link)[0] == 403
     assert place.look(page, kept)[0] == 200  # the other link holds
@@ -137,7 +137,7 @@ def test_a_link_for_one_query_opens_no_other(place: Place) -> None:
     ):
         status, text = place.look(f"/c/{avon.consortium}{page}", cookie)
         assert status == 403
-        assert "your link is for another page" in text
+        assert "Your link is for another page" in text
         assert "Avon-" not in text
 
 
@@ -160,7 +160,7 @@ def test_a_cookie_of_another_consortium_opens_nothing(place: Place) -> None:
         for page in PAGES:
             status, text = place.look(f"/c/{avon.consortium}{page}", cookie)
             assert status == 403, (who, page)
-            assert "your link is for another" in text
+            assert "Your link is for another" in text
             assert "Avon" not in text
             assert "hospitals" not in text
         # nor with the address of the other in some other spelling
