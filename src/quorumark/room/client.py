@@ -33,6 +33,7 @@ __all__ = ["MOST_ENTRIES", "Client", "Notice", "answers_at"]
 _PART = 4 << 20
 _LARGEST_ANSWER = 1 << 24
 _SECONDS = 60.0
+_PATIENCE = 20  # seconds: so long a room may have too many requests
 MOST_ENTRIES = 200_000
 """As many as a room keeps for a consortium."""
 _RANDOM = "[A-Za-z0-9_-]{43}"  # 32 random bytes
@@ -226,6 +227,19 @@ class Client:
         headers: dict[str, str] | None = None,
         wait: float = 0,
         most: int = _LARGEST_ANSWER,
+    ) -> bytes:
+        """The answer. Where the room has too many requests, the same is sent again a little later."""
+        for _ in range(_PATIENCE):
+            try:
+                return self._sent(method, path, body, headers, wait, most)
+            except RoomError as error:
+                if error.code != "room.too-many" or self._ended:
+                    raise
+            time.sleep(1)
+        return self._sent(method, path, body, headers, wait, most)
+
+    def _sent(
+        self, method: str, path: str, body: bytes, headers: dict[str, str] | None, wait: float, most: int
     ) -> bytes:
         used = self._connection is not None  # the room may have closed a connection that was quiet for a while
         try:
