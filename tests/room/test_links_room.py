@@ -16,6 +16,7 @@ import pytest
 
 from quorumark.canonical import canonical
 from quorumark.consortium.identity import Identity
+from quorumark.errors import RoomError
 from quorumark.room.client import Client
 from quorumark.room.requests import sign_request
 from quorumark.room.store import Store
@@ -40,7 +41,7 @@ class Place:
         self._servers: list[uvicorn.Server] = []
 
         def run() -> None:
-            app = make_app(folder, self.address)  # its database is for this thread
+            self.app = app = make_app(folder, self.address)  # its database is for this thread
             config = uvicorn.Config(app, port=port, access_log=False, log_level="error", ws="none", lifespan="off")
             self._servers.append(uvicorn.Server(config))
             self._servers[0].run()
@@ -211,3 +212,25 @@ def test_requests_of_a_member_of_another_consortium_are_refused_by_name(place: P
                 assert answer.status == 403
                 assert b"room.not-a-member" in text
     connection.close()
+
+
+# --- a room that has too many requests ---
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_member_waits_while_the_room_has_too_many_requests(
+    place: Place, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Nothing that it does is lost for that; without the wait it is refused."""
+    from quorumark.room import client
+    from quorumark.room.limits import Buckets
+
+    avon = place.consortium("hospitals", "Avon")
+    place.app.state.room.by_key = Buckets(rate=4, burst=2)
+    if not waits:
+        monkeypatch.setattr(client, "_PATIENCE", 0)
+        with pytest.raises(RoomError) as refused:
+            sum(len(avon.log(0, 0)) for _ in range(6))
+        assert refused.value.code == "room.too-many"
+        return
+    assert [len(avon.log(0, 0)) for _ in range(6)] == [4] * 6
