@@ -100,14 +100,20 @@ def test_the_manifest_is_one_that_all_of_its_members_uploaded(shelf: Shelf) -> N
     assert shelf.board.in_force.digest == about
 
 
-def test_a_query_has_the_manifest_and_the_members_of_its_time(shelf: Shelf) -> None:
-    """Also once Mallory has left; a manifest that not all of its members uploaded is nobody's."""
+def signed_by_all(shelf: Shelf) -> tuple[dict[str, Any], str, str]:
+    """Terms that are proposed, their digest, and the name of the manifest that all three uploaded."""
     terms = terms_of(*PEOPLE)
     about, data = written(terms)
     shelf.put(AVON, f"proposal/{about}/terms.json", data)
     first, body = manifest_of(terms, about)
     for author in (AVON, BIRCH, MALLORY):
         shelf.put(author, first, body)
+    return terms, about, first
+
+
+def test_a_query_has_the_manifest_and_the_members_of_its_time(shelf: Shelf) -> None:
+    """Also once Mallory has left; a manifest that not all of its members uploaded is nobody's."""
+    terms, about, first = signed_by_all(shelf)
     before = first.split("/")[1].removesuffix(".json")
     later, body = manifest_of(terms_of(*PEOPLE[:2]), about, before, epoch=1)
     for author in (AVON, BIRCH):
@@ -153,12 +159,7 @@ def test_a_successor_counts_once_all_of_its_own_members_uploaded_it(shelf: Shelf
 
 def test_a_few_members_cannot_put_a_manifest_of_theirs_in_the_place_of_the_right_one(shelf: Shelf) -> None:
     """Neither one that nobody signed, nor one that keeps fewer than t, or fewer than more than half."""
-    terms = terms_of(*PEOPLE)
-    about, data = written(terms)
-    shelf.put(AVON, f"proposal/{about}/terms.json", data)
-    first, body = manifest_of(terms, about)
-    for author in (AVON, BIRCH, MALLORY):
-        shelf.put(author, first, body)
+    _, about, first = signed_by_all(shelf)
     before = first.split("/")[1].removesuffix(".json")
     alone = terms_of(PEOPLE[1], PEOPLE[2], threshold=1)
     for false in (

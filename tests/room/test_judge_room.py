@@ -198,7 +198,7 @@ def results(scene: Scene, index: int) -> list[str]:
 
 
 def test_a_report_that_is_first_read_after_the_manifest_changed(scene: Scene) -> None:
-    """Whoever did not ask makes the report when it is read: by the manifest of the query, not by the one in force."""
+    """A member that did not ask makes the report when it is read: by the query's manifest, not by the one in force."""
     folder = scene.group.homes[BIRCH][0].path / "room" / scene.group.consortium / "certificates"
     for path in folder.glob("*/report*.html"):
         path.unlink()
